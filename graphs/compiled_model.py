@@ -1,4 +1,4 @@
-"""Compile a model, or find it compiled; then bind what came out to real parameters."""
+"""Compiles a model or loads it from the cache, and binds the result to parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """Traces and compilations (of unique pieces) of this process: zero on a warm start."""
+    """Traces and compiled unique pieces of this process: zero on a warm start."""
 
     traces: int
     compiles: int
@@ -43,29 +43,28 @@ class CompileCounts:
 
 @dataclass(frozen=True)
 class Forwards:
-    """The forward of each compile range, and logits.
+    """A model's compiled callables, bound to parameters.
 
-    `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token, or hidden states where the model pools or drafts (`pools`). Behind these they return
-    the inputs of the layers that a head reads, if any. `logits`: from hidden states [R, D], and in a variant of the
-    forward from its own step tensors for these rows, to logits [R, V]; `pooler`: from pooled ones to results;
-    `combine`: from hidden states of another model to a head's features. A stage that is not the last returns the values
-    for the next stage, and has no logits.
+    Forwards that return hidden states also return the inputs of the layers that a draft head reads, if any. A pipeline
+    stage that is not the last returns the values for the next stage and has no logits.
     """
 
-    hidden: Forward
+    hidden: Forward  # of the dynamic range: serves every batch and returns hidden states [T, D]
+    # from hidden states [R, D] to logits [R, V]; adapted ones also take these rows' step tensors
     logits: Forward = field(default_factory=nn.Identity)
+    # For small batches: return all tokens' logits [T, V], or hidden states with `pools`.
     small: tuple[tuple[CompileRange, Forward], ...] = ()
-    pooler: Forward = field(default_factory=nn.Identity)
-    pools: bool = False
+    pooler: Forward = field(default_factory=nn.Identity)  # from pooled hidden states to results
+    pools: bool = False  # the model pools or drafts
+    # from another model's hidden states to a draft head's features
     combine: Forward = field(default_factory=nn.Identity)
 
     def for_logits(self, num_tokens: int) -> Forward | None:
-        """The forward that returns logits for this number of tokens, or None."""
+        """Return the forward that returns logits for this number of tokens, or None."""
         return None if self.pools else self._small(num_tokens)
 
     def for_hidden(self, num_tokens: int) -> Forward:
-        """The forward that returns hidden states for this number of tokens."""
+        """Return the forward that returns hidden states for this number of tokens."""
         return (self.pools and self._small(num_tokens)) or self.hidden
 
     def _small(self, num_tokens: int) -> Forward | None:
@@ -74,41 +73,37 @@ class Forwards:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """An entry of the cache, loaded: the plan of each callable and range, and the pieces that they share.
-
-    direct: the pieces that Inductor did not compile. pools: whether its forwards end at hidden states.
-    """
+    """A loaded cache entry: the plan of each callable and range, and the pieces they share."""
 
     ranges: tuple[CompiledRange, ...]
     pieces: dict[str, Piece]
-    direct: frozenset[str]
+    direct: frozenset[str]  # pieces that Inductor did not compile
     lookup: Lookup
     counts: CompileCounts
-    pools: bool = False
+    pools: bool = False  # all forwards return hidden states
 
     def for_stage(self, stage: Stage) -> CompiledModel:
-        """A part of it. Raises ValueError, see stage_plan."""
+        """Return the stage's part of the model. Raises ValueError, see stage_plan."""
         if stage.count == 1:
             return self
         staged = (replace(r, staged=stage_plan(r.plan, stage)) for r in self.of(FORWARD))
         return replace(self, ranges=(*staged, *(self.of(LOGITS) if stage.is_last else ())))
 
     def of(self, name: str) -> tuple[CompiledRange, ...]:
-        """The ranges of a callable."""
         return tuple(r for r in self.ranges if r.callable == name)
 
     def of_others(self) -> tuple[CompiledRange, ...]:
-        """The ranges of all callables that are no forward."""
+        """Return the ranges of all callables besides the forwards."""
         return tuple(r for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The variants of the forward that there are."""
+        """The compiled variants of the forward."""
         return tuple(name for name in VARIANTS if self.of(name))
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All that the callables take."""
+        """All parameters that the callables take."""
         return tuple(dict.fromkeys(parameter for r in self.ranges for parameter in r.bound_plan.parameters))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
@@ -118,7 +113,7 @@ class CompiledModel:
 
     @property
     def received_row_bytes(self) -> int:
-        """Most bytes of a token that the stage receives."""
+        """The most bytes per token that the stage receives."""
         borders = [r.staged.received for r in self.ranges if r.staged is not None]
         return max((border.row_bytes for border in borders if border is not None), default=0)
 
@@ -131,10 +126,9 @@ class CompiledModel:
         distinct: bool = False,
         variant: str = "",
     ) -> Forwards:
-        """The callables on these parameters (stand-alone and packed ones, by name); see `stitch`.
+        """Bind the callables to these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`. variant: of the forwards
-        and the logits.
+        received: the previous stage's result, uint8. distinct: see `distinct_calls`. variant: of forward and logits.
         """
         bound: list[tuple[CompileRange, Forward]] = []
         for r in self.of(variant or FORWARD):
@@ -152,19 +146,19 @@ class CompiledModel:
 def compile_model(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], progress: Progress, timeline: Timeline
 ) -> CompiledModel:
-    """The compiled model for a config, from the cache if it holds it.
+    """Return the compiled model for a config, from the cache if it is there.
 
-    `make_model` builds the model on the meta device; it is called only when there is something to trace. The timeline
-    has it all under "compile", or under "load" if it was in the cache.
+    `make_model` builds the model on the meta device; it is called only to trace. The timeline records everything under
+    "compile", or under "load" after a cache hit.
 
-    Raises GuardError when the model's code depends on sizes, SplitError on an unknown mutating op, CompileError when
+    Raises GuardError if the model's code depends on sizes, SplitError for an unknown mutating op, CompileError if
     Inductor fails, ContractError (strict) and VerificationError (verify) for a pass.
     """
     compiles: list[int] = []
     device_type = config.device.type
 
     def build(folder: Path) -> None:
-        # A warm start does without them.
+        # Imported here, as a warm start does not need the compilers.
         with collection_paused(), timeline.span("import the compilers"):
             build_entry = import_apart("compiled_engine.graphs.compiler.build").build_entry
         with timeline.span("build"):
@@ -180,7 +174,7 @@ def compile_model(
     with timeline.span("compile"):
         with timeline.span("cache key"):
             factors = cache_factors(config)
-        # Rewrites that are to be verified have to be made.
+        # Verification needs the rewrites, so nothing is taken from the cache.
         root = None if config.compile.verify else config.compile.cache_dir
         lookup = find_or_build(root, factors, build, load)
     if lookup.status == "hit":
@@ -195,8 +189,10 @@ def compile_model(
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
-    """The function of a piece: Inductor's code with or without Inductor, or the generated Python of a piece with
-    nothing to fuse; see `load_cpp_piece` and `load_direct`."""
+    """Load a piece's function: Inductor's code, with or without Inductor, or the Python generated for a direct piece.
+
+    See `load_cpp_piece` and `load_direct`.
+    """
     if piece_folder(entry, key).exists():
         return load_cpp_piece(piece_folder(entry, key))
     if _artifact(entry, key).exists():
@@ -206,10 +202,8 @@ def load_piece(entry: Path, key: str, device_type: str) -> Piece:
 
 
 def _is_direct(entry: Path, key: str) -> bool:
-    """Return whether Inductor did not compile the piece."""
     return not piece_folder(entry, key).exists() and not _artifact(entry, key).exists()
 
 
 def _artifact(entry: Path, key: str) -> Path:
-    """Path of Inductor's artifact of a piece that needs Inductor to run."""
     return entry / "pieces" / f"{key}.bin"

@@ -1,4 +1,4 @@
-"""The ordered list of passes: built-in ones, and those registered by users."""
+"""The ordered list of passes, built-in and registered by users."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     QuantiseActivations(),
 )
 
-# How the name of a step tensor ends, by its first dimension.
+# Suffix of a step tensor's name, by its first dimension.
 _SUFFIXES: dict[tuple[int | str, ...], str] = {("tokens",): "T", ("requests",): "R"}
 
 # The list that register_pass changes, the only mutable global of the project.
@@ -57,7 +57,7 @@ _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
 
 def registered_passes() -> tuple[GraphPass, ...]:
-    """All passes in the order in which they run."""
+    """Return all passes in the order they run in."""
     return tuple(_registered)
 
 
@@ -74,7 +74,7 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def check_registered(names: Collection[str]) -> None:
-    """Raise ValueError for a pass that is enabled and that this process does not have."""
+    """Raise ValueError for an enabled pass that is not registered in this process."""
     known = [graph_pass.name for graph_pass in _registered]
     if missing := [name for name in names if name not in known]:
         raise ValueError(
@@ -84,22 +84,22 @@ def check_registered(names: Collection[str]) -> None:
 
 
 def passes_of_ranks() -> frozenset[str]:
-    """The names of passes that only apply with several ranks."""
+    """Return the names of passes that only apply with several ranks."""
     return frozenset(p.name for p in _registered if TensorParallel.name in p.requires)
 
 
 def passes_of_quantised() -> frozenset[str]:
-    """The names of passes that only apply to quantised linears."""
+    """Return the names of passes that only apply to quantised linears."""
     return frozenset(p.name for p in _registered if Quantise.name in p.requires)
 
 
 def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
-    """The token counts up to which the kernels of these passes are others than beyond, ascending."""
+    """Return the token counts, ascending, at which these passes switch kernels; each is the last one of a kernel."""
     return tuple(sorted({count for p in _registered if p.name in names for count in p.kernel_token_counts}))
 
 
 def splitting_ops() -> dict[str, SplittingOp]:
-    """The ops that graphs are split at, by name: those of the models, then those of the passes."""
+    """Return the ops that graphs are split at, by name: the models', then the passes'."""
     of_models = [SplittingOp(name, function, attends=True) for name, function in ATTENTION_OPS.items()]
     of_models += [SplittingOp(name, function) for name, function in RECURRENCE_OPS.items()]
     of_passes = [op for graph_pass in _registered for op in graph_pass.splitting_ops]
@@ -107,7 +107,7 @@ def splitting_ops() -> dict[str, SplittingOp]:
 
 
 def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
-    """The step tensors that these passes ask for. Raises ValueError for a declaration that is not allowed."""
+    """Return the step tensors that these passes need. Raises ValueError for an invalid declaration."""
     found: dict[str, StepTensor] = {}
     for graph_pass in _registered:
         for tensor in graph_pass.step_tensors() if graph_pass.name in names else ():
@@ -126,9 +126,9 @@ def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
 
 
 def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
-    """Let a pass run in every engine that is built from now on: after the pass called `after`, or last.
+    """Add a pass to every engine built from now on, after the pass named `after` or last.
 
-    Raises ValueError when the name is taken or `after` is not known, TypeError when it is not a pass.
+    Raises ValueError if the name is taken or `after` is unknown, TypeError if `graph_pass` is not a pass.
     """
     if not isinstance(graph_pass, GraphPass) or not hasattr(graph_pass, "name"):
         raise TypeError(f"graph_pass is {graph_pass!r}; allowed: a GraphPass with a name; see docs/passes.md")
@@ -141,7 +141,7 @@ def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
 
 
 def unregister_pass(name: str) -> None:
-    """Take back what register_pass added. Raises ValueError for a name that is not a user's pass."""
+    """Undo `register_pass`. Raises ValueError if no user registered a pass of this name."""
     own = [graph_pass for graph_pass in _registered if graph_pass not in DEFAULT_PASSES]
     found = next((graph_pass for graph_pass in own if graph_pass.name == name), None)
     if found is None:
@@ -150,9 +150,9 @@ def unregister_pass(name: str) -> None:
 
 
 def op_modules() -> tuple[str, ...]:
-    """Modules that define the ops which passes introduce, for processes that compile their pieces.
+    """Return the modules that define the passes' ops, for processes that compile pieces.
 
-    A pass that was written in a script or a notebook is not among them: nothing can be imported there.
+    Passes from a script or notebook are left out: other processes cannot import them.
     """
     modules = {type(graph_pass).__module__ for graph_pass in _registered}
     return tuple(sorted(name for name in modules if name != "__main__" and hasattr(sys.modules[name], "__file__")))

@@ -1,14 +1,14 @@
-"""The blocks of one KV group: their hashes, the pool, and the block table of each request that runs.
+"""The blocks of one KV group: their hashes, the pool, and the running requests' block tables.
 
-Layers whose caches have the same block size, dtype and window form a group. All of its layers use the same tables.
+A group consists of layers with caches of the same block size, dtype and window; all of them use the same tables.
 
-Equal hashes mean equal keys and values in the KV cache. They form a chain of SHA-256 that begins with a root
-(`messages.prefix_root`) and goes on with one hash for each full block of tokens. The root covers everything besides
-token ids that keys and values depend on, or that requests must have in common to share them. Nothing is seeded, so
-hashes are the same in every process, and two prefixes cannot be made to collide.
+Equal hashes mean equal keys and values in the KV cache. Hashes form a chain of SHA-256: a root
+(`messages.prefix_root`), then a hash per full block of tokens. The root covers everything besides token ids that keys
+and values depend on, or that requests must share for another reason. Nothing is seeded, so hashes are equal in all
+processes and no two prefixes can be made to collide.
 
-Prefix caching by chained hashes follows vLLM's automatic prefix caching; block tables follow PagedAttention
-(Kwon et al., 2023, arXiv:2309.06180).
+Prefix caching by chained hashes follows vLLM's automatic prefix caching; block tables follow PagedAttention (Kwon et
+al., 2023, arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from compiled_engine.core.request import Request
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a full block of `token_ids` after the block with hash `parent`, or after the root.
+    """Return the hash of a full block of `token_ids` that follows the block, or root, with hash `parent`.
 
-    It covers these tokens and, through `parent`, all that comes before them. Token ids are hashed as int32.
+    It covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32.
     """
     return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
 
@@ -34,14 +34,14 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 def hash_blocks(
     hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, count: int | None = None
 ) -> None:
-    """Extend the hashes of a sequence's first blocks to `count` blocks; None for all full ones."""
+    """Extend the hashes of a sequence's leading blocks to `count` blocks; None: to all full ones."""
     count = len(token_ids) // block_size if count is None else count
     for start in range(len(hashes) * block_size, count * block_size, block_size):
         hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size]))
 
 
 def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]:
-    """Return the hashes of the request's first blocks, `count` or more. They outlive a preemption."""
+    """Return the hashes of at least the request's first `count` blocks. They outlive a preemption."""
     hashes = request.block_hashes.setdefault(block_size, [])
     if len(hashes) < count:
         hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count)
@@ -49,11 +49,10 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts; those without references wait in a free list.
+    """`num_blocks` blocks with reference counts; blocks without references are in a free list.
 
-    A free block keeps its contents findable by hash until it is given out again. A block that
-    is freed without a hash goes to the front of the free list, any other one to the end.
-    Every operation on a block takes constant time.
+    A free block can be found by its hash until it is allocated again. Blocks freed without a hash go to the front of
+    the free list, others to the end. Every operation on a block takes constant time.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -73,13 +72,13 @@ class BlockPool:
         return self._references[block] == 0
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block registered under this hash; it may be free, and is not acquired."""
+        """Return the block registered under this hash, which may be free, without acquiring it."""
         return self._block_of_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the front of the free list; what they held can no longer be found.
+        """Take `count` blocks from the front of the free list; their contents can no longer be found.
 
-        Raises RuntimeError, taking none, if there are not as many.
+        Raises RuntimeError, taking none, if too few are free.
         """
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
@@ -99,7 +98,7 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. Raises RuntimeError if there is none (the block would be freed twice)."""
+        """Drop a reference. Raises RuntimeError if there is none, as the block would be freed twice."""
         if self._references[block] == 0:
             raise RuntimeError(f"block {block} is released but has no reference")
         self._references[block] -= 1
@@ -109,7 +108,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a block that is held findable, unless another one with the same contents already is."""
+        """Make a held block findable, unless another block with the same contents is."""
         if block_hash not in self._block_of_hash:
             self._block_of_hash[block_hash] = block
             self._hashes[block] = block_hash
@@ -122,17 +121,16 @@ class BlockPool:
             self._hashes[block] = None
 
     def check_all_free(self) -> None:
-        """Raise RuntimeError if a block is held, though no request is left to hold it."""
+        """Raise RuntimeError if a block is held. Call it when no request is left."""
         if self.num_free != self.num_blocks:
             raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
 
     def unregister_all(self) -> None:
-        """Make every block unfindable."""
         for block in list(self._block_of_hash.values()):
             self.unregister(block)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise RuntimeError unless all is consistent and exactly `block_tables` hold the pool's blocks."""
+        """Raise RuntimeError unless everything is consistent and exactly `block_tables` hold the pool's blocks."""
         held: Counter[int] = Counter()
         for table in block_tables:
             if len(set(table)) != len(table):
@@ -154,16 +152,15 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """A request's blocks in order. num_registered: leading blocks offered to the prefix cache. hashes: see
-    Request.block_hashes."""
+    """A request's blocks in order."""
 
     block_ids: list[int]
-    num_registered: int
-    hashes: list[bytes]
+    num_registered: int  # leading blocks offered to the prefix cache
+    hashes: list[bytes]  # see Request.block_hashes
 
 
 class BlockGroup:
-    """Implements CacheResource; the only resource of which a request may get more while it runs."""
+    """The blocks of a KV group as a CacheResource, the only one of which requests may get more while they run."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if block_size < 1:
@@ -175,15 +172,14 @@ class BlockGroup:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that all blocks together can hold."""
+        """The number of tokens that all blocks hold together."""
         return self.pool.num_blocks * self.block_size
 
     def block_ids(self, request: Request) -> Sequence[int]:
-        """The request's block table."""
         return self._tables[request].block_ids
 
     def slots_of(self, request: Request) -> int:
-        """Tokens that the request's blocks can hold."""
+        """Return how many tokens the request's blocks hold."""
         return len(self._tables[request].block_ids) * self.block_size
 
     def longest_prefix(self, request: Request, most: int) -> int:
@@ -210,11 +206,11 @@ class BlockGroup:
         self._tables[request] = BlockTable(cached + fresh, len(cached), hashes)
 
     def can_grow(self, request: Request, num_tokens: int) -> bool:
-        """Return whether the pool has the blocks that a request with a table still needs for `num_tokens` tokens."""
+        """Return whether the pool has the blocks that a running request still needs for `num_tokens` tokens."""
         return self._missing(request, num_tokens) <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Add the missing blocks to the request's table; return them."""
+        """Add the missing blocks to the request's table and return them."""
         blocks = self.pool.allocate(max(0, self._missing(request, num_tokens)))
         self._tables[request].block_ids += blocks
         return tuple(blocks)
@@ -228,8 +224,10 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Make the blocks findable that lie within the request's first `num_tokens` tokens, all known. Return how many
-        have to be known for the next block."""
+        """Make the full blocks within the request's first `num_tokens` tokens, which are known, findable.
+
+        Returns how many tokens must be known for the next block.
+        """
         table, size = self._tables[request], self.block_size
         first, num_full = table.num_registered, num_tokens // size
         if num_full > first:
@@ -241,17 +239,14 @@ class BlockGroup:
         return (table.num_registered + 1) * size
 
     def take_registered(self) -> list[int]:
-        """Return the blocks that were registered since the last call: steps in flight may be to fill them."""
         registered, self._registered = self._registered, []
         return registered
 
     def unregister(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable, because what they were to hold was not written."""
         for block in blocks:
             self.pool.unregister(block)
 
     def unregister_all(self) -> None:
-        """Make every block unfindable; requests keep the blocks that they hold."""
         self.pool.unregister_all()
 
     def check_all_free(self) -> None:
@@ -272,11 +267,11 @@ class BlockGroup:
         return -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
 
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
-        """Look up a block with the same contents for each of the request's first `count` blocks, or None."""
+        """Yield for each of the request's first `count` blocks a block with the same contents, or None."""
         return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:
-        """The blocks of a prefix that `longest_prefix` has found."""
+        """Return the blocks of a prefix that `longest_prefix` has found."""
         blocks = [block for block in self._cached(request, num_cached // self.block_size) if block is not None]
         assert len(blocks) * self.block_size == num_cached
         return blocks

@@ -1,6 +1,6 @@
-"""Resources that a request occupies while it runs: blocks of a KV group (block_pool.py), a row of the runner.
+"""Resources that a request holds while it runs: blocks of a KV group (block_pool.py), a row of the runner.
 
-`KVCacheManager` checks all resources and takes from all or from none.
+`KVCacheManager` checks all resources, and takes from all or from none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from compiled_engine.core.request import Request
 
 
 class CacheResource(Protocol):
-    """Tracks the share of each request, identified by the object, not by its id."""
+    """Tracks the share of each request. Requests are compared by identity, not by id."""
 
     def longest_prefix(self, request: Request, most: int) -> int:
         """Return how many of the request's first `most` tokens this resource already has.
@@ -22,8 +22,9 @@ class CacheResource(Protocol):
         ...
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        """Return whether a request without a share can get `num_tokens` tokens, the first `num_cached` of them from the
-        prefix cache. reserve: number of requests that must be able to grow afterwards.
+        """Return whether a request without a share has room for `num_tokens` tokens, the first `num_cached` cached.
+
+        reserve: number of requests that must be able to grow afterwards.
         """
         ...
 
@@ -32,11 +33,11 @@ class CacheResource(Protocol):
         ...
 
     def free(self, request: Request) -> None:
-        """Take the request's share back. Raises RuntimeError if it has none."""
+        """Release the request's share. Raises RuntimeError if it has none."""
         ...
 
     def check_all_free(self) -> None:
-        """Raise RuntimeError if something is held, to be called when no request is left. Takes constant time."""
+        """Raise RuntimeError if anything is held, in constant time. Call it when no request is left."""
         ...
 
     def check_integrity(self, holders: Collection[Request]) -> None:
@@ -46,14 +47,14 @@ class CacheResource(Protocol):
 
 @runtime_checkable
 class FindableResource(CacheResource, Protocol):
-    """A resource that keeps what later requests can find, in numbered places: blocks, for example."""
+    """A resource whose contents later requests can find, in numbered places such as blocks."""
 
     def take_registered(self) -> list[int]:
-        """Return the places that became findable since the last call: steps in flight may be to write them."""
+        """Return the places that became findable since the last call. Steps in flight may still have to write them."""
         ...
 
     def unregister(self, places: Iterable[int]) -> None:
-        """Make places unfindable, because what they were to hold was not written."""
+        """Make places unfindable because their contents were not written."""
         ...
 
     def unregister_all(self) -> None:
@@ -62,7 +63,7 @@ class FindableResource(CacheResource, Protocol):
 
 
 def check_holders(what: str, holding: Collection[Request], holders: Collection[Request]) -> None:
-    """Raise RuntimeError unless the same requests hold a resource as should."""
+    """Raise RuntimeError unless exactly these requests hold a resource."""
     should, do = set(holders), set(holding)
     for verb, requests in (("hold", do - should), ("do not hold", should - do)):
         if requests:
@@ -71,7 +72,7 @@ def check_holders(what: str, holding: Collection[Request], holders: Collection[R
 
 
 class RequestRows:
-    """Implements CacheResource: `num_rows` rows, whatever the number of tokens."""
+    """`num_rows` rows as a CacheResource; a request holds one, whatever its number of tokens."""
 
     def __init__(self, num_rows: int) -> None:
         if num_rows < 1:

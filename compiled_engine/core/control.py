@@ -1,9 +1,8 @@
-"""Calls that an engine takes between two steps, and errors on their way between processes.
+"""Control calls, which an engine serves between steps, and the transport of errors between processes.
 
-Calls are questions, and changes of the engine itself. A call goes one way: from an API process to the core, or to the
-cores of all replicas, and from there to every rank where it concerns them. It is taken in the order in which calls,
-requests and steps were sent; steps that were launched before it run as they are. It comes back as a value or as an
-error.
+Calls ask something of the engine or change it. A call goes from an API process to the core, or to all replicas' cores,
+and from there to every rank concerned. Calls, requests and steps are handled in the order in which they were sent;
+steps launched before a call are not affected. A call returns a value or an error.
 """
 
 from __future__ import annotations
@@ -21,27 +20,24 @@ KINDS = ValueError | TypeError | OSError | RuntimeError | MemoryError
 
 
 class FatalError(RuntimeError):
-    """The engine is of no use any more. What was under way is lost, and a new engine is needed."""
+    """The engine cannot go on. Its requests are lost, and a new engine is needed."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The other side cannot start, or cannot go on: the exception's type, its text, and where it was raised.
+    """An exception of another process, which cannot start or go on."""
 
-    kind is one of Python's own where the exception is one of KINDS.
-    """
-
-    kind: str
+    kind: str  # name of the exception's type
     text: str
-    where: str
+    where: str  # traceback
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def as_exception(self, place: str, prefix: str = "") -> Exception:
-        """Return the exception that was raised, or a RuntimeError with its name if it is no exception of Python's own.
+        """Return the exception if its type is one of KINDS, otherwise a RuntimeError with its name.
 
-        place: where that was. prefix: what the text begins with.
+        place: of the other process, for a note. prefix: of the text.
         """
         kind = getattr(builtins, self.kind, None)
         error: Exception
@@ -55,13 +51,13 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ControlError(RuntimeError):
-    """A call was refused or has failed, with the reason. The engine continues."""
+    """A call was refused or failed, with the reason. The engine continues."""
 
 
 def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
-    """Answer a call by the function of its name; return its result, which is plain data.
+    """Serve a call by the function of its name; return its result, which is plain data.
 
-    Raises ControlError if the call is none of `calls` or its function raises; FatalError is passed through.
+    Raises ControlError if the call is none of `calls` or its function raises; FatalError passes through.
     """
     if call.name not in calls:
         raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")

@@ -1,4 +1,4 @@
-"""The engine core drives a scheduler and an executor. Requests in, token deltas out, all plain data, no API objects."""
+"""The engine core drives a scheduler and an executor: requests in, token deltas out, all plain data."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
 
-# How long a step waits for a request that is held back when there is nothing else to do.
+# How long a step waits for a held-back request if there is nothing else to do.
 PATIENCE_S = 0.005
 
 
 CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
-"""Control calls that a core takes, besides those of its features: methods of EngineCore."""
+"""Control calls that a core serves, besides those of its features: methods of EngineCore."""
 
 
 class EngineCore:
     """Schedules requests, has steps executed and returns outputs. Not thread-safe: one caller adds, aborts and steps.
 
-    num_slots: tokens that the KV cache holds. clock: started by benchmarks; its laps are schedule, prepare,
-    launch, masks, wait and output. start_s: seconds that the start took. features: those that are switched on.
-
-    bell: a descriptor that is readable when an event needs a step; None here, as none arrives between steps.
+    num_slots: tokens that the KV cache holds. clock: used by benchmarks; its laps are schedule, prepare, launch, masks,
+    wait and output. start_s: seconds that the start took. features: the enabled ones. bell: a descriptor that is
+    readable when an event needs a step; None here, as no events arrive between steps.
     """
 
     bell: int | None = None
@@ -79,21 +78,21 @@ class EngineCore:
         self._hooks = PlanHooks(features)
         self._answering = {name: feature for feature in features for name in feature.calls}
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
-        self._late: SchedulerOutput | None = None  # the newest, while what its sampling awaits cannot be made yet
-        self._late_begun = False  # whether it is being made for the step submitted last
+        self._late: SchedulerOutput | None = None  # the newest step, while its late inputs cannot be begun yet
+        self._late_begun = False  # late inputs of the last submitted step are being made
         self._held: set[str] = set()  # requests that a feature holds back
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
-        """Queue a request. given: what comes with it that is no data, its token mask, for example. A request that a
-        feature holds back is queued by the first step after it is ready, or ends with finish_reason "error" if it
-        cannot be.
+        """Queue a request. given: an object that belongs to it but is not plain data, such as its token mask.
 
-        Raises ValueError if the request can never fit, if its id is in use, or if a feature cannot take it.
+        A request that a feature holds back is queued by the first step after it is ready, or ends with finish_reason
+        "error" if it cannot become ready. A request without a seed gets one here, so that recomputing it after a
+        preemption repeats its tokens.
 
-        A request without a seed gets one here, so that preemption and recompute repeat its tokens.
+        Raises ValueError if the request can never fit, its id is in use, or a feature does not support it.
         """
         if request.request_id in self._held:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
@@ -110,13 +109,15 @@ class EngineCore:
         self._scheduler.add(request)
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Set the vocabulary, before the first request with a grammar; once is enough. Returns at once."""
+        """Set the vocabulary once, before the first request with a grammar. Returns immediately."""
         for set_vocabulary in self._hooks.set_vocabulary:
             set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string. The
-        output's finish_reason is "abort" in either case; only the counts differ."""
+        """End a request now; returns None if it is not known any more.
+
+        The output's finish_reason is "abort". `stopped`: count it as finished, as a stop string completed its output.
+        """
         if request_id in self._held:
             self._withdraw(request_id)
             return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=0)
@@ -125,16 +126,14 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
-        With async scheduling the device already has the next step while this one's result is processed; each stage of a
-        pipeline has a further one. If requests of the newest step sample late, what they await is begun as soon as the
-        tokens before are known, while the device still computes the logits. While it is made, outputs are returned and
-        the next step is scheduled; then the sampling is launched, and after it that step.
+        With async scheduling the device already has the next step while a result is processed; every pipeline stage
+        adds a further step. If requests of the newest step sample late, their late inputs (token masks) are begun as
+        soon as all earlier tokens are known, while the device still computes the logits. In the meantime outputs are
+        returned and the next step is scheduled; then the sampling is launched, and that step after it.
 
-        A step without a request left (all ended after its launch) may stay behind; a later call
-        takes it in and has no outputs. A request that a feature fails ends with finish_reason "error"; the others go
-        on.
-
-        If a step fails, running requests are aborted and the error is raised; waiting requests continue.
+        A step whose requests have all ended may remain pending; a later call processes it, without outputs. A request
+        that a feature fails ends with finish_reason "error", and the others continue. If a step fails, running requests
+        are aborted and the error is raised; waiting requests continue.
         """
         failed = self._add_released() if self._held else []
         try:
@@ -168,20 +167,20 @@ class EngineCore:
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
     def _begin_late(self) -> None:
-        """Begin what the newest step awaits, if all tokens before it are known."""
+        """Begin the newest step's late inputs, if all tokens before it are known."""
         if self._late is not None and self._scheduler.knows_tokens_before(self._late):
             self._scheduler.begin_late(self._late)
             self._late, self._late_begun = None, True
             self.clock.lap("masks")
 
     def _give_late(self) -> None:
-        """Give the executor what is begun, as soon as it is made."""
+        """Wait for the late inputs, and have the executor sample with them."""
         self._late_begun = False
         self.executor.sample(self._scheduler.take_late())
         self.clock.lap("masks")
 
     def _add_released(self) -> list[EngineOutput]:
-        """Queue requests that are held back no longer; return the outputs that end those that cannot be."""
+        """Queue requests that are no longer held back; return the outputs of those that cannot be queued."""
         ended: list[EngineOutput] = []
         busy = self._pending or self._scheduler.has_unfinished()
         for released in self._hooks.released:
@@ -190,7 +189,7 @@ class EngineCore:
             ended += failed
             for request in ready:
                 try:
-                    for check in self._hooks.check:  # what it needs may be gone in the meantime
+                    for check in self._hooks.check:  # again, as conditions may have changed
                         check(request)
                 except ValueError as error:
                     self._withdraw(request.request_id)
@@ -201,34 +200,32 @@ class EngineCore:
         return ended
 
     def _withdraw(self, request_id: str) -> None:
-        """Forget a request that is held back."""
         self._held.remove(request_id)
         for withdrawn in self._hooks.withdrawn:
             withdrawn(request_id)
 
     def _drain(self) -> None:
-        """Wait for the steps that are launched. Their results and failures are dropped."""
+        """Wait for the launched steps, ignoring their results and failures."""
         self._late = None
         if self._late_begun:
             with suppress(Exception):
-                self._give_late()  # else a step has no result
+                self._give_late()  # otherwise a step would have no result
         while self._pending:
             _, pending = self._pending.popleft()
             with suppress(Exception):
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a call between two steps, one of CALLS or of a feature's; return plain data. Raises ControlError, see
-        control.py."""
+        """Serve a control call, one of CALLS or of a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
         return apply(call, calls | {name: getattr(feature, name) for name, feature in self._answering.items()})
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""
+        """Raise RuntimeError unless every KV block is accounted for; takes time proportional to the pool."""
         self._scheduler.check_integrity()
 
     def reset_prefix_cache(self) -> None:
-        """Let no later request find what the prefix cache holds now; requests that run go on as they are."""
+        """Make the prefix cache's present contents unfindable; running requests are not affected."""
         self._scheduler.reset_prefix_cache()
 
     def can_step(self) -> bool:
@@ -239,15 +236,17 @@ class EngineCore:
         return self._scheduler.has_unfinished() or len(self._held) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """The figures of scheduler, features and runner; `start_s`, seconds of construction; and `generated_tokens`,
-        those of requests that run included."""
+        """Return the metrics of scheduler, features and runner, besides `start_s` and `generated_tokens`.
+
+        start_s: seconds of construction. generated_tokens: those of running requests included.
+        """
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
         scheduler["waiting"] += len(self._held)
         return own | self.executor.metrics() | scheduler
 
     def close(self) -> None:
-        """Wait for the device and free it. So does dropping the last reference."""
+        """Wait for the device and free it. Dropping the last reference does the same."""
         self._drain()
         for close in self._hooks.close:
             close()

@@ -1,4 +1,4 @@
-"""The engine core's interface to its runner or runners."""
+"""The engine core's interface to one runner or several."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsPro
 
 
 class PendingOutput(Protocol):
-    """The result of a step that was submitted."""
+    """The result of a submitted step."""
 
     def result(self) -> RunnerOutput:
-        """Wait for the step to end; called once. Raises what executing it raised."""
+        """Wait for the step to end; call it once. Raises what its execution raised."""
         ...
 
 
 class Executor(Protocol):
-    """The runner, or the runners of all ranks, which execute each step together."""
+    """The runner, or all ranks' runners, which execute each step together."""
 
     num_blocks: int
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
-        """Have a step executed after all those submitted before. Raises what fails before it is under way."""
+        """Submit a step, to run after those submitted before. Raises what fails before it is launched."""
         ...
 
     def sample(self, masks: TokenMasks) -> None:
-        """Have the step that was submitted last sampled, if it awaits masks: before any other is submitted."""
+        """Launch the sampling of the last submitted step, if it awaits masks. Call it before submitting another."""
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Have all ranks apply a call, after all steps submitted before; what each returns. One of Runner.calls.
+        """Have all ranks serve a call, one of Runner.calls, after all steps submitted before; returns their results.
 
         Raises ControlError if a rank does.
         """
         ...
 
     def metrics(self) -> dict[str, Any]:
-        """The metrics of the rank that samples."""
+        """Return the metrics of the rank that samples."""
         ...
 
     def close(self) -> None: ...
 
 
 class InProcessExecutor:
-    """A single runner in this process: `runner`."""
+    """Executes steps by a `runner` in this process."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class InProcessExecutor:
         group: Group | None = None,
         link: StageLink | None = None,
     ):
-        """group, link: the ranks that this one is of, see Runner."""
+        """Load the model and build the runner. group, link: the ranks that this one belongs to, see Runner."""
         load_plugins(config.compile.plugins)
         check_registered(config.compile.passes)
         begin_to_compute(leaves_threads=config.device.type == "cuda" or torch.get_num_threads() > 1)
         self._device = config.device
-        if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
+        if config.device.type == "cuda":  # in the background, while the model is compiled or loaded
             cuda_context(config.device.index or 0)
             triton_digests(config.device)
         with self._own_context():
@@ -105,12 +105,12 @@ class InProcessExecutor:
     def close(self) -> None:
         with self._own_context():
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # nothing that a step uses is freed under it
+                torch.cuda.synchronize(self._device)  # no running step may lose its memory
             self.runner.close()
 
     @contextmanager
     def _own_context(self) -> Iterator[None]:
-        """The engine's device, and no autocast, whatever the caller has set."""
+        """Use the engine's device and no autocast, whatever the caller has set."""
         kind = self._device.type
         on_device = torch.cuda.device(self._device) if kind == "cuda" else nullcontext()
         no_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

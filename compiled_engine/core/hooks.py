@@ -1,9 +1,9 @@
-"""The seams of the plan: what features do where requests come and go and steps are planned.
+"""Hooks of features in planning: they run when requests come and go and when steps are scheduled.
 
-A feature overrides the methods of `PlanFeature` that it needs. Scheduler and engine core collect them once
-(`PlanHooks`), and call those alone: a hook that no feature has costs a step no call. What
-requests hold while they run, a feature counts as a CacheResource. What it tells its part on the device goes into the
-`extras` of messages, under the name of its StepFeature.
+A feature overrides the methods of `PlanFeature` that it needs. Scheduler and engine core collect the overrides once
+(`PlanHooks`), so a hook that no feature overrides costs nothing. Resources that requests hold while they run are
+counted as CacheResources. Data for a feature's part on the device goes into the `extras` of messages, under its
+StepFeature's name.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
 
 
 class PlanFeature:
-    """The part of a feature in planning steps. No method does anything unless it is overridden.
+    """The planning part of a feature. Methods do nothing unless overridden."""
 
-    calls: names of its methods that answer control calls. num_parts: of the running requests, see `divide`.
-    """
-
-    calls: tuple[str, ...] = ()
-    num_parts = 1
+    calls: tuple[str, ...] = ()  # names of the methods that serve control calls
+    num_parts = 1  # of the running requests, see `divide`
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Return what each running request holds. They are taken in this order, before the blocks of the groups."""
+        """Return the resources that each running request holds, taken in this order and before the groups' blocks."""
         return ()
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ValueError if the engine cannot take a request; make ready what it needs. Called once or more before it
-        is added."""
+        """Raise ValueError if the engine does not support a request, and prepare what it needs.
+
+        Called at least once before the request is added.
+        """
 
     def holds(self, request: EngineRequest, given: Any) -> bool:
-        """Return whether a request is held back, so that it is not added before it is `released`. given: what came with
-        it that is no data, or None. Raises ValueError if the two do not go together."""
+        """Return whether to hold a request back until it is `released`.
+
+        given: the object that came with it and is not plain data, or None. Raises ValueError if the two do not match.
+        """
         return False
 
     def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """Return requests that were held back and are to be added, and the ends of those that cannot be.
+        """Return the held-back requests that are ready, and the final outputs of those that have failed.
 
         patience_s: how long to wait if there are none.
         """
@@ -54,86 +55,85 @@ class PlanFeature:
         """Forget a request that was held back and will not be added."""
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Take what the tokens mean, before the first request that needs it."""
+        """Receive the tokens' meanings, before the first request that needs them."""
 
     def added(self, request: Request) -> None:
-        """Note a request, which waits; called once, however often it is admitted. Its `extras` reach the device each
-        time."""
+        """Note a new waiting request. Called once; what is put into its `extras` is sent at each admission."""
 
     def may_start(self, request: Request) -> bool:
-        """Return whether the first waiting request may be admitted. If not, it is set aside for others until
-        `reconsiders`."""
+        """Return whether the first waiting request may be admitted. If not, it is set aside until `reconsiders`."""
         return True
 
     def reconsiders(self) -> bool:
-        """Return whether `may_start` may answer otherwise than before: then no request stays aside."""
+        """Return whether `may_start` may answer differently now; requests set aside are then tried again."""
         return False
 
     def divide(
         self, running: Sequence[Request], waiting: Sized, num_in_flight: int
     ) -> Iterable[tuple[Sequence[Request], int]]:
-        """Yield parts of the running requests, in the order in which they are tried: the next step is of the first with
-        something to compute. With each comes how many waiting requests the step may admit. num_in_flight: steps. One
-        feature at most does so; without it a step may have every request."""
+        """Yield (part of the running requests, number of waiting requests admissible with it), in the order to try.
+
+        The next step takes the first part with something to compute. num_in_flight: number of steps in flight. At most
+        one feature overrides this; without it a step may have all requests.
+        """
         return ()
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Return how many tokens a decode of the next step has, at most the engine's. running: those that it may have.
-        One feature at most does so; without it they have the most."""
+        """Return the tokens per decode in the next step, at most the engine's. running: the step's candidates.
+
+        At most one feature overrides this; without it decodes have the engine's number.
+        """
         raise NotImplementedError
 
     def built(self, builder: StepBuilder) -> None:
-        """Note the shares of a step that will be planned, unless it is empty, and change what the builder says of them
-        all."""
+        """Note a built step, which is planned unless empty, and adjust the builder's settings for the whole step."""
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
-        """Add to the extras of the NewRequest of a request, which holds its resources.
+        """Add to the extras of an admitted request's NewRequest; the request holds its resources.
 
-        What is the same at each admission belongs into the request's own extras, once it is `added`.
+        Data that is the same at each admission belongs into the request's own extras, see `added`.
         """
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
         """Note that the step being planned computes the request's tokens up to one of its `step_ends`."""
 
     def planned(self, step: StepInFlight) -> None:
-        """Note a step that will be sent to the ranks, and add to the extras of its output."""
+        """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Begin to make what the sampling of a step awaits, for requests that sample late. All their tokens are known;
-        some may have ended."""
+        """Begin to make the late inputs of requests that sample late. Their tokens are known; some may have ended."""
 
     def take_late(self) -> TokenMasks:
-        """Return what was begun last, once it is made."""
+        """Wait for the late inputs that were begun last, and return them."""
         raise NotImplementedError
 
     def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return fields that EngineOutput declares, with what the extras of a RunnerOutput have for a request; none if
-        that has nothing new for it."""
+        """Return fields of EngineOutput for a request, from a RunnerOutput's extras; empty if nothing is new."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
-        """Note a step whose result is taken in, in the order in which steps were planned."""
+        """Note a step whose result was processed; called in the order in which steps were planned."""
 
     def nothing_allowed(self, request: Request) -> Finish | None:
-        """Return how a request ends that no token may follow; None if that is an error."""
+        """Return how a request ends if its mask allows no token; None if that is an error."""
         return None
 
     def ended(self, request: Request) -> None:
-        """Forget a request, which may wait, run or have ended with a token in flight."""
+        """Forget a request that was waiting or running, or has ended with a token in flight."""
 
     def failed(self) -> None:
-        """Forget what the steps in flight, and one being planned, were to do: they have failed."""
+        """Forget the steps in flight and the one being planned: they have failed."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures for the engine's metrics, by names that no other part uses."""
+        """Return metrics of the engine, under names that no other part uses."""
         return {}
 
     def close(self) -> None:
-        """End what works beside steps."""
+        """Stop background work."""
 
 
 class PlanHooks:
-    """The hooks of an engine's features, each in the order of the features."""
+    """The overridden hooks of an engine's features, each a list in the order of features."""
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.check = overriding(features, PlanFeature.check)

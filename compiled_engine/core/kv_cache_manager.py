@@ -1,16 +1,16 @@
-"""The parts of the cache that requests hold, and how they share the blocks of a common prefix.
+"""Tracks the parts of the KV cache that requests hold, and shares the blocks of common prefixes.
 
-Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
-are known. Requests that are admitted to that same step (copies of one prompt, for example) find only the blocks filled
-by shares of several tokens: a step with such a share writes the K and V of all its tokens before any of its queries
-attends, but a step of single tokens may write and attend in one kernel, in any order of requests. So a block completed
-by a single token can be found from the next step on. `Scheduler.schedule` keeps this rule.
+Only full blocks are shared. A block can be found once the step that fills it is scheduled and its tokens are known.
+Requests admitted to that same step (copies of one prompt, for example) only find blocks filled by shares of several
+tokens: a step with such a share writes K and V of all tokens before any query attends, whereas a step of single tokens
+may write and attend in one kernel, in any order of requests. A block completed by a single token can therefore be found
+from the next step on; `Scheduler.schedule` keeps this rule.
 
-Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
-scheduled, so the next holder of a block writes to it later, and reads only what it wrote. Nor can a write in flight
-spoil a registered block, held or not: all its tokens are known, so what is written is the very token that its hash
-covers. A token that is still unknown lies beyond all registered blocks of its request; if the request ends before it
-is known, its block is never registered.
+Blocks are released at once, although steps in flight may still write to them. Steps run in the order they were
+scheduled in, so a block's next holder writes later and reads only its own writes. A write in flight cannot spoil a
+registered block either: all its tokens are known, so the token written is the one that its hash covers. Unknown tokens
+lie beyond all registered blocks of their request; if the request ends before they are known, their block is never
+registered.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class KVCacheManager:
-    """Admits a request to every resource or to none: KV groups and what features count. The others come first, because
-    taking blocks may evict cached ones; only groups grow later. A prefix is cached if every resource has it.
+    """Admits a request to every resource or to none: the KV groups, and the resources of features.
 
-    prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache and found there, over all
-    requests when first admitted.
+    Features' resources are taken first, because taking blocks may evict cached ones; only groups grow later. A prefix
+    is cached if every resource has it. prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix
+    cache, over all requests at their first admission.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """Tokens of a single request that the whole cache can hold; NO_CACHE without groups."""
+        """The number of tokens of a single request that the whole cache can hold; NO_CACHE without groups."""
         return min((group.num_slots for group in self.groups), default=NO_CACHE)
 
     @property
@@ -65,10 +65,10 @@ class KVCacheManager:
         return sum(group.pool.num_free for group in self.groups)
 
     def admit(self, request: Request, reserve: int) -> bool:
-        """Give a request that holds nothing what all its tokens need, shared blocks where a prefix is cached.
+        """Give a request that holds nothing the resources for all its tokens, sharing the blocks of a cached prefix.
 
-        All or nothing: False, and no change, if there is not enough, or if fewer than `reserve` blocks of a group
-        would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one token is left.
+        Returns False, without changes, if there is not enough, or if fewer than `reserve` blocks of a group would stay
+        free. Sets `num_computed_tokens` to the number of cached tokens; at least one token remains to be computed.
         """
         num_tokens = len(request.token_ids)
         reads_prefix = self.enable_prefix_caching and not request.computes_every_token
@@ -92,9 +92,9 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_tokens: int) -> BlockIds | None:
-        """Give the request blocks for `num_tokens` more tokens, and return the new ones, () if it has enough.
+        """Give the request blocks for `num_tokens` more tokens and return the new ones, () if it has enough.
 
-        Returns None and changes nothing if a group has too few free blocks.
+        Returns None, without changes, if a group has too few free blocks.
         """
         end = request.num_computed_tokens + num_tokens
         if end <= request.num_slots:
@@ -110,11 +110,10 @@ class KVCacheManager:
         return blocks
 
     def block_ids(self, request: Request) -> BlockIds:
-        """The request's block tables."""
         return tuple(tuple(group.block_ids(request)) for group in self.groups)
 
     def register(self, request: Request) -> None:
-        """Make the blocks findable that are full of known tokens, computed or scheduled to be."""
+        """Make the request's blocks findable that are full of known tokens, computed or scheduled."""
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         if num_tokens < request.next_block_end:
             return
@@ -124,28 +123,30 @@ class KVCacheManager:
         request.next_block_end = next_block_end
 
     def take_registered(self) -> list[list[int]]:
-        """Return, by group, the blocks registered since the last call: steps in flight may be to fill them. Behind them
-        come the places of other findable resources."""
+        """Return the blocks registered since the last call, by group, and then the places of other findable resources.
+
+        Steps in flight may still have to fill them.
+        """
         return [findable.take_registered() for findable in self._findable]
 
     def unregister(self, registered: Sequence[Sequence[int]]) -> None:
-        """Make blocks and other places unfindable, as `take_registered` gave them, because they were not written."""
+        """Make the places that `take_registered` returned unfindable, because they were not written."""
         for findable, places in zip(self._findable, registered, strict=True):
             findable.unregister(places)
 
     def reset_prefix_cache(self) -> None:
-        """Make every place unfindable; requests keep the blocks that they hold."""
+        """Make every place unfindable; requests keep their blocks."""
         for findable in self._findable:
             findable.unregister_all()
 
     def free(self, request: Request) -> None:
-        """Take back all that the request holds. Raises RuntimeError if it holds nothing."""
+        """Release everything that the request holds. Raises RuntimeError if it holds nothing."""
         for resource in self.resources:
             resource.free(request)
         request.num_slots = request.num_computed_tokens = 0
 
     def check_all_free(self) -> None:
-        """Raise RuntimeError if something is held, to be called when no request is left."""
+        """Raise RuntimeError if anything is held. Call it when no request is left."""
         for resource in self.resources:
             resource.check_all_free()
 
@@ -155,7 +156,7 @@ class KVCacheManager:
             resource.check_integrity(holders)
 
     def _common_prefix(self, request: Request, most: int) -> int:
-        """The longest prefix of at most this many tokens that all resources have cached."""
+        """Return the length of the longest prefix of at most this many tokens that all resources have cached."""
         found, num_agreeing = most, 0
         for resource in cycle(self.resources):
             shorter = resource.longest_prefix(request, found)

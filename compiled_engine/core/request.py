@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: its tokens so far, how many are computed, where they lie, and when it ends."""
+"""The scheduler's view of a request: its tokens, how many are computed, its place in the cache, and when it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
 
 class Finish(NamedTuple):
-    """See EngineOutput."""
+    """How a request ended, see EngineOutput."""
 
     reason: str
     stop_reason: int | str | None
@@ -27,16 +27,16 @@ LENGTH = Finish("length", None)
 
 
 class StopRule(msgspec.Struct, frozen=True):
-    """Conditions that end one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
+    """Conditions that end a request. Counts are of output tokens."""
 
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
     min_tokens: int
-    max_tokens: int
+    max_tokens: int  # the smallest limit on length
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
-        """`room`: most output tokens within the context length and the KV cache."""
+        """Return the conditions of a request. room: most output tokens within the context length and the KV cache."""
         return cls(
             frozenset() if params.ignore_eos else eos_token_ids,
             frozenset(params.stop_token_ids or ()),
@@ -46,9 +46,9 @@ class StopRule(msgspec.Struct, frozen=True):
 
 
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
-    """Return how a request ends with `token_id`, the last of its `num_output_tokens` output tokens; None if it goes on.
+    """Return how a request ends with `token_id`, the last of its output tokens so far; None if it continues.
 
-    A stop token before `min_tokens` is ignored; the limit on length always holds.
+    A stop token before `min_tokens` is ignored; the limit on length always applies.
     """
     if num_output_tokens >= rule.min_tokens:
         if token_id in rule.eos_token_ids:
@@ -63,7 +63,7 @@ def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish 
 class RequestStatus(Enum):
     """WAITING and PREEMPTED requests are in the waiting queue. Only RUNNING ones hold blocks.
 
-    ENDING: the length ends it with a token that is in flight, so there is nothing left to schedule.
+    ENDING: the token in flight reaches the length limit, so nothing is left to schedule.
     """
 
     WAITING = auto()
@@ -75,66 +75,42 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
+    """A request, from `Scheduler.add` until it ends. Compared by identity, as ids may be reused."""
 
-    asked: the request as it came, with what features need of it.
-    order: (priority, arrival number); the smaller one is served first.
-    token_ids: the prompt, then what was generated, as far as it is known.
-    max_num_tokens: the length at which it ends, prompt included.
-    ending_ids: the tokens that may end it sooner, and the error codes.
-    samples_late: whether its sampling awaits what a feature makes while its steps run.
-    failure: why it ends with the next processed step; None if it does not.
-    prefix_root: see EngineRequest.
-    num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
-    step may yield fewer than max_new_tokens_per_step; exact when all are taken in.
-    num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
-    num_tokens.
-    max_new_tokens_per_step: how many tokens a step may yield for it. most_when_admitted: the same, until it
-    stops drafting.
-    num_slots: tokens that its blocks hold. Only the KVCacheManager sets this and next_block_end.
-    next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
-    block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
-    num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
-    scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
-    max_step_tokens: known tokens that one step may compute.
-    step_ends: numbers of tokens, in order: a step that comes to one ends there, and features are told.
-    computes_every_token: whether tokens of its prompt are computed though they are cached, for what they yield.
-    yields_tokens: whether the tokens that steps sample for it are its output.
-    extras: see NewRequest; what is the same at each admission.
-    has_sampled: whether a step has sampled one of its tokens since it was admitted.
-    steady_until_computed, steady_until_known: see `set_steady_limits`.
-    """
-
-    asked: EngineRequest
+    asked: EngineRequest  # the request as received, with the data that features need
     request_id: str
-    order: tuple[int, int]
-    token_ids: list[int]
+    order: tuple[int, int]  # (priority, arrival number); the smaller one is served first
+    token_ids: list[int]  # the prompt, then the known output
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     stop_rule: StopRule
-    max_num_tokens: int
-    ending_ids: frozenset[int]
+    max_num_tokens: int  # the length at which it ends, prompt included
+    ending_ids: frozenset[int]  # tokens that may end it earlier, and error codes
+    # Includes tokens that steps in flight sample: an upper bound while such a step may yield fewer than
+    # max_new_tokens_per_step, exact once all are processed.
     num_tokens: int
-    samples_late: bool = False
-    failure: str | None = None
-    prefix_root: bytes = ROOT
-    max_new_tokens_per_step: int = 1
-    most_when_admitted: int = 1
+    samples_late: bool = False  # its sampling awaits inputs that a feature makes while its steps run
+    failure: str | None = None  # why it ends with the next processed step; None if it does not
+    prefix_root: bytes = ROOT  # see EngineRequest
+    max_new_tokens_per_step: int = 1  # most tokens that a step may yield for it
+    most_when_admitted: int = 1  # max_new_tokens_per_step until it stops drafting
     status: RequestStatus = RequestStatus.WAITING
+    # Leading tokens with K and V in the cache, steps in flight included; as exact as num_tokens.
     num_computed_tokens: int = 0
-    num_slots: int = 0
-    next_block_end: int = 0
+    num_slots: int = 0  # tokens that its blocks hold; set by the KVCacheManager alone, like next_block_end
+    next_block_end: int = 0  # known tokens at which the next block is offered to the prefix cache
+    # block size -> hashes of leading full blocks; they outlive a preemption
     block_hashes: dict[int, list[bytes]] = field(default_factory=dict)
-    num_cached_tokens: int | None = None
-    scheduled_time: float | None = None
-    max_step_tokens: int = sys.maxsize
-    step_ends: tuple[int, ...] = ()
-    computes_every_token: bool = False
-    yields_tokens: bool = True
-    extras: dict[str, Any] = field(default_factory=dict)
-    has_sampled: bool = False
-    steady_until_computed: int = 0
+    num_cached_tokens: int | None = None  # prompt tokens in the prefix cache at the first admission; None before
+    scheduled_time: float | None = None  # of the first admission, in seconds of time.perf_counter; None before
+    max_step_tokens: int = sys.maxsize  # most known tokens that one step computes
+    step_ends: tuple[int, ...] = ()  # token counts, ascending, at which a step ends and features are told
+    computes_every_token: bool = False  # compute prompt tokens even if cached, as their outputs are needed
+    yields_tokens: bool = True  # sampled tokens are its output
+    extras: dict[str, Any] = field(default_factory=dict)  # see NewRequest; sent at each admission
+    has_sampled: bool = False  # a step has sampled one of its tokens since it was admitted
+    steady_until_computed: int = 0  # like steady_until_known, see `set_steady_limits`
     steady_until_known: int = 0
 
     @classmethod
@@ -145,8 +121,11 @@ class Request:
         max_total_tokens: int,
         max_new_tokens_per_step: int = 1,
     ) -> Request:
-        """`max_total_tokens`: most tokens of prompt and output together. max_new_tokens_per_step: of any request; one
-        whose logits depend on the tokens generated so far gets one, and so does one that asks for no drafts."""
+        """Make a request. max_total_tokens: most tokens of prompt and output together.
+
+        max_new_tokens_per_step: the engine's. Requests that disable drafts, or whose logits depend on the tokens
+        generated so far, get 1.
+        """
         params = request.sampling_params
         gets_one = max_new_tokens_per_step > 1 and (params.edits_by_output or params.disable_spec_decode)
         most = 1 if gets_one else max_new_tokens_per_step
@@ -174,35 +153,34 @@ class Request:
         return made
 
     def start(self) -> None:
-        """Run: the request is admitted to a step, for the first time or again."""
+        """Set the request running: it is admitted to a step, for the first time or again."""
         self.status = RequestStatus.RUNNING
         self.max_new_tokens_per_step = self.most_when_admitted
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
     def stop_drafting(self) -> None:
-        """Have no drafts until the request is admitted again, if ever: a head has not read all of its tokens."""
+        """Have no drafts until the next admission, if any: the draft head has not read all of the request's tokens."""
         self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
     def has_stopped_drafting(self) -> bool:
-        """Return whether the request would have drafts if it had not stopped drafting."""
+        """Whether the request has no drafts only because it stopped drafting."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
-        """Set the limits again after anything but a steady share or a steady token, which nearly all are: for those,
-        the scheduler makes one comparison.
+        """Recompute the fast-path limits. Below them, one integer comparison replaces the scheduler's other checks.
 
         While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
-        samples any number of tokens up to max_new_tokens_per_step, in blocks that it has, is not the first such share,
-        and cannot reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary:
-        it is not the first, and only the last if it is one of ending_ids.
+        samples up to max_new_tokens_per_step tokens, fits the request's blocks, is not the first such share, and cannot
+        reach the length limit. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it
+        is not the first, and ends the request only if it is one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
     def steady_limits(self) -> tuple[int, int]:
-        """Compute the two limits."""
+        """Return (steady_until_computed, steady_until_known)."""
         if self.failure is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
@@ -213,14 +191,14 @@ class Request:
         return until_computed, last if generates else 0
 
     def take_in(self, bound: int, count: int) -> None:
-        """Correct the counts: a step that could yield `bound` tokens has yielded `count`."""
+        """Correct the counts after a step that could yield `bound` tokens and yielded `count`."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:
             self.num_computed_tokens -= bound - count
 
     @property
     def step_limit(self) -> int:
-        """Known tokens that the next step may compute."""
+        """Most known tokens that the next step may compute."""
         if not self.step_ends:
             return self.max_step_tokens
         return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)
@@ -232,11 +210,11 @@ class Request:
 
     @property
     def awaits_token(self) -> bool:
-        """Return whether a step in flight samples one of its tokens."""
+        """Whether a step in flight samples one of its tokens."""
         return self.num_tokens > len(self.token_ids)
 
     def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
-        """The request as the runner gets it. block_ids: its block table in each KV group. extras: see NewRequest."""
+        """Return the request as sent to the runner. block_ids: its block table in each KV group."""
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
@@ -249,8 +227,9 @@ class Request:
 
 
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
-    """Raise RuntimeError unless running requests are in order, every request runs, waits or awaits its last token, and
-    its fast-path limits are right.
+    """Raise RuntimeError unless requests are consistent.
+
+    Running requests must be in order, each must run, wait or await its last token, and fast-path limits must be right.
     """
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")

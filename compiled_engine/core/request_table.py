@@ -1,4 +1,4 @@
-"""All requests that have not ended: which run, which wait in which order, and what they give back when they stop."""
+"""All requests that have not ended: the running ones, the waiting queue, and the release of what they hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_engine.core.request import Request, RequestStatus, check_requests
 
 
 class WaitingQueue:
-    """A heap by `Request.order`; a removed request's key stays behind and is skipped when it surfaces.
+    """A heap by `Request.order`. Keys of removed requests stay and are skipped when they surface.
 
     A request that a feature does not let start is set aside, so that others need not wait for it.
     """
@@ -31,25 +31,25 @@ class WaitingQueue:
         heapq.heappush(self._heap, request.order)
 
     def peek(self) -> Request | None:
-        """The next request that is not set aside."""
+        """Return the next request that is not set aside."""
         while self._heap and self._heap[0] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0]] if self._heap else None
 
     def pop(self) -> None:
-        """Take out the request that `peek` has returned just now."""
+        """Remove the request that `peek` has just returned."""
         del self._requests[heapq.heappop(self._heap)]
 
     def remove(self, request: Request) -> None:
-        """Take out a request that will not come back."""
+        """Remove a request that will not come back."""
         del self._requests[request.order]
 
     def set_aside(self) -> None:
-        """Let the others go before the next request, until `restore`."""
+        """Set the next request aside until `restore`."""
         self._aside.append(heapq.heappop(self._heap))
 
     def restore(self) -> None:
-        """Put all requests that are set aside back in their places."""
+        """Return all requests that are set aside to their places."""
         for order in self._aside:
             if order in self._requests:
                 heapq.heappush(self._heap, order)
@@ -57,8 +57,10 @@ class WaitingQueue:
 
 
 class RequestTable:
-    """running: sorted by order. removed: requests whose rows the runner frees in the next step. num_late: requests
-    that sample late.
+    """The requests of a scheduler.
+
+    running: sorted by order. removed: ids of requests whose rows the runner frees in the next step. num_late: number of
+    requests that sample late.
     """
 
     def __init__(self, kv_cache: KVCacheManager, hooks: PlanHooks) -> None:
@@ -79,7 +81,6 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """Add a request, which waits."""
         self._requests[request.request_id] = request
         self.waiting.push(request)
         for added in self._hooks.added:
@@ -87,13 +88,13 @@ class RequestTable:
         self.num_late += request.samples_late
 
     def start(self, request: Request) -> None:
-        """Run the next waiting request, which has its blocks."""
+        """Run the next waiting request, which holds its blocks."""
         self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))
 
     def preempt_last(self) -> Request:
-        """Take the blocks of the last running request; it waits in its old place to be computed again."""
+        """Preempt the last running request: release its blocks, and queue it in its old place to be recomputed."""
         request = self.running.pop()
         self._release(request, RequestStatus.PREEMPTED)
         self.waiting.push(request)
@@ -108,13 +109,13 @@ class RequestTable:
             self.sweep()
 
     def drop(self, request: Request) -> None:
-        """End a request, whatever it is doing."""
+        """End a request in any state."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         self.end(request)
 
     def end(self, request: Request) -> None:
-        """Forget a request and free its resources; `sweep` removes it from the running ones."""
+        """Forget a request and free its resources; `sweep` then removes it from the running ones."""
         if request.status is RequestStatus.RUNNING:
             self._release(request, RequestStatus.FINISHED)
         else:
@@ -128,11 +129,11 @@ class RequestTable:
             ended(request)
 
     def sweep(self) -> None:
-        """Keep in `running` those alone that run."""
+        """Remove requests that do not run from `running`."""
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def _release(self, request: Request, status: RequestStatus) -> None:
-        """Free a running request's resources at once; kv_cache_manager explains why that is safe."""
+        """Free a running request's resources at once; kv_cache_manager.py explains why that is safe."""
         self._kv_cache.free(request)
         request.status, request.has_sampled = status, False
         request.set_steady_limits()
@@ -143,6 +144,6 @@ class RequestTable:
         return tuple(removed)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
+        """Raise RuntimeError, naming the fault, unless each request and what it holds are accounted for once."""
         check_requests(self._requests.values(), self.running, len(self.waiting))
         self._kv_cache.check_integrity(self.running)

@@ -1,16 +1,16 @@
-"""The scheduler: which tokens of which requests the next step computes.
+"""The scheduler decides which tokens of which requests the next step computes.
 
-Prefill and decode are treated equally: every request has tokens that are known but not computed, and each step divides
-a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests come
-first, then waiting ones are admitted in order; only one that a feature does not let start is overtaken. When the blocks
-run out, the last request in order is preempted, and computed again later.
+Prefill and decode are treated alike: every request has known tokens that are not computed, and each step divides a
+token budget among requests (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests
+come first, then waiting ones are admitted in order; only a request that a feature does not let start is overtaken. If
+blocks run out, the last request in order is preempted and recomputed later.
 
-With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
+With several steps in flight, a step is scheduled before the tokens of the previous one are known. Scheduling only needs
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
-may yield several tokens for a request (`max_new_tokens_per_step`), only the device knows their number until the step is
+may yield several tokens per request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-What the sampling of a request awaits is made while its step runs: only that sampling waits for it.
+Late inputs of sampling, such as token masks, are made while the step runs; only its sampling waits for them.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from compiled_engine.messages import (
     accepted_drafts,
 )
 
-# Divides the number of waiting requests, which multiplies `max_prefill_tokens`, at least by 1: when many wait, waiting
-# delays prompts more than prompts delay decodes.
+# A step has max_prefill_tokens * max(1, waiting requests // FEW_WAITING) tokens of prompts: when many requests wait,
+# waiting delays prompts more than prompts delay decodes.
 FEW_WAITING = 4
 
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output (one that samples late gets what it awaits from
-    `begin_late` and `take_late`), call `update` with both; repeat while unfinished.
+    """Plans steps. Call `schedule`, have the runner execute its output, call `update` with both; repeat while
+    unfinished.
 
-    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The runner
-    executes one after the other. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
-
+    Between these, a step that samples late gets its late inputs from `begin_late` and `take_late`. Up to
+    `steps_in_flight` steps may be scheduled before their `update`, which is called in the same order; the runner
+    executes them in order. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
 
-    max_new_tokens_per_step: with 1, a step yields one token for each request that samples; with more, 0 to as many.
-    pools: the token of a request that samples means nothing, and ends it (max_tokens is 1): its result is a vector.
-    whole: a prompt is computed in one step, and holds no blocks (num_blocks is 0). features: see hooks.py.
+    max_new_tokens_per_step: most tokens that a step yields per request; if 1, every request that samples gets exactly
+    one. pools: a request ends with its first, meaningless token (max_tokens is 1); its result is a vector. whole:
+    prompts are computed in one step, and hold no blocks (num_blocks is 0). features: see hooks.py.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class Scheduler:
         self._requests.add(Request.of(request, order, self._max_total_tokens, self._max_new_tokens_per_step))
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ValueError if its id is in use, or if it can never be computed."""
+        """Raise ValueError if the request's id is in use, or if it can never be computed."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if not 0 < (num_tokens := len(request.prompt_token_ids)) <= self._most_prompt_tokens:
             self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", num_tokens)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request; what a step in flight yields for it is ignored. None if it is unknown or ended.
+        """End a request; results of steps in flight for it are ignored. Returns None if it is unknown or has ended.
 
-        `stopped`: it counts as finished, since the caller found its output complete.
+        `stopped`: count it as finished, since the caller found its output complete.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -131,13 +131,12 @@ class Scheduler:
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        """Return whether a request runs or waits."""
         return len(self._requests) > 0
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
+        """Return the next step, or None if there is nothing to compute until tokens in flight are known.
 
-        Raises RuntimeError if as many steps are in flight as may be.
+        Raises RuntimeError if the maximum number of steps is in flight.
         """
         self._in_flight.require_room()
         if self._last_share:
@@ -165,10 +164,10 @@ class Scheduler:
         return step.output
 
     def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
-        """Build a step of these running requests and at most `room` waiting ones, perhaps an empty one.
+        """Build a step of these running requests and at most `room` waiting ones; it may be empty.
 
-        If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
-        would be preempted next.
+        Nothing is admitted once preemptions exceed num_preemptions: blocks have run out, and it would be preempted
+        next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step
@@ -187,7 +186,7 @@ class Scheduler:
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
-        """Schedule running requests; return the budget left for waiting ones."""
+        """Schedule running requests; returns the budget left for waiting ones."""
         budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
@@ -201,11 +200,11 @@ class Scheduler:
                 continue
             if request.status is not RequestStatus.RUNNING:  # preempted just now; `running` may be a copy
                 continue
-            if request.num_tokens == request.max_num_tokens:  # there may be fewer: steps in flight will tell
+            if request.num_tokens == request.max_num_tokens:  # an upper bound, which steps in flight will correct
                 continue
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
-                # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
+                # Reserve the tokens of a decode for each later request, so that no long prompt delays a decode.
                 kept = (len(running) - index) * decode_tokens
                 num_tokens = min(num_tokens, budget - kept, request.step_limit)
                 if len(running) > 1 and (num_tokens := min(num_tokens, builder.room_for_prompts(budget))) < 1:
@@ -225,19 +224,18 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
-        """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
         for reconsiders in self._hooks.reconsiders:
             if reconsiders():
                 waiting.restore()
         while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
-            # A preempted request may wait for its tokens in flight; none overtakes it.
+            # A preempted request may wait for its tokens in flight; no other request overtakes it.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
                 waiting.set_aside()
                 continue
-            # A block is reserved for each running request, so that the new one is not preempted at once.
+            # Reserve a block for each running request, so that the new one is not preempted at once.
             if not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start(request)
@@ -251,8 +249,9 @@ class Scheduler:
             self._schedule_tokens(builder, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
-        """Add a share of num_tokens tokens. bound: most tokens that it may sample, if it reaches the last known token;
-        all but one of them are draft tokens.
+        """Add a share of num_tokens tokens.
+
+        bound: most tokens that it samples, if it reaches the last known token; all but one of them are draft tokens.
         """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
@@ -284,8 +283,9 @@ class Scheduler:
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Begin to make what the sampling of a step awaits; another step may be scheduled in the meantime. Raises
-        RuntimeError unless `knows_tokens_before`.
+        """Begin to make a step's late inputs; another step may be scheduled in the meantime.
+
+        Raises RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
@@ -293,14 +293,14 @@ class Scheduler:
             begin_late(self._in_flight.find(step).late)
 
     def take_late(self) -> TokenMasks:
-        """Return what was begun last, once it is made. A request for which that fails ends in `update`."""
+        """Wait for the late inputs that were begun last. A request for which that fails ends in `update`."""
         (take_late,) = self._hooks.take_late
         return take_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
-        """Process a step's result and return outputs of the requests that got tokens or ended.
+        """Process a step's result; returns outputs of the requests that got tokens or ended.
 
-        Raises RuntimeError if `step` is not the oldest one in flight, or if it yields more tokens than it may.
+        Raises RuntimeError if `step` is not the oldest one in flight, or yields more tokens than allowed.
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
@@ -318,7 +318,7 @@ class Scheduler:
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
-        """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
+        """Process a step with one token per request. Fast path: a request gets nothing but its token and logprobs."""
         if result.counts is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.extras)
@@ -337,7 +337,7 @@ class Scheduler:
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
-        """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
+        """Process a step with 0 to `max_new_tokens_per_step` tokens per request, correcting the counts of requests."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
         columns: list[int] = []
@@ -378,7 +378,7 @@ class Scheduler:
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
         extras: dict[str, Any] = {}
-        if result.extras:  # no function of its own: a step may end many requests
+        if result.extras:  # inlined, as a step may end many requests
             for taken in self._hooks.taken:
                 extras |= taken(request, result.extras)
         output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
@@ -391,13 +391,13 @@ class Scheduler:
         return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
-        """Drop the steps in flight after a failure: running requests end, removals are sent again."""
+        """Drop the steps in flight after a failure: running requests end, and removals are sent again."""
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
             self._kv_cache.unregister(step.registered)
             removed += step.output.removed
-        # A step that failed to be scheduled is not in flight yet, but the requests with a share of it run.
+        # A step that failed while being scheduled is not in flight yet, but the requests with a share of it run.
         affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]
         self._in_flight.clear()
         for request in affected:
@@ -410,11 +410,11 @@ class Scheduler:
             failed()
 
     def reset_prefix_cache(self) -> None:
-        """Let no later request find what is cached now; requests that run keep their blocks."""
+        """Make all cached contents unfindable; running requests keep their blocks."""
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
-        """See SchedulerCounts.metrics, and the features' metrics."""
+        """Return SchedulerCounts.metrics and the features' metrics."""
         waiting = len(self._requests.waiting)
         found: dict[str, Any] = self._counts.metrics(
             self._kv_cache, running=len(self._requests) - waiting, waiting=waiting
@@ -424,10 +424,10 @@ class Scheduler:
         return found
 
     def check_idle(self) -> None:
-        """The part of check_integrity that costs nothing: without requests, nothing may be held."""
+        """Check that nothing is held without requests: the part of check_integrity that costs nothing."""
         if not self._requests:
             self._kv_cache.check_all_free()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
+        """Raise RuntimeError, naming the fault, unless each request and what it holds are accounted for once."""
         self._requests.check_integrity()

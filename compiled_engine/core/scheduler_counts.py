@@ -1,4 +1,4 @@
-"""Counts of a scheduler: of requests, steps and blocks, as metrics show them."""
+"""Counters of a scheduler for metrics: requests, steps and blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from compiled_engine.core.kv_cache_manager import KVCacheManager
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counts of requests and steps; `least_free` is the lowest number of free blocks after a step was scheduled."""
-
-    least_free: int
+    least_free: int  # fewest free blocks after scheduling a step
     arrived: int = 0
     steps: int = 0
     preemptions: int = 0
@@ -26,10 +24,11 @@ class SchedulerCounts:
         return self.steps
 
     def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, Any]:
-        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
+        """Return current values and counts since the start.
 
-        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
-        (by a stop or the length), aborted, steps.
+        Current: running and waiting requests, kv_usage (share of held blocks, 0 to 1), blocks_free. Since the start:
+        kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished (by a stop or the length),
+        aborted, steps.
         """
         blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
         total = max(blocks, 1)

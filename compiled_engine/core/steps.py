@@ -1,4 +1,4 @@
-"""A step on paper, from its first share until its outputs: which request has which share, and what comes of it."""
+"""The scheduler's data about a step, from its first share to its outputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, Sch
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 
 Taken = Callable[[Request, dict[str, Any]], dict[str, Any]]
-"""See PlanFeature.taken."""
+"""The type of PlanFeature.taken."""
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
-    """A mask of `count` entries, False at `indices`."""
+    """Return a mask of `count` entries, False at `indices`."""
     chosen = [True] * count
     for index in indices:
         chosen[index] = False
@@ -26,7 +26,7 @@ def all_but(indices: Iterable[int], count: int) -> list[bool]:
 
 @dataclass(slots=True)
 class Shares:
-    """Requests, and what each computes: lists of the same length, as in SchedulerOutput."""
+    """Requests and their shares of a step, as lists of equal length; see SchedulerOutput."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -36,30 +36,25 @@ class Shares:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step under construction.
+    """A step under construction."""
 
-    decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
-    indices in `unsampled`. longer: other shares. num_prompts: shares of prompts among both, which have
-    `num_prefill_tokens` together, at most `max_prefill_tokens` where others run. completed: requests whose share of at
-    most as many tokens as a decode completes a block, which no request of this step may read: a kernel may write it
-    while another row attends.
-    bounds: most sampled tokens of requests that sample fewer than decode_tokens. draft_sharpness, skips_head: see
-    SchedulerOutput.
-    """
-
-    max_prefill_tokens: int | None = None
+    max_prefill_tokens: int | None = None  # most prompt tokens if other requests run
     decode_tokens: int = 1
+    # requests with a share of `decode_tokens` tokens, which samples unless in `unsampled`
     decodes: list[Request] = field(default_factory=list)
     decode_starts: list[int] = field(default_factory=list)
-    unsampled: list[int] = field(default_factory=list)
-    longer: Shares = field(default_factory=Shares)
-    num_prompts: int = 0
+    unsampled: list[int] = field(default_factory=list)  # indices of decodes that do not sample
+    longer: Shares = field(default_factory=Shares)  # all other shares
+    num_prompts: int = 0  # shares of prompts, in decodes and longer
     num_prefill_tokens: int = 0
+    # most tokens sampled by requests that sample fewer than decode_tokens
     bounds: dict[Request, int] = field(default_factory=dict)
+    # Requests whose share, no longer than a decode's, completes a block. No request of this step may read that block: a
+    # kernel may write it while another row attends.
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    draft_sharpness: float = 1.0
+    draft_sharpness: float = 1.0  # like skips_head, see SchedulerOutput
     skips_head: bool = False
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
@@ -77,16 +72,14 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no request has a share."""
         return not (self.decodes or self.longer.requests)
 
     @property
     def has_decodes(self) -> bool:
-        """Return whether any share is a decode."""
         return len(self.decodes) + len(self.longer.requests) > self.num_prompts
 
     def room_for_prompts(self, budget: int) -> int:
-        """The part of `budget` that prompts may still use if other requests run."""
+        """Return the part of `budget` that prompts may still use if other requests run."""
         most = self.max_prefill_tokens
         return budget if most is None else min(budget, most - self.num_prefill_tokens)
 
@@ -104,22 +97,16 @@ class StepBuilder:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """The `output` sent to the runner, and the scheduler's data about it.
-
-    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample.
-    late: requests that sample late.
-    registered: what the prefix cache has that is only written by this step or an earlier one, see
-    KVCacheManager.take_registered.
-    bounds, decode_tokens: see StepBuilder.
-    """
+    """A step sent to the runner, with the scheduler's data about it."""
 
     output: SchedulerOutput
-    requests: list[Request]
-    sampling: list[Request]
+    requests: list[Request]  # in the step's order, including those that have ended
+    sampling: list[Request]  # requests that sample
     sampling_ids: list[str]
-    late: list[Request]
+    late: list[Request]  # requests that sample late
+    # Contents of the prefix cache that only this step or an earlier one writes, see KVCacheManager.take_registered.
     registered: list[list[int]]
-    bounds: dict[Request, int]
+    bounds: dict[Request, int]  # like decode_tokens, see StepBuilder
     decode_tokens: int
 
     @classmethod
@@ -132,7 +119,7 @@ class StepInFlight:
         *,
         any_late: bool,
     ) -> StepInFlight:
-        """any_late: whether any request samples late, in this step or another."""
+        """Make a step from its builder. any_late: whether any request, of any step, samples late."""
         shares = builder.shares()
         request_ids = [request.request_id for request in shares.requests]
         sampling, sampling_ids = shares.requests, request_ids
@@ -158,14 +145,14 @@ class StepInFlight:
 
 
 class StepsInFlight(deque[StepInFlight]):
-    """A queue of at most `most` steps, the oldest first."""
+    """A queue of at most `most` steps, oldest first."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def require_room(self) -> None:
-        """Raise RuntimeError if there are as many as may be."""
+        """Raise RuntimeError if the queue is full."""
         if len(self) == self._most:
             raise RuntimeError(f"step {self[0].output.step} is in flight: its result must be passed to update() first")
 
@@ -177,7 +164,7 @@ class StepsInFlight(deque[StepInFlight]):
         raise RuntimeError(f"step {step.step} is not in flight")
 
     def oldest(self, step: SchedulerOutput) -> StepInFlight:
-        """Return the oldest step. Raises RuntimeError if that is not `step`."""
+        """Return the oldest step. Raises RuntimeError if it is not `step`."""
         if not self or self[0].output is not step:
             raise RuntimeError(f"step {step.step} is not the oldest one in flight")
         return self[0]
@@ -186,8 +173,10 @@ class StepsInFlight(deque[StepInFlight]):
 def step_outputs(
     step: StepInFlight, result: RunnerOutput, not_steady: Sequence[int], others: Sequence[EngineOutput]
 ) -> StepOutputs:
-    """Outputs of a step with a token for each request: in columns all but those at `not_steady`, which are among the
-    others, or of requests that have ended."""
+    """Return the outputs of a step with one token per request.
+
+    not_steady: indices of tokens to leave out, whose requests are among the others or have ended.
+    """
     request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
     if not_steady:
         steady = all_but(not_steady, len(token_ids))
@@ -197,7 +186,7 @@ def step_outputs(
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
-    """What features get of a step for requests that have not come to the end of their prompt. taken: see PlanHooks."""
+    """Return features' outputs of a step for requests still in their prompt. taken: see PlanHooks."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
@@ -214,8 +203,10 @@ def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Take
 def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
-    """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
-    want of another one. extras: further fields, which features get of the step."""
+    """Return the output of a request for these tokens of the step.
+
+    finish: how the request ends; None if it continues. extras: further fields, from features.
+    """
     request_id = request.request_id
     token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
     logprobs = None
@@ -239,7 +230,7 @@ def tokens_output(
 def no_token(
     request: Request, token_id: int, nothing_allowed: Sequence[Callable[[Request], Finish | None]]
 ) -> Finish | None:
-    """The end of a request if `token_id` is none: its logits failed, or no token is allowed. None if it is a token.
+    """Return the end of a request whose logits failed or allow no token; None if `token_id` is a token.
 
     nothing_allowed: see PlanHooks.
     """

@@ -1,8 +1,7 @@
-"""The forwards of a model that runs eagerly, with hooks that do what passes do to a graph: add the requests' adapters,
-and return the inputs of layers.
+"""The forwards of an eager model, with hooks that do the work of passes: add adapters, and return inputs of layers.
 
-A hook of each linear adds what A and B of a token's slot yield, by the op that the pass emits. Linears keep their names
-and none is merged, so each has slots of its own.
+Each linear's hook adds B(Ax) from the token's adapter slot, by the op that the pass emits. Linears are not merged, so
+each has its own slots, under its own name.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, 
 
 
 def eager_forwards(model: Any, tensors: Mapping[str, torch.Tensor], aux_layers: Sequence[int]) -> dict[str, Forwards]:
-    """Return the forwards of a model by variant: "", and ADAPTED if there are slots for the requests' adapters.
+    """Return the forwards of a model by variant: "", and ADAPTED if there are adapter slots.
 
-    tensors: the model's parameters and the slots, by name. aux_layers: the layers whose inputs are returned too.
+    tensors: the model's parameters and the slots, by name. aux_layers: layers whose inputs are returned too.
     """
     pooler = getattr(model, "pooler", None)
     ends: dict[str, Any] = {"logits": model.logits} if pooler is None else {"pooler": pooler, "pools": True}
@@ -44,7 +43,7 @@ def eager_forwards(model: Any, tensors: Mapping[str, torch.Tensor], aux_layers: 
 
 
 def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
-    """Describe the linears' weights that adapters may change and their slots, as plans do; none without adapters."""
+    """Describe the weights that adapters may change and their slots, as plans do; none without adapters."""
     if config.adapters is None:
         return ()
     shards, found = shards_of(config), list[Parameter]()
@@ -55,12 +54,12 @@ def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Paramete
 
 
 def eager_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
-    """Describe all that a rank's model needs memory for."""
+    """Describe all tensors that a rank's model needs memory for."""
     return (*parameters_of(model, shards_of(config)), *adapted_parameters(config, model))
 
 
 class _AuxHiddenStates:
-    """The eager model, which returns the inputs of these layers behind its hidden states."""
+    """The eager model, returning these layers' inputs after its hidden states."""
 
     def __init__(self, model: nn.Module, layers: Sequence[int]):
         self._model = model
@@ -79,7 +78,7 @@ class _AuxHiddenStates:
 
 
 class _Adapters:
-    """The linears of an eager model with adapters, for the calls that are given slots.
+    """The linears of an eager model with adapters, applied in calls that are given slots.
 
     tensors: the model's parameters and their slots, by name.
     """
@@ -88,11 +87,11 @@ class _Adapters:
         self._slots_T: torch.Tensor | None = None
         for name, linear in _linears(model):
             slots = [tensors[f"{name}.weight{suffix}"] for suffix in (MATRIX_A, MATRIX_B, RANKS)]
-            # Before the sum over ranks, if the input is divided: it completes both.
+            # Before the all-reduce of a sharded input, which completes both.
             linear.register_forward_hook(partial(self._add, slots), prepend=True)
 
     def adapted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the model that takes the slot of each token or row as a last argument."""
+        """Return a function of the model with the slots of tokens or rows as an additional last argument."""
 
         def with_slots(*arguments: Any) -> Any:
             *others, self._slots_T = arguments
@@ -108,13 +107,13 @@ class _Adapters:
     ) -> torch.Tensor | None:
         if self._slots_T is None:
             return None
-        y_TN, x_TK = output.flatten(0, -2), arguments[0].flatten(0, -2)  # code of transformers has a batch of one
+        y_TN, x_TK = output.flatten(0, -2), arguments[0].flatten(0, -2)  # transformers has a batch dimension
         added: torch.Tensor = adapter_add(y_TN, x_TK, *slots, self._slots_T, [y_TN.shape[1]])
         return added.view(output.shape)
 
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linears that tokens go through, by name; a pooler's head gets what is pooled."""
+    """Yield the linears that process tokens, by name; a pooler's head processes pooled values."""
     heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
     of_heads = {id(module) for head in heads for module in head.modules()}
     for name, module in model.named_modules():

@@ -1,13 +1,12 @@
-"""The seams of the runner: what features do around a step on the device, and what follows the forward.
+"""Hooks of features around a step on the device, and the tail that follows the forward.
 
-A feature overrides the methods of `StepFeature` that it needs. The runner collects them once (`StepHooks`), and calls
-those alone: a hook that no feature has costs a step no call. `Tail` is what becomes of a
-forward's output; a runner has one.
+A feature overrides the methods of `StepFeature` that it needs. The runner collects the overrides once (`StepHooks`), so
+a hook that no feature overrides costs nothing. A runner has one `Tail`, which processes the forward's output.
 
 The order of a step:
 
-    added, removed   rows of requests come and go
-    begin            the rows are right; nothing of the step is launched
+    added, removed           requests get and lose rows
+    begin                    rows are up to date; nothing of the step is launched
     variant, wants_hidden    which forward computes the step, and what it returns
     lay_out          which rows the batch has
     receive          the inputs are staged; launches of the feature come before the forward
@@ -50,17 +49,19 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Tail(Protocol):
-    """Launches what follows the forward. advance: takes what comes of it into the states."""
+    """Launches what follows the forward."""
 
-    advance: StepAdvance
+    advance: StepAdvance  # takes the results into the states
 
     def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Launch the part that the graph of a batch of decodes holds, and return what a replay of it leaves."""
+        """Launch the part that a graph of decodes holds; returns the graph's result."""
         ...
 
     def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
-        """Launch the rest, but what may await masks. Returns the logits [R, V] of rows that sample, if any do. Results
-        other than tokens are put into `results`, by the feature's name."""
+        """Launch the rest, except for what may await masks.
+
+        Returns the logits [R, V] of rows that sample, or None. Further results go into `results`, by feature name.
+        """
         ...
 
 
@@ -73,10 +74,10 @@ class RunnerParts:
 
     config: EngineConfig
     group: Group
-    link: StageLink | None
+    link: StageLink | None  # None without pipeline stages
     compiled: CompiledModel | None
-    module: nn.Module
-    tensors: dict[str, torch.Tensor]
+    module: nn.Module  # the model, which runs if `compiled` is None
+    tensors: dict[str, torch.Tensor]  # parameters by name, packed ones included
     model: ModelForward
     states: RequestStates
     buffers: InputBuffers
@@ -121,14 +122,10 @@ class ModelBeside(NamedTuple):
 
 
 class StepFeature:
-    """The part of a feature on a rank's device. No method does anything unless it is overridden.
+    """The part of a feature on a rank's device. Methods do nothing unless overridden."""
 
-    name: of its results in RunnerOutput, and of its part of messages' extras. calls: names of methods that answer
-    control calls.
-    """
-
-    name = ""
-    calls: tuple[str, ...] = ()
+    name = ""  # of its results in RunnerOutput, and of its part of messages' extras
+    calls: tuple[str, ...] = ()  # names of the methods that serve control calls
 
     @property
     def models(self) -> tuple[ModelBeside, ...]:
@@ -154,21 +151,23 @@ class StepFeature:
         """Replace what has as many blocks as the KV cache; called before graphs are captured."""
 
     def added(self, row: int, request: NewRequest) -> None:
-        """Note a request that has got a row of the states."""
+        """Note a request that got a row of the states."""
 
     def removed(self, row: int) -> None:
-        """Forget the request that had the row."""
+        """Forget the request of this row."""
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Launch what comes before everything else of the step. Its requests have their rows; row fields that `added`
-        has set are on the device from `receive` on."""
+        """Launch what precedes everything else of the step.
+
+        Its requests have their rows; row fields set by `added` are on the device from `receive` on.
+        """
 
     def variant(self, step: SchedulerOutput) -> str:
         """Return the variant of the forward that the step needs, "" for the usual one."""
         return ""
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
-        """Return whether `after_forward` needs hidden states, so that the forward may not end at logits."""
+        """Return whether `after_forward` needs hidden states, so that the forward must not end at logits."""
         return False
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
@@ -185,8 +184,10 @@ class StepFeature:
         """Launch what comes with the forward. May be captured."""
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
-        """Launch what reads hidden states; called for steps of which a feature wanted them. The only hook with a
-        result: copies to the host are launched here (rows/staged_writes.download), and read when the step has ended."""
+        """Launch what reads hidden states, in steps for which a feature wanted them.
+
+        Only here are copies to the host launched (rows/staged_writes.download); they are read once the step has ended.
+        """
         return None
 
     def after_sample(self, batch: InputBatch) -> None:
@@ -196,25 +197,25 @@ class StepFeature:
         """Launch what reads the step's tokens from the states and need not end before the host has them."""
 
     def end(self, step: SchedulerOutput) -> None:
-        """Launch what comes after the step."""
+        """Launch what follows the step."""
 
     def failed(self) -> None:
         """Forget what was staged: a step has failed, and it did not reach the device."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures for the runner's metrics, by names that no other part uses."""
+        """Return metrics of the runner, under names that no other part uses."""
         return {}
 
     def close(self) -> None:
-        """Wait for what is under way, and drop references to the device's memory."""
+        """Wait for background work, and drop references to device memory."""
 
 
 MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
-"""Makes the features of a runner, and its tail; None for one that samples."""
+"""Makes the features of a runner, and its tail; None if the runner samples."""
 
 
 class StepHooks:
-    """The hooks of a runner's features, each in the order of the features."""
+    """The overridden hooks of a runner's features, each a list in the order of features."""
 
     def __init__(self, features: Sequence[StepFeature]) -> None:
         self.features = tuple(features)

@@ -1,6 +1,6 @@
-"""The inputs of one step: the rows of the batch, what they compute, and the fixed buffers that hold it on the device.
+"""The inputs of one step: the batch's rows with their tokens, and the fixed buffers for them on the device.
 
-Captured graphs know the buffers alone. `prepare_inputs` fills them from the request states: in numpy on a CPU, by a
+Captured graphs only read the buffers. `prepare_inputs` fills them from the request states, with numpy on a CPU and a
 kernel elsewhere.
 """
 
@@ -22,9 +22,9 @@ from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
 
-# Entries of the ring: more than twice the steps in flight, since resampling writes a second one.
+# Entries of the ring: more than twice the steps in flight, since resampling writes a second entry.
 RING = 64
-# Steps are numbered up to here, then from 0 again: the number fits into int32, and the ring buffer stays in order.
+# Step numbers wrap around after this one, to fit into int32; the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
 # In the ring, beside tokens and error codes: a row without a token, and a row that did not exist.
@@ -33,18 +33,18 @@ NOT_TAKEN, NO_ROW = -1, -1000
 
 @dataclass(frozen=True)
 class StagedDecodes:
-    """A batch of decodes: `rows` of the states, int32 [R] in batch order, padded to `num_rows`.
+    """A batch of decodes.
 
-    It was made of `step_ids`, a step's requests in the step's order, when the states had `generation`. A step of the
-    same decodes has the same batch as long as they have it. `request_ids` and `order` are InputBatch's.
+    It was made from a step's requests `step_ids` at the states' `generation`. Steps with the same decodes have this
+    batch as long as the generation stays.
     """
 
-    step_ids: list[str]
+    step_ids: list[str]  # in the step's order
     generation: int
-    num_rows: int
-    request_ids: list[str]
-    rows: np.ndarray
-    order: np.ndarray | None
+    num_rows: int  # padding included
+    request_ids: list[str]  # see InputBatch
+    rows: np.ndarray  # of the states, int32 [R] in batch order
+    order: np.ndarray | None  # see InputBatch
 
     @classmethod
     def padding(cls, num_rows: int) -> StagedDecodes:
@@ -56,14 +56,12 @@ class StagedDecodes:
 
 
 class InputBuffers:
-    """Buffers for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
+    """Device buffers for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
 
-    Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
-    and query_start_loc_R1. Computed by kernels from these and the states: all others; logits_index_R is each request's
-    last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
-    by variant of the forward, including those that passes declare, which `asked` has by variant.
-    work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last
-    steps by request (NOT_TAKEN for none), after the number of the step.
+    Written by the host through staged writes, int32: rows_R, the state row of each request (-1 for padding), and
+    query_start_loc_R1. All others are computed by kernels from these and the states; logits_index_R is each request's
+    last token. `step` has the step tensors computed on the device, with names and first dimensions, by variant of the
+    forward. It includes those that passes declare, which `asked` has by variant. work_length: of work_W.
 
     row_numbers_R: int32, how many tokens ahead of the newest one a row begins (-1: one before it), where a request may
     have several rows; else None. Written by the host or by kernels. taken_R: int32, each row's token of the last step
@@ -150,7 +148,7 @@ class InputBuffers:
         self._query_start_loc.stage(0, starts_R1)
 
     def beside(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return the step tensors that only this variant of the forward reads, for a step's tokens."""
+        """Return the step tensors that only this variant of the forward reads, cut to the step's tokens."""
         return tuple(tensor_T[:num_tokens] for tensor_T in self._beside[variant])
 
     def forget_staged(self) -> None:
@@ -186,7 +184,6 @@ def launch_prepare(
     decodes_only: bool,
     numbered: bool = False,
 ) -> None:
-    """Launch the kernel of prepare_inputs."""
     from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
     ahead_SK, history_SL = (states.ahead_SK, states.history_SL) if numbered else (None, None)
@@ -284,44 +281,38 @@ def prepare_reference(
 
 @dataclass(frozen=True)
 class RowsOfRequests:
-    """Rows of a batch in which a request may have several, each with a token behind the one of the row before.
+    """Rows of a batch whose requests may have several: row i + 1 of a request holds the token behind that of row i.
 
-    places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
-    request begins among these; samples: bool [requests]. All in the step's order.
+    All arrays are in the step's order.
     """
 
-    places: np.ndarray
-    starts: np.ndarray
-    samples: np.ndarray
+    places: np.ndarray  # int [rows], the batch's rows in the order of the step's requests
+    starts: np.ndarray  # int [requests], where each request begins in `places`
+    samples: np.ndarray  # bool [requests]
 
 
 @dataclass(frozen=True)
 class InputBatch:
     """The rows of a step, padded. Host arrays have an entry for each real request, in batch order.
 
-    `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
-    token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
-    request of the step; None if it has them in the step's order. `several`: where requests may have several rows;
-    entries are per row then, and `step_starts` and `samples` too are in batch order. `variant`: of the forward, see
-    StepFeature. `numbered`: the rows begin at row_numbers_R.
+    With `several`, entries are per row, and `step_starts` and `samples` are in batch order too.
     """
 
     request_ids: list[str]
     rows: np.ndarray
     query_starts: np.ndarray
-    step_starts: list[int]
+    step_starts: list[int]  # SchedulerOutput's, in its order
     samples: np.ndarray
     num_tokens: int
-    key: GraphKey | None
-    decodes_only: bool
-    num_rows: int
+    key: GraphKey | None  # the graph that the batch is padded for, or None
+    decodes_only: bool  # attention and kernels may rely on one token per row
+    num_rows: int  # padding included, like padded_tokens
     padded_tokens: int
-    host: tuple[int, int, int]
-    order: np.ndarray | None = None
-    several: RowsOfRequests | None = None
-    variant: str = ""
-    numbered: bool = False
+    host: tuple[int, int, int]  # AttentionInputs.host_3
+    order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
+    several: RowsOfRequests | None = None  # where requests may have several rows
+    variant: str = ""  # of the forward, see StepFeature
+    numbered: bool = False  # the rows begin at row_numbers_R
 
     @property
     def num_requests(self) -> int:
@@ -329,22 +320,22 @@ class InputBatch:
 
     @property
     def has_decode_graph(self) -> bool:
-        """Return whether the graph holds the whole step, its sampling included."""
+        """Whether the graph holds the whole step, sampling included."""
         return self.key is not None and self.key.is_decode
 
     @cached_property
     def num_computed(self) -> np.ndarray:
-        """int32 [R]: tokens of each request whose keys and values are in the cache before the step."""
+        """int32 [R]: each request's tokens with K and V in the cache before the step."""
         num_computed_R = np.array(self.step_starts, np.int32)
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """Make the batch of a step, padded to `key`, and stage what the device has to know of it.
+    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
 
-    Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Attention
-    that is not captured gets the real requests, followed by the padding tokens. Decodes are ordered longest context
-    first: its attention takes the longest, so it should not start last.
+    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention that is
+    not captured gets the real requests, followed by the padding tokens. Decodes are ordered by descending context, as
+    the longest attention should not start last.
     """
     count, lens = len(step.request_ids), step.counts
     request_ids, order = step.request_ids, None
@@ -367,7 +358,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         rows_R = states.rows(request_ids)
         lens_R = np.array(lens, np.int32)
         starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
-        if key is not None and key.kind is GraphKind.FULL:  # attention finds the first padding row to have the padding
+        if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
             num_rows = key.num_requests
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
@@ -395,15 +386,14 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
 
 
 def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """AttentionInputs.host_3 of a batch with these facts: of a graph that holds attention, those that it was captured
-    with."""
+    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else those given."""
     if key is not None and key.kind is GraphKind.FULL:
         return key.num_decodes, key.max_query_len, key.max_seq_len
     return num_decodes, longest_query, longest_context
 
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """Order a step's decodes by their contexts; all of these grow alike, so the order holds for the next steps too."""
+    """Order a step's decodes by descending context. They grow alike, so the order also holds for later steps."""
     lens_R = np.array(step.starts, np.int32)
     request_ids, order = step.request_ids, None
     if (lens_R[:-1] < lens_R[1:]).any():
@@ -414,25 +404,25 @@ def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) 
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Put a step's values into the order of the batch."""
+    """Permute a step's values into the batch's order."""
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R
 
 
 def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The masks, int32 [M, W] with M at least 1, and which of them each request has: int32 [R], -1 for none."""
+    """Return the masks, int32 [M, W] with M at least 1, and each request's mask index, int32 [R], -1 for none."""
     place = {request_id: index for index, request_id in enumerate(masks.request_ids)}
     index_R = np.fromiter((place.get(request_id, -1) for request_id in request_ids), np.int32, len(request_ids))
     return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Return where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens
-    each, two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
+    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
 
-    They must be equal: for requests without keys flash-attn 2 assumes the largest length for each, at least two, and
-    writes out of bounds if the total exceeds the tokens.
+    They are decodes, or have equally many tokens each, at least two. If there are too few tokens the last rows are
+    empty; remaining tokens belong to no request. Lengths must be equal: for requests without keys, flash-attn 2 assumes
+    the largest length for each, at least two, and writes out of bounds if the total exceeds the tokens.
     """
     each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
     return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
@@ -447,7 +437,7 @@ def empty_batch(
     *,
     variant: str = "",
 ) -> InputBatch:
-    """Return a batch of padding alone: it leaves no trace when it runs. variant: where the key has none."""
+    """Return a batch of padding, which has no side effects. variant: if the key has none."""
     starts_R1 = padding_starts(num_tokens, num_rows)
     no_rows = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
@@ -464,7 +454,7 @@ def empty_batch(
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
-    """The step tensors of a batch with its padding, by name: views of the buffers."""
+    """Return the step tensors of a batch with its padding, by name, as views of the buffers."""
     sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
     starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
     step = {

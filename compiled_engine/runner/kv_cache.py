@@ -1,4 +1,4 @@
-"""The number of KV cache blocks, and their tensors."""
+"""Sizes and allocates the KV cache."""
 
 from __future__ import annotations
 
@@ -18,22 +18,17 @@ CPU_LIMIT_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Sizes in bytes that determine the KV cache.
-
-    left_bytes: gpu_memory_utilization's share of the device, less weights, the CUDA context and other processes; None
-    without CUDA. activation_bytes: the measured peak of a step beyond that. graph_bytes: predicted memory of CUDA
-    graphs.
-    """
+    """The KV cache's number of blocks, and the sizes in bytes that determine it."""
 
     num_blocks: int
     block_bytes: int
+    # gpu_memory_utilization's share of the device, less weights, CUDA context and other processes; None without CUDA.
     left_bytes: int | None
-    activation_bytes: int
-    graph_bytes: int
+    activation_bytes: int  # measured peak of a step beyond that
+    graph_bytes: int  # predicted memory of CUDA graphs
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
-        """Return the bytes that the cache takes, and the bytes that were free for it, given the actual size of the
-        graphs."""
+        """Return the bytes of the cache, and those available for it given the actual size of the graphs."""
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
@@ -46,13 +41,13 @@ def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
 
 
 def blocks_wanted(config: EngineConfig) -> int:
-    """Blocks that would let all running requests reach max_model_len: more only help the prefix cache."""
+    """Return the blocks with which all running requests can reach max_model_len; more only help the prefix cache."""
     per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
     return per_request * config.max_running
 
 
 def bytes_left(config: EngineConfig) -> int | None:
-    """Return the bytes of gpu_memory_utilization's share of the device that are free; None without CUDA."""
+    """Return the free bytes of gpu_memory_utilization's share of the device; None without CUDA."""
     if config.device.type != "cuda":
         return None
     free, total = _free_and_total(config.device)
@@ -60,7 +55,7 @@ def bytes_left(config: EngineConfig) -> int | None:
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU; what the allocator holds idle is free."""
+    """Return (free, total) bytes of a GPU; idle memory of the allocator counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
@@ -68,12 +63,13 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int, layers: range | None = None
 ) -> CacheSize:
-    """Blocks to allocate: the requested number, or what the memory budget allows.
+    """Determine the number of blocks: the requested number, or what the memory budget allows.
 
     set_aside_bytes: reserved for later allocations. layers: see block_bytes. Others: see CacheSize.
-    Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
-    gave may be smaller, since requests that cannot fit are then refused one by one, or larger, as long as the device
-    has the memory.
+
+    Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. A `num_blocks` given by the
+    user may be smaller, as requests that cannot fit are then refused individually, or larger, as long as the device has
+    the memory.
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
@@ -108,10 +104,9 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """Allocate a tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros; in the
-    last dimension a scale may be counted, see kv_format.
+    """Allocate a zeroed tensor per layer, [num_blocks, 2, block_size, num_kv_heads, head_dim].
 
-    On a CPU a block takes memory from its first use on.
+    The last dimension may include a scale, see kv_format. On a CPU, blocks take memory only once they are used.
     """
     shapes, dtype = _shapes(config, num_blocks, layers), config.cache_dtype
     if config.device.type != "cpu":
@@ -120,8 +115,8 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
 
 
 def _untouched(size: int) -> torch.Tensor:
-    """Zeros, uint8 [size], of pages that the system hands out when they are first used; torch.zeros writes them all."""
-    if not size:  # of a layer that does not attend
+    """Return zeros, uint8 [size], in pages that the system provides at first use; torch.zeros would write them."""
+    if not size:  # a layer without attention
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The model as a rank has it: compiled or eager, with its slices of the checkpoint, and its forward."""
+"""A rank's model: compiled or eager, with its slices of the checkpoint, and its forward."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.eager_forward import eager_forwards, eager_parameters
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
 
-# Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
-# parallel regions of a few microseconds; every one of them waits for all threads, and on a busy machine for the
-# operating system to run them.
+# Multiply-adds that justify a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
+# parallel regions of a few microseconds, each of which waits for all threads, and on a busy machine for the system to
+# run them.
 LEAST_WORK = 2_500_000
 
 
@@ -45,8 +45,10 @@ def compile_in_turn(
     progress: Progress,
     timeline: Timeline,
 ) -> CompiledModel:
-    """See compile_model. The first rank builds a missing cache entry, with its kernels compiled in parallel; then the
-    others load it. Without a cache each builds it.
+    """Compile the model, see compile_model, on one rank after the other.
+
+    The first rank builds a missing cache entry, compiling kernels in parallel; then the others load it. Without a
+    cache, each rank builds it.
     """
     finds = group.rank > 0 and config.compile.cache_dir is not None
     if finds:
@@ -64,11 +66,11 @@ def load_model(
     progress: Progress,
     shared: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
+    """Return the model with its weights on the device, and every parameter and buffer by name, packed ones included.
 
-    compiled: of this rank's stage; None: the model is to run eagerly. What the compiled model does not take stays on
-    the meta device. shared: tensors of another model that are parameters of this one too, by name. Raises what
-    materialize and load_weights raise.
+    compiled: of this rank's stage; None: the model will run eagerly. Tensors that the compiled model does not take stay
+    on the meta device. shared: tensors of another model to use as parameters, by name. Raises what materialize and
+    load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
@@ -92,7 +94,7 @@ def load_model(
 
 @contextmanager
 def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device) -> Iterator[None]:
-    """Run a step of num_tokens tokens with as many threads as it is worth; the caller's number is put back."""
+    """Run a step of num_tokens tokens with as many threads as it justifies, then restore the caller's number."""
     before = torch.get_num_threads() if device.type == "cpu" else 1
     worth = max(1, num_tokens * num_parameters // LEAST_WORK)
     if worth >= before:
@@ -107,18 +109,17 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank. aux_hidden_states: the
-    inputs of the layers that a head reads, [T, D] each, valid until the next call. variant: of the forward. beside: the
-    step tensors that the variant's logits read beside hidden states, [T] each."""
+    """The hidden states [T, D] or logits [T, V] of all tokens; V: the rank's part of the vocabulary."""
 
     tensor: torch.Tensor
     is_logits: bool
+    # inputs of the layers that a draft head reads, [T, D] each, valid until the next call
     aux_hidden_states: tuple[torch.Tensor, ...] = ()
-    variant: str = ""
-    beside: tuple[torch.Tensor, ...] = ()
+    variant: str = ""  # of the forward
+    beside: tuple[torch.Tensor, ...] = ()  # step tensors that the variant's logits read besides hidden states, [T] each
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
-        """Return the part of some tokens, without aux_hidden_states. tokens: a slice, or numbers, int64."""
+        """Return the output of some tokens, without aux_hidden_states. tokens: a slice, or int64 indices."""
         beside = () if self.is_logits else tuple(each_T[tokens] for each_T in self.beside)
         return ForwardOutput(self.tensor[tokens], self.is_logits, variant=self.variant, beside=beside)
 
@@ -138,7 +139,7 @@ class _Variant:
 
 
 def _bound(bind: Callable[..., Forwards], on_attention: OnAttention | None) -> _Variant:
-    """bind: `CompiledModel.bind` of these parameters."""
+    """Bind the forwards. bind: `CompiledModel.bind` with these parameters."""
     whole, distinct = bind(), bind(distinct=True)
     if on_attention is None:
         return _Variant(whole, whole, distinct, distinct)
@@ -151,12 +152,12 @@ def _eager(forwards: Forwards, on_attention: OnAttention | None) -> _Variant:
 
 
 class ModelForward:
-    """Calls the forward that is compiled for the number of tokens, or the eager model.
+    """Calls the compiled forward for the number of tokens, or the eager model.
 
-    on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if never called.
-    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. aux_layers: the layers
-    whose inputs are returned too; compiled forwards return them already. A stage with others behind it returns what it
-    sends on for hidden states and logits alike.
+    on_attention: called by `run(..., around_attention=True)` in place of attention ops; None if never used.
+    most_tokens: of a batch. records: on a CPU, record and replay batches of decodes. aux_layers: layers whose inputs
+    are returned too; compiled forwards return them already. A pipeline stage that is not the last returns its boundary
+    activations in place of hidden states and of logits.
     """
 
     def __init__(
@@ -185,14 +186,13 @@ class ModelForward:
         self.logits, self.pooler, self.combine = whole.logits, whole.pooler, whole.combine
 
     def logits_of(self, output: ForwardOutput) -> torch.Tensor:
-        """Return the logits of each of the output's tokens."""
         if output.is_logits:
             return output.tensor
         return self._variants[output.variant].whole.logits(output.tensor, *output.beside)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The variants of the forward, the usual one first: ""."""
+        """The variants of the forward, starting with the usual one, ""."""
         return tuple(self._variants)
 
     def ends_at_logits(self, num_tokens: int, variant: str = "") -> bool:
@@ -220,9 +220,11 @@ class ModelForward:
         variant: str = "",
         beside: tuple[torch.Tensor, ...] = (),
     ) -> ForwardOutput:
-        """The forward of a batch of num_tokens tokens. hidden_wanted: return hidden states, not logits. distinct: one
-        call of each kind where the model is compiled, see `distinct_calls`; its values mean nothing. beside: see
-        ForwardOutput; they are among the arguments too.
+        """Run the forward of a batch of num_tokens tokens.
+
+        hidden_wanted: return hidden states, not logits. distinct: make one call of each kind if the model is compiled,
+        see `distinct_calls`; the values are meaningless. beside: see ForwardOutput; these tensors are among the
+        arguments too.
         """
         chosen = self._variants[variant]
         if distinct:
@@ -235,7 +237,6 @@ class ModelForward:
         return ForwardOutput(tensor, small is not None, tuple(aux_hidden_states), variant, beside)
 
     def recording_counts(self) -> list[RecordingCounts]:
-        """Return the counts of each forward whose calls are recorded."""
         return [forward.counts for _, forward in self._variants[""].whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:
@@ -246,17 +247,13 @@ class ModelForward:
 
 @dataclass(frozen=True)
 class BatchForward:
-    """The model on batches that were prepared in `buffers`.
-
-    kv_caches: one tensor a layer. backend: of attention. case: the case for which attention's work is planned; None if
-    each layer plans its own.
-    """
+    """Runs the model on batches prepared in `buffers`."""
 
     model: ModelForward
     buffers: InputBuffers
-    kv_caches: list[torch.Tensor]
-    backend: str
-    case: AttentionCase | None
+    kv_caches: list[torch.Tensor]  # one tensor per layer
+    backend: str  # of attention
+    case: AttentionCase | None  # attention's work is planned for it; None if each layer plans its own
 
     def __call__(
         self,
@@ -266,7 +263,7 @@ class BatchForward:
         around_attention: bool = False,
         distinct: bool = False,
     ) -> ForwardOutput:
-        """See ModelForward.run. around_attention: which is planned already."""
+        """Run the forward, see ModelForward.run. around_attention: attention is planned already."""
         step = step_of_batch(batch, self.buffers)
         inputs = attention_inputs_of(step, self.backend)
         if not around_attention:
@@ -282,7 +279,7 @@ class BatchForward:
         )
 
     def planned_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Plan attention's work for the batch; return its inputs."""
+        """Plan attention's work for the batch, and return attention's inputs."""
         inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self.backend)
         self._plan(inputs)
         return inputs
@@ -293,7 +290,7 @@ class BatchForward:
 
 
 class _EagerParts:
-    """The eager model with its attention ops passed on."""
+    """The eager model, with attention ops passed to on_attention."""
 
     def __init__(self, model: Callable[..., Any], on_attention: OnAttention):
         self._model, self._on_attention = model, on_attention

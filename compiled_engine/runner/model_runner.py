@@ -51,7 +51,7 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """The state and steps of the device. Not thread-safe. After construction use `submit`, `sample`, `calls`, `close`.
+    """Executes steps on a rank's device, by `submit`, `sample` and `calls`, until `close`. Not thread-safe.
 
     runs_begun, runs_ended: runs of a model with its collectives that were started, and completely launched.
     """
@@ -67,11 +67,11 @@ class Runner:
         group: Group | None = None,
         link: StageLink | None = None,
     ):
-        """Load, compile, size the KV cache, capture.
+        """Load and compile the model, size the KV cache, capture graphs.
 
-        group: the ranks that this is one of, and the caller's current group. link: the way to other stages, where there
-        are any. All ranks construct a runner at the same time, and submit the same steps.
-        Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
+        group: the ranks that this one belongs to, and the caller's current group. link: connects pipeline stages, if
+        there are several. All ranks construct their runners at the same time, and submit the same steps. Raises what
+        build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
@@ -89,7 +89,7 @@ class Runner:
             with kernels_in(kernels):
                 self._load(progress, logits_processors, workers)
                 stamp = self._stamp(kernels) if is_first and kernels is not None else None
-                # The first rank compiles the kernels that are new to any of them; the others find them then.
+                # The first rank compiles kernels that are new to any rank; the others then find them.
                 if not self._group.all_reduce_min(not self._is_new) and is_first:
                     workers.start()
                 if stamp is not None and not stamp.exists():
@@ -106,14 +106,14 @@ class Runner:
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, vocab_size = config.max_running, config.model.vocab_size
-        # Wrong logits processors are refused before the model is loaded.
+        # Refuse invalid logits processors before loading the model.
         given = logits_processors if self._stage.is_last and config.model.yields_tokens else ()
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
             self._is_new = True
             if self._group.rank == 0:
-                workers.start()  # what is new to the compile cache has kernels that are new
+                workers.start()  # a model that is new to the compile cache has new kernels
                 if on_gpu and self._ahead is None:
                     self._ahead = InBackground(lambda: compile_kernels_ahead(config, group, workers))
             return build_model(model)
@@ -129,7 +129,7 @@ class Runner:
         captures, records = config.graph.captures, config.graph.mode is GraphMode.RECORDED
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
-        # Padding tokens belong to a row of their own.
+        # Padding tokens have a separate row.
         most_tokens, most_rows = (
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
@@ -196,7 +196,7 @@ class Runner:
         self.step = GraphedStep(forward, self._tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
-        """See `stamp_of_start`; None for a model that is not compiled, or not kept."""
+        """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
         return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
@@ -209,7 +209,7 @@ class Runner:
                     self._ahead.result()
                 compile_kernels(self._config, self.step, workers, progress, self._hooks.features)
         workers.close()
-        self._group.all_reduce_min(1)  # all wait for the kernels
+        self._group.all_reduce_min(1)  # all ranks wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
             for feature in self._hooks.features:
@@ -241,12 +241,12 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
-        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device.
+        """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        What awaits masks is sampled by `sample`, which comes before the next step.
+        A step that awaits masks is sampled by `sample`, which must be called before the next step.
         """
         self.states.writes.discard()  # left over from a step that failed
-        if self._unsampled is not None:  # so did this one
+        if self._unsampled is not None:  # this one failed too
             self._unsampled = None
             self.pending.lose_count()
         self.pending.catch_up()
@@ -268,7 +268,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks) -> None:
-        """Sample the step that was submitted last, which awaits masks. Nothing waits for the device."""
+        """Sample the last submitted step, which awaits masks, without waiting for the device."""
         unsampled, self._unsampled = self._unsampled, None
         assert unsampled is not None
         try:
@@ -314,8 +314,8 @@ class Runner:
     def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
         """Launch all of a step that the device does, in its order; `submit` has prepared it.
 
-        Every row is sampled by temperature and seed; rows with further parameters are sampled again (step_sampling.py).
-        So one set of decode graphs serves all.
+        Every row is sampled by temperature and seed, and rows with further parameters are sampled again
+        (step_sampling.py), so one set of decode graphs serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -359,14 +359,14 @@ class Runner:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """The control calls that a rank answers: `metrics`, and those of features, such as `adapters.load`."""
+        """The control calls that a rank serves: `metrics`, and features' calls such as `adapters.load`."""
         own: dict[str, Callable[..., Any]] = {"metrics": self.metrics}
         return own | {
             f"{each.name}.{call}": getattr(each, call) for each in self._hooks.features for call in each.calls
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
+        """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
         graphs, models = captured.graphs, (ModelBeside("", compiled, self.model), *self._hooks.models)
         counts = [each.compiled.counts for each in models if each.compiled]
@@ -399,7 +399,7 @@ class Runner:
         }
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Release the device's memory."""
         for feature in self._hooks.features:
             feature.close()
         if self.captured.graphs:
@@ -414,8 +414,10 @@ class Runner:
 
 
 def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None, hooks: StepHooks) -> None:
-    """Update rows before the step is prepared. sampler: None in a runner that does not sample. Raises what
-    Sampler.add_row raises."""
+    """Update rows before the step is prepared. sampler: None in a runner that does not sample.
+
+    Raises what Sampler.add_row raises.
+    """
     for request_id in step.removed:
         row = states.remove(request_id)
         if row is None:
@@ -435,7 +437,7 @@ def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler |
 
 
 def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> int:
-    """A row in the states and in the sampler, or in neither."""
+    """Add a row to the states and the sampler, or to neither."""
     row = states.add(request, num_computed)
     if sampler is None:
         return row

@@ -1,4 +1,4 @@
-"""A step's tokens: taken into the states, written to a ring in host memory, and read from there later."""
+"""A step's tokens: stored in the states, written to a ring buffer in host memory, and read from it later."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def advance(
 ) -> None:
     """Store a step's tokens in the states, and write them to the ring buffer that the host reads.
 
-    token_ids_R: int64, for all rows but those of padding; negative values are error codes read by the host.
-    A row gets its token only if the step reached the last known token. again: the states have advanced, with other
-    tokens.
+    token_ids_R: int64, for all rows but padding; negative values are error codes for the host. A row gets its token
+    only if the step reached its last known token. again: the states have already advanced, with other tokens.
     """
     if buffers.rows_R.device.type == "cpu":
         advance_reference(states, buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
@@ -56,7 +55,6 @@ def launch_advance(
     decodes_only: bool,
     again: bool,
 ) -> None:
-    """Launch the kernel of advance."""
     from compiled_engine.runner.step_kernels import advance_kernel  # Triton is not installed everywhere
 
     advance_kernel[(1,)](
@@ -102,7 +100,7 @@ def advance_reference(
     samples_R[real_R] = computed_S[rows] >= states.prefill_len_S.numpy()[rows]
     tokens_R = np.full(num_rows, -1, np.int32)
     tokens_R[samples_R] = token_ids_R.numpy()[np.flatnonzero(samples_R)]
-    # An error code ends its request, but a step with it may be under way.
+    # An error code ends its request, but another of its steps may be in flight.
     states.last_token_S.numpy()[rows_R[samples_R]] = np.maximum(tokens_R[samples_R], 0)
     number = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
     buffers.num_steps_1[0] = number
@@ -122,31 +120,31 @@ class Deferred(Protocol):
 class PendingSteps:
     """Counts launched steps, as the device does: a step's tokens are in the ring buffer under its number.
 
-    The ring has room for two entries of each pending step, since a step may write to it twice.
+    The ring has room for two entries per pending step, as a step may write to it twice.
     """
 
     def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):
         self._buffers, self._device, self._clock = buffers, device, clock
         self._ring_KR1 = buffers.tokens_KR1.numpy()
         self._number = 0
-        self._is_known = False  # whether that is the device's number
+        self._is_known = False  # _number equals the device's number
 
     def launched(self) -> None:
         """Count a launch that writes tokens into the ring."""
         self._number = (self._number + 1) & LAST_NUMBER
 
     def lose_count(self) -> None:
-        """Note that the device may have counted steps that the host did not."""
+        """Note that the device may have counted steps that the host has not."""
         self._is_known = False
 
     def catch_up(self) -> None:
-        """Take the number from the device, where it is not known: waits for it."""
+        """Read the number from the device if it is not known, which waits for the device."""
         if not self._is_known:
             self._number = int(self._buffers.num_steps_1)
             self._is_known = True
 
     def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, results: Mapping[str, Deferred]) -> PendingStep:
-        """Return the step whose tokens were launched last. results: of features, by their names."""
+        """Return the step whose tokens were launched last. results: of features, by name."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -172,7 +170,7 @@ class PendingStep:
         self._batch, self._logprobs, self._results = batch, logprobs, results
 
     def result(self) -> RunnerOutput:
-        """Wait for what the step produced. Raises RuntimeError if its tokens are gone: it was asked for too late."""
+        """Wait for the step and return its output. Raises RuntimeError if later steps overwrote its tokens."""
         if self._event is not None:
             self._event.synchronize()
         self._clock.lap("wait")
@@ -225,18 +223,15 @@ class PendingStep:
 
 @dataclass
 class UnsampledStep:
-    """A launched step that waits for masks: its logits [R, V], valid until the next step is launched.
-
-    sampled: the pending step after sampling.
-    """
+    """A launched step that awaits its masks."""
 
     batch: InputBatch
-    logits_RV: torch.Tensor
+    logits_RV: torch.Tensor  # valid until the next step is launched
     results: dict[str, Deferred]
-    sampled: PendingStep | None = None
+    sampled: PendingStep | None = None  # the pending step, after sampling
 
     def result(self) -> RunnerOutput:
-        """Wait as PendingStep does. Raises RuntimeError if nothing was sampled, as when a step before it has failed."""
+        """Wait as PendingStep does. Raises RuntimeError if the step was not sampled because an earlier one failed."""
         if self.sampled is None:
             raise RuntimeError("the step was not sampled: its masks did not come")
         return self.sampled.result()

@@ -1,8 +1,8 @@
-"""The rows of requests: one fixed row each, from admission until removal, with the state that steps read.
+"""Request rows: each request has a fixed row, from admission until removal, with the state that steps read.
 
-A preempted request is removed like a finished one and comes back as a new one, so rows never move and nothing is
-kept twice. What steps read and advance lives on the device (row_fields.py); the host writes it only when a request
-comes or gets blocks.
+A preempted request is removed like a finished one and returns as a new one, so rows never move and nothing is stored
+twice. State that steps read and advance is on the device (row_fields.py); the host only writes it when a request
+arrives or gets blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiled_engine.rows.row_fields import RowField, RowFields
 
 
 class RequestStates:
-    """Assigns the rows of `fields`, in which other modules declare fields too. Suffix S: rows. On the device, int32:
+    """Assigns the rows of `fields`, in which other modules declare fields too. Suffix S: rows.
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     prefill_len_S: tokens that the host knew when the request came; from there on each step samples.
@@ -84,11 +84,11 @@ class RequestStates:
         return self._row_of[request_id]
 
     def rows(self, request_ids: list[str]) -> np.ndarray:
-        """int32 [R]"""
+        """Return the requests' rows, int32 [R]."""
         return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int32, len(request_ids))
 
     def add(self, request: NewRequest, num_computed: int) -> int:
-        """Take a row for a request of which num_computed tokens are in the cache, and fill it; returns the row."""
+        """Give a request, num_computed of whose tokens are in the cache, a row; fills and returns it."""
         row = self._free_rows.pop()
         self.generation += 1
         self._row_of[request.request_id] = row
@@ -108,7 +108,7 @@ class RequestStates:
         return row
 
     def all_token_ids(self, row: int) -> np.ndarray:
-        """int32 [max_model_len + 1]: the known tokens of the request that has the row."""
+        """Return the known tokens of the row's request, int32 [max_model_len + 1]."""
         all_token_ids_L: np.ndarray = self._all_token_ids_KL[self._token_rows[row]]
         return all_token_ids_L
 
@@ -118,7 +118,7 @@ class RequestStates:
         self._num_blocks[row] = start + len(block_ids)
 
     def remove(self, request_id: str) -> int | None:
-        """Free the request's row; returns it, or None for a request without one: its step failed before it got it."""
+        """Free the request's row and return it; None if it has none, as its step failed before it got one."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return None

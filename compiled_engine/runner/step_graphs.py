@@ -25,7 +25,7 @@ from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
 from compiled_engine.runner.request_states import RequestStates
 
 log = logging.getLogger("compiled_engine")
-# The pool of the graphs may take this share of what the KV cache would have without it.
+# Largest share of the KV cache's memory that the graphs' pool may take.
 POOL_SHARE = 0.125
 
 
@@ -61,7 +61,7 @@ class GraphedStep:
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """Do what `run` does, but call each kind of layer once: layers of a kind run the same kernels."""
+        """Do what `run` does with one call per kind of layer, as layers of a kind run the same kernels."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -81,12 +81,12 @@ class GraphedStep:
         prepare(batch, self.states, self.buffers)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Make the batch's inputs from what was staged, and plan attention's work."""
+        """Make the batch's inputs, and plan attention's work."""
         self.prepare(batch)
         return self.forward.planned_inputs(batch)
 
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
-        """Wrap what `run` returned, or a replay left, for a key and its variant."""
+        """Wrap the result of `run` or of a replay, for a key and its variant."""
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
         beside = self.buffers.beside(variant, key.num_tokens) if variant else ()
         return ForwardOutput(result, is_logits, (), variant, beside)
@@ -108,18 +108,17 @@ class GraphedStep:
 def affordable(
     config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
 ) -> GraphConfig:
-    """The graphs to capture: of mixed batches those alone that the memory allows, on every rank.
+    """Return the graphs to capture, leaving out sizes of mixed batches for which some rank lacks the memory.
 
-    activation_bytes: peak of a step of max_num_batched_tokens, which a pool follows in proportion to the tokens.
-    left_bytes: for that and the KV cache, without graphs; None where memory does not matter. all_reduce_min: over
-    all ranks.
+    activation_bytes: peak of a step of max_num_batched_tokens; a pool grows in proportion to its tokens. left_bytes:
+    for that and the KV cache, without graphs; None if memory is no limit. all_reduce_min: minimum over all ranks.
     """
     if left_bytes is None:
         return config.graph
     most_bytes = POOL_SHARE * (left_bytes - activation_bytes)
     per_token = activation_bytes / config.scheduler.max_num_batched_tokens
     sizes = config.graph.token_sizes
-    kept = sizes[: all_reduce_min(sum(size * per_token <= most_bytes for size in sizes))]  # they ascend
+    kept = sizes[: all_reduce_min(sum(size * per_token <= most_bytes for size in sizes))]  # sizes ascend
     if len(kept) < len(sizes):
         log.warning(
             "no CUDA graphs of more than %d tokens: their pool would take more than %.0f %% of the KV cache's memory",
@@ -147,7 +146,7 @@ class StepGraphs:
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         asked = {tensor for tensors in step.buffers.asked.values() for tensor in tensors}
         by_request = sorted(tensor.name for tensor in asked if tensor.dims[0] == "requests")
-        if in_parts and by_request:  # their number is not that of the capture
+        if in_parts and by_request:  # the number of requests differs from the capture's
             raise ValueError(
                 f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
                 "only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
@@ -189,11 +188,13 @@ class StepGraphs:
         return None
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Replay the graph if the batch has a key, on what was staged: of decodes the whole step. Otherwise run the
-        forward; hidden_wanted: return no logits."""
+        """Replay the batch's graph on the staged inputs (for decodes the whole step), or without a key run the forward.
+
+        hidden_wanted: return no logits.
+        """
         if (key := batch.key) is not None:
             assert self.graphs is not None
-            # The inputs of a full graph are made in it.
+            # A full graph prepares its own inputs.
             inputs = None if key.kind is GraphKind.FULL else self._step.prepared_inputs(batch)
             output = self._step.output(key, self.graphs.replay(key, inputs), batch.variant)
             self.counters.replay(key, batch.num_tokens)

@@ -1,4 +1,4 @@
-"""Triton kernels of a step: gather its inputs from the request states, and take its tokens into them afterwards."""
+"""Triton kernels of a step: gather its inputs from the request states, and store its tokens there afterwards."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def prepare_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has.
+    """Program (row of the batch); one more, unless DECODES_ONLY, for tokens without a row.
 
     numbers_ptr: None where no row begins ahead of the newest token. A row whose token does not exist is one of padding.
     """
-    # No later kernel may start before the end of this one: attention reads lengths, blocks and slots before its own
+    # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -110,7 +110,7 @@ def prepare_kernel(
         tl.store(input_ids_ptr + token, ids.to(tl.int64), mask=mask)
         tl.store(positions_ptr + token, position.to(tl.int64), mask=mask)
         tl.store(slot_mapping_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
-    # Blocks past the context stay what they were: nothing reads them.
+    # Blocks past the context are not updated, as nothing reads them.
     num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     table_row_ptr = table_ptr + request.to(tl.int64) * MAX_BLOCKS
     for begin in range(0, num_blocks, TILE):
@@ -141,7 +141,7 @@ def advance_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program for all rows, since they share the step's number."""
+    """A single program for all rows, since they share the step's number."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -159,11 +159,11 @@ def advance_kernel(
         tl.store(num_computed_ptr + row_R, computed_R, mask=real_R)
     samples_R = real_R & (computed_R >= tl.load(prefill_len_ptr + row_R, mask=real_R, other=0))
     token_R = tl.load(token_ids_ptr + request_R, mask=samples_R, other=-1).to(tl.int32)
-    # An error code ends its request, but a step with it may be in flight.
+    # An error code ends its request, but another of its steps may be in flight.
     tl.store(last_token_ptr + row_R, tl.maximum(token_R, 0), mask=samples_R)
     number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
     ring_row_ptr = ring_ptr + (number % RING) * ring_stride
     tl.store(ring_row_ptr + 1 + request_R, token_R, mask=inside_R)
     tl.store(ring_row_ptr, number)
-    tl.debug_barrier()  # every thread has read the number
+    tl.debug_barrier()  # all threads must have read the number
     tl.store(num_steps_ptr, number)

@@ -1,13 +1,13 @@
-"""Sample a step, from its hidden states to its tokens: all launches are here, in this order.
+"""Samples a step, from its hidden states to its tokens. All launches are here, in this order:
 
-1. The logits of the rows that sample, and a token for each by temperature and seed; the states advance, and the tokens
-   go to the host (`take`). The graph of a batch of decodes ends with this (`graphed`). A step that samples nothing (a
-   chunk of a prompt, or a step whose tail is not this one) only advances (`StepAdvance.without_tokens`).
-2. After the masks arrive, if the step has any: new tokens for rows with more than temperature and seed, in the order of
-   sampler.py. They replace the first tokens in the states and on the host (`complete`).
-3. The log-probabilities of the tokens, if requested.
+  1. The logits of the rows that sample, and a token for each by temperature and seed. The states advance, and the
+     tokens go to the host (`take`). A graph of decodes ends with this (`graphed`). A step that samples nothing (a chunk
+     of a prompt, or a step with another tail) only advances (`StepAdvance.without_tokens`).
+  2. Once the masks arrive, if the step has any: new tokens for rows with more parameters than temperature and seed, in
+     the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
+  3. The log-probabilities of the tokens, if requested.
 
-Where the vocabulary is divided among ranks, each of these exchanges a few numbers. Nothing waits for the device.
+If the vocabulary is sharded, each of these exchanges a few numbers between ranks. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class StepAdvance:
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
     def without_tokens(self, batch: InputBatch, num_rows: int) -> None:
-        """Advance the states of a step that samples nothing here; may be captured."""
-        self(batch, self._buffers.sample_positions_R, num_rows)  # no row is to get a token: any will do
+        """Advance the states of a step without sampled tokens; may be captured."""
+        self(batch, self._buffers.sample_positions_R, num_rows)  # no row gets a token, so any values will do
 
     def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Return the token that each of the first num_rows rows has got, int32."""
@@ -61,7 +61,7 @@ class StepAdvance:
 
 
 class StepSampling:
-    """Implements `Tail`: logits, and a token for each row that samples. Nothing waits for the device."""
+    """The `Tail` of a runner that samples: logits, and a token per sampling row. Nothing waits for the device."""
 
     def __init__(
         self,
@@ -75,24 +75,23 @@ class StepSampling:
         self._pending, self.advance = pending, advance
 
     def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
-        """See Tail."""
         return output.tensor if batch.has_decode_graph else self.sample(output, batch)
 
     def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
-        """Launch 1 for a batch that had no graph of decodes; returns its logits [R, V], None if nothing is sampled."""
+        """Launch part 1 for a batch without a graph of decodes; returns its logits [R, V], None if nothing samples."""
         count = batch.num_requests  # padding rows need no logits here
         if not batch.samples.any():
             self.advance.without_tokens(batch, count)
             return None
-        if len(output.tensor) != count:  # else each token is a row's: nothing has to be picked out, and copied
+        if len(output.tensor) != count:  # otherwise each token is a row, and nothing has to be gathered
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
         return self.graphed(output, batch, count)
 
     def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Choose a token for each of num_rows rows by temperature and seed, and advance; may be captured.
+        """Choose a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
 
-        output: of these rows alone. Returns their logits.
+        May be captured. output: of these rows alone.
         """
         logits_RV = self._model.logits_of(output)
         rows = slice(0, num_rows)
@@ -106,7 +105,7 @@ class StepSampling:
     def complete(
         self, batch: InputBatch, logits_RV: torch.Tensor, masks: TokenMasks | None = None
     ) -> BatchLogprobs | None:
-        """Launch 2 and 3 for a step after 1; returns the log-probabilities, if any are requested. masks: the step's."""
+        """Launch parts 2 and 3 after part 1; returns the log-probabilities, if any are requested. masks: the step's."""
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV, masks)
@@ -115,7 +114,6 @@ class StepSampling:
     def _sample_generally(
         self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, masks: TokenMasks | None
     ) -> None:
-        """Sample new tokens for rows_R."""
         count, device = batch.num_requests, logits_RV.device
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
@@ -130,7 +128,6 @@ class StepSampling:
         self._pending.launched()
 
     def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Log-probabilities of the tokens that the step has, if requested."""
         num_logprobs_R = self.sampler.num_logprobs(rows_R)
         if num_logprobs_R is None:
             return None

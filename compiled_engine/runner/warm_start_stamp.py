@@ -1,8 +1,7 @@
-"""Stamps of starts whose kernels are all compiled: empty files in the folder of kernels, so that they go with these.
+"""Stamps of starts whose kernels are all compiled: empty files in the kernel folder, deleted with the kernels.
 
-A start with other options may need further kernels of a compiled model that is in the cache: with drafts, for one, or
-with new tiles. Which they are only its warm-up shows, one at a time, so a start without a stamp starts workers to
-compile them.
+With other options (drafts, for example) or new tiles, a start may need further kernels of a model in the compile cache.
+Only its warm-up shows which, one at a time. A start without a stamp therefore starts workers to compile them.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cuda_graphs.memory import OF_NO_EFFECT
 from compiled_engine.passes.framework.profile import PROFILES
 
-# Fields that choose many kernels and are no factors of the compiled model, or beginnings of them. Sizes of batches and
-# contexts choose few.
+# Config fields, or prefixes of them, that select many kernels without being factors of the compiled model. Sizes of
+# batches and contexts select few.
 FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
 
 
 def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
-    """Return the file that exists if a start with such kernels has ended well.
+    """Return the file that exists if a start with these kernels has succeeded.
 
     entry_key: of the compiled model. stage: of a pipeline.
     """
@@ -37,6 +36,6 @@ def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: i
 
 
 def write_stamp(stamp: Path) -> None:
-    """Note that the start has ended well; where nothing can be written, the next one starts workers again."""
+    """Record that the start has succeeded; if nothing can be written, the next start uses workers again."""
     with suppress(OSError):
         stamp.touch(mode=0o600)

@@ -1,12 +1,12 @@
-"""Run every kind of batch once before serving, so that no request waits for a kernel; memory is measured.
+"""Warms up: runs every kind of batch once before serving, so that no request waits for a kernel, and measures memory.
 
-A warm-up batch is an ordinary batch without slots and with empty contexts, so it leaves no trace. Sampling is warmed up
-in every way that a request may ask for. What differs in attention alone and has a graph is left to the capture, which
-begins with such a batch.
+Warm-up batches are ordinary batches without slots and with empty contexts, so they have no side effects. Sampling is
+warmed up in every way that a request may ask for. Batches that differ in attention alone and have a graph are left to
+the capture, which begins with such a batch.
 
-In a start that may need new Triton kernels these are compiled side by side before that, since a step would wait for
-each of them in turn: parts of a step are gone through without launches. Kernels that do not depend on the model's code
-are compiled while it is traced.
+A start that may need new Triton kernels first compiles them in parallel, as a step would wait for each in turn: parts
+of a step are dry-run without launching kernels. Kernels that do not depend on the model's code are compiled while it is
+traced.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from compiled_engine.sampling.token_mask import num_words
 
 PROMPT_TOKENS = 16
 FILTERED = SamplingParams(top_k=20, top_p=0.9)
-# A bias makes the logits float32 copies, to be edited.
+# A bias makes sampling edit float32 copies of the logits.
 WAYS = (
     SamplingParams(temperature=0.0),
     SamplingParams(logprobs=1),
@@ -71,13 +71,12 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 
 
 class BatchShape(NamedTuple):
-    """Requests that share `num_tokens`, see `padding_starts`; `max_seq_len` bounds their contexts. query_len: rows in
-    turn that share a request, see AttentionInputs."""
+    """A batch of `num_requests` requests, among which `num_tokens` tokens are divided as by `padding_starts`."""
 
     num_tokens: int
     num_requests: int
-    max_seq_len: int
-    query_len: int = 1
+    max_seq_len: int  # bound of the contexts
+    query_len: int = 1  # consecutive rows per request, see AttentionInputs
 
     @property
     def host_3(self) -> tuple[int, int, int]:
@@ -88,7 +87,7 @@ class BatchShape(NamedTuple):
 
 
 def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
-    """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
+    """Return batches that run every kernel of a step: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
     A request may have several rows, one of `query_lens`: by default the engine's.
     Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
@@ -115,7 +114,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     sizes = [size for size in sizes if size <= max_requests]
     decodes = [BatchShape(size, size, longest) for size in sizes]
     short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
-    # Without a graph the bound is the longest context itself; kernels follow from it, and the splits of a few requests.
+    # Without a graph, the longest context itself is the bound; it selects kernels, and the splits of a few requests.
     captured = max(graph.decode_sizes, default=0) if graph.mode.captures_decodes else 0
     without = [size for size in sizes if size > captured]
     few = [size for size in sorted({captured + 1, min(4, max_requests)}) if captured < size <= max_requests]
@@ -134,7 +133,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
     """Return the batches that the warm-up runs: all but decodes with several rows or short contexts that have a graph.
 
-    Other decodes have graphs too, but logits and sampling of as many rows run without one behind prompts.
+    Other decodes run although they have graphs: a step with prompts computes the logits of as many rows without one.
     """
     longest = config.scheduler.max_model_len
     dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
@@ -151,7 +150,7 @@ def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[Bat
 
 
 def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
-    """Run the start-up batches; returns the peak bytes of a step beyond what was there before."""
+    """Run the start-up batches; returns the peak bytes of a step beyond what was allocated before."""
     on_gpu = config.device.type == "cuda"
     shapes = not_captured(config, start_up_batches(config))
     if on_gpu:
@@ -160,7 +159,7 @@ def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
     with progress.stage("warm up", total=len(shapes)) as progressed:
         for shape in shapes:
-            # On a GPU the largest batch comes first; its peak memory is measured.
+            # On a GPU the largest batch comes first, and its peak memory is measured.
             for variant in step.model.variants:
                 _run_empty(step, shape, distinct=shape != shapes[0], variant=variant)
             progressed(1)
@@ -200,9 +199,9 @@ def _run_empty(step: GraphedStep, shape: BatchShape, *, distinct: bool, variant:
 def ways_of_sampling(
     vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """Functions that each sample once from one row of logits; the longest compilations come first.
+    """Yield functions that each sample once from one row of logits; the longest compilations come first.
 
-    Edited logits are float32: the kernels of their filters are included here, so that they compile early.
+    Edited logits are float32. The kernels of their filters are included here, so that they compile early.
     """
     yield from (
         partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
@@ -227,7 +226,7 @@ def _sample_zeros(
 def sample_once(
     params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
 ) -> torch.Tensor:
-    """Sample with a sampler of its own, which leaves no trace. masked, or with a bias: the first row has a mask."""
+    """Sample with a separate sampler, without side effects. masked, or with a bias: the first row has a mask."""
     num_rows, device = len(logits_RV), logits_RV.device
     sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)
     for row in range(num_rows):
@@ -246,7 +245,7 @@ def sample_once(
 
 
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
-    """Dry-run sampling and attention during the trace. Raises the exceptions of each part; leaves only kernels."""
+    """Dry-run sampling and attention during the trace. Raises what a part raises; leaves nothing but kernels."""
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []
@@ -266,12 +265,12 @@ def compile_kernels(
     progress: Progress,
     features: Sequence[StepFeature] = (),
 ) -> None:
-    """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
+    """Dry-run every part of a step. Raises what a part raises; leaves nothing but compiled kernels."""
     with _asked(config, workers) as kernels:
         tail = step.tail
         sampling = _sampling(config, tail.sampler.vocabulary, kernels) if isinstance(tail, StepSampling) else []
         largest, *others = start_up_batches(config)
-        _attention(config, largest)  # no other kernel differs for it
+        _attention(config, largest)  # only attention's kernels differ for it
         for shape in others:
             compile_forward(config, step.forward, shape)
         _inputs(config, step)
@@ -286,7 +285,7 @@ def compile_kernels(
 
 @contextmanager
 def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
-    """Collect the kernels that are launched in this context. On an exception, do not wait for the rest."""
+    """Collect the kernels launched in this context and compile them in parallel; on an exception, cancel the rest."""
     with ThreadPoolExecutor(initializer=_prepare_thread, initargs=(config,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
@@ -297,21 +296,21 @@ def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelColle
 
 
 def _prepare_thread(config: EngineConfig) -> None:
-    """Have this thread use the engine's GPU, and keep its kernels apart from those of pieces that others load."""
+    """Set this thread's GPU, and keep its kernels apart from those of pieces that other threads load."""
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)
         keep_kernels_of_this_thread(kernel_folder(config.compile.cache_dir))
 
 
 def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:
-    """Sampling is launched, each way by a thread: it indexes with what its kernels have computed."""
-    alone = replace(vocabulary, group=fake_group_for(vocabulary.group))  # the other ranks do not go through it
+    """Launch each way of sampling in a thread: sampling indexes with the results of its kernels, so it must run."""
+    alone = replace(vocabulary, group=fake_group_for(vocabulary.group))  # other ranks do not take part
     return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
 
 
 @torch.inference_mode()
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
-    """Go through attention of each kind of layer, on tensors of its own."""
+    """Dry-run attention of each kind of layer, on separate tensors."""
     model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
     num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
@@ -346,14 +345,14 @@ def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchSha
         output = run(tokens, arguments, hidden_wanted=True)
         if forward.model.ends_at_logits(tokens, variant):
             run(tokens, arguments)
-        if beside and config.model.pooling is None:  # otherwise logits need no kernel of ours
+        if beside and config.model.pooling is None:  # otherwise logits need no kernel of the engine
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
 def _empty_step(
     config: EngineConfig, shape: BatchShape, num_blocks: int, asked: Sequence[StepTensor] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return the step tensors of padding alone; attention's work is not planned."""
+    """Return the step tensors of padding; attention's work is not planned."""
     num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
     sizes = {"tokens": num_tokens, "requests": num_requests, "blocks_per_request": num_blocks, "work": 0}
     step = padding_of((*STEP_TENSORS, *asked), sizes | {"request_borders": num_requests + 1}, device)
@@ -365,7 +364,7 @@ def _empty_step(
 
 @torch.inference_mode()
 def _inputs(config: EngineConfig, step: GraphedStep) -> None:
-    """Go through the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
+    """Dry-run the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
     for num_tokens, numbered in product(counts, config.numberings):
@@ -377,4 +376,4 @@ def _inputs(config: EngineConfig, step: GraphedStep) -> None:
         advance = step.tail.advance
         advance.without_tokens(batch, 1)
         advance(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1, again=True)
-    buffers.forget_staged()  # what was not launched has not arrived
+    buffers.forget_staged()  # in a dry run it does not reach the device

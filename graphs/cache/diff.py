@@ -1,4 +1,4 @@
-"""Differences between two sets of factors, in words, and why an entry is not in the compile cache."""
+"""Differences between two sets of factors, in words, and why an entry is missing in the compile cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiled_engine.graphs.cache.folder import CacheFolder
 
 @dataclass(frozen=True)
 class Difference:
-    """A differing factor by dotted name: value `ours` here and `theirs` there; None if absent."""
+    """A factor that differs, by dotted name. Values are None if absent."""
 
     factor: str
     ours: Any
@@ -37,14 +37,14 @@ class Difference:
         return "was changed"
 
     def _lists_in_words(self, here: str, there: str) -> str:
-        """Items that only one of two lists has; empty if that is not the difference."""
+        """Name the items that only one of two lists has; empty if both have the same items."""
         sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
         only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
         return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference]:
-    """Differences between two sets of factors, by name."""
+    """Return the differences between two sets of factors, sorted by name."""
     flat_ours, flat_theirs = flatten(ours), flatten(theirs)
     return [
         Difference(name, flat_ours.get(name), flat_theirs.get(name))
@@ -54,12 +54,12 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference
 
 
 def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
-    """Return whether the factor is a pass that only one side runs: the list of passes differs too."""
+    """Return whether the factor is a pass that only one side runs; the list of passes shows that already."""
     return name.startswith("passes.") and any(name not in one for one in flat)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of nested dicts under their dotted names."""
+    """Return the values of nested dicts under dotted names."""
     if not isinstance(value, dict):
         return {prefix.removesuffix("."): value}
     flat: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-# Why what is looked for is not in the compile cache, in a few words for metrics.
+# Why an entry is not in the compile cache, in a few words for metrics.
 
 FOUND = "found"
 SWITCHED_OFF = "switched off"
@@ -85,7 +85,7 @@ _SHOWN = 3
 
 
 def why_absent(cache: CacheFolder, factors: dict[str, Any]) -> str:
-    """Names of a few factors in which the most similar entry differs."""
+    """Name a few factors in which the most similar entry differs."""
     found = []
     for key in cache.entry_keys():
         with suppress(DamagedEntry):

@@ -1,7 +1,7 @@
-"""An entry of the compile cache: files that never change, and a manifest with the digest of each.
+"""An entry of the compile cache: files that never change, and a manifest with their digests.
 
-An entry is never used in place. It is copied as a whole, each file checked before its content is used, into a separate
-folder; so files that the compiler writes next to its artifacts when they are loaded or first run stay outside.
+An entry is never used in place. All its files are checked and copied to a separate folder before use, so files that
+compilers write beside their artifacts when loaded or first run stay outside.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FACTORS = "factors.json"
-# Placeholder in an entry for the folder that it was built in.
+# Stands in an entry's files for the folder that it was built in.
 _HERE = b"[HERE]"
 
 
 class DamagedEntry(Exception):
-    """An entry that must not be used, and why."""
+    """An entry must not be used; the message says why."""
 
 
 def factors_key(factors: dict[str, Any]) -> str:
-    """The name of the entry that is built from these factors."""
+    """Return the name of the entry built from these factors."""
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
-    """Copy what was built in `source` to the new folder `entry`, with its factors and its manifest."""
+    """Copy a build in `source` to the new folder `entry`, with its factors and manifest."""
     digests = {}
     for path in sorted(source.rglob("*")):
         if not path.is_dir():
@@ -41,9 +41,9 @@ def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
 
 
 def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> None:
-    """Copy a whole entry to `target`: the checked bytes are the bytes written.
+    """Copy an entry to `target`, writing exactly the bytes that were checked.
 
-    Raises DamagedEntry when the entry is not whole and unchanged, not owned by `uid`, or not built from `factors`.
+    Raises DamagedEntry unless the entry is complete, unchanged, owned by `uid` and built from `factors`.
     """
     for name, content in read_entry(entry, uid):
         _write(target / name, _moved(Path(name).name, content, _HERE, os.fsencode(target)))
@@ -52,7 +52,7 @@ def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> 
 
 
 def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
-    """Every file and its content, each checked before it is given. Raises DamagedEntry."""
+    """Yield every file's name and content, checked. Raises DamagedEntry."""
     for name, digest in check_files(entry, uid).items():
         try:
             content = (entry / name).read_bytes()
@@ -64,9 +64,9 @@ def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
 
 
 def check_files(entry: Path, uid: int) -> dict[str, str]:
-    """The digest of each file as the manifest has it; the files are not read.
+    """Return each file's digest from the manifest, without reading the files.
 
-    Raises DamagedEntry unless the entry consists of exactly these, plain files in plain folders that belong to `uid`.
+    Raises DamagedEntry unless the entry has exactly these files, as plain files in plain folders owned by `uid`.
     """
     try:
         found = set(_plain_files(entry, uid))
@@ -83,7 +83,7 @@ def check_files(entry: Path, uid: int) -> dict[str, str]:
 
 
 def read_factors(entry: Path) -> dict[str, Any]:
-    """The factors that an entry was built from, unchecked. Raises DamagedEntry when they cannot be read."""
+    """Return the factors that an entry was built from, unchecked. Raises DamagedEntry if they cannot be read."""
     path = entry / FACTORS
     if not path.is_file():
         raise DamagedEntry(f"{FACTORS} is missing")
@@ -97,7 +97,7 @@ def read_factors(entry: Path) -> dict[str, Any]:
 
 
 def _plain_files(folder: Path, uid: int, prefix: str = "") -> Iterator[str]:
-    """Names of all files below a folder, relative to it."""
+    """Yield the names of all files below a folder, relative to it. Raises DamagedEntry."""
     status = folder.lstat()
     name = prefix.rstrip("/") or "its folder"
     if not stat.S_ISDIR(status.st_mode):
@@ -117,7 +117,7 @@ def _plain_files(folder: Path, uid: int, prefix: str = "") -> Iterator[str]:
 
 
 def _moved(name: str, content: bytes, before: bytes, after: bytes) -> bytes:
-    """A file's content in another folder: Triton lists the files of a kernel with their absolute paths."""
+    """Return a file's content for another folder: Triton lists a kernel's files with absolute paths."""
     return content.replace(before, after) if name.startswith("__grp__") else content
 
 

@@ -1,6 +1,6 @@
-"""Factors of compilation besides the config: versions, device, compilers with their settings, our source.
+"""Factors of the cache key besides the config: versions, device, compilers with their settings, source code.
 
-All factors are readable, so that the difference of two entries can be explained.
+All factors are readable, so the difference between two entries can be explained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_s
 from compiled_engine.passes.framework.profile import DeviceProfile, profile_of
 from compiled_engine.process.in_background import import_apart
 
-# The sources that shape a compiled graph: every file directly in these packages, and modules at the top.
+# Sources that shape a compiled graph: top-level modules, and every file directly in these packages.
 SOURCE_PACKAGES = (
     "quantisation",
     "kv_format",
@@ -46,7 +46,7 @@ SOURCE_PACKAGES = (
     "passes.recurrence",
     "passes.layout",
 )
-# Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.
+# Dynamo's settings that shape a graph; its others concern logging and limits.
 _DYNAMO_SETTINGS = (
     "allow_unspec_int_on_nn_module",
     "assume_static_by_default",
@@ -58,7 +58,7 @@ _DYNAMO_SETTINGS = (
     "specialize_float",
     "specialize_int",
 )
-# Functions of the caller's that Inductor runs on every graph; it leaves them out of its portable settings.
+# The caller's hooks that Inductor runs on every graph; its portable settings do not contain them.
 _INDUCTOR_HOOKS = (
     "_post_fusion_custom_pass",
     "_pre_fusion_custom_pass",
@@ -78,19 +78,14 @@ _SHAPES_NOTHING = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The factors of the cache key, a field each: dicts from names to plain JSON values.
-
-    `compiler`: the C++ compiler, for a CPU. `settings`: of the compilers in torch, and the options that we give them.
-    `profile`: what was measured on the device and decides which passes are run. `source`: a digest of each of our
-    files that shapes the graph.
-    """
+    """The factors of the cache key, a field each: dicts from names to plain JSON values."""
 
     versions: dict[str, Any]
     device: dict[str, Any]
-    compiler: dict[str, Any]
-    settings: dict[str, Any]
-    profile: dict[str, Any]
-    source: dict[str, str]
+    compiler: dict[str, Any]  # the C++ compiler, on a CPU
+    settings: dict[str, Any]  # of torch's compilers, with the engine's options
+    profile: dict[str, Any]  # the device's measurements that decide which passes run
+    source: dict[str, str]  # digest of each source file that shapes the graph
 
     def as_factors(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,7 +109,7 @@ def this_environment(device: torch.device) -> Environment:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """The device as far as generated code depends on it."""
+    """Return the properties of the device that generated code depends on."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -133,7 +128,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_instructions() -> list[str]:
-    """The instruction sets that the CPU reports; compiled pieces use all of them."""
+    """Return the CPU's instruction sets, all of which compiled pieces may use."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -142,9 +137,9 @@ def cpu_instructions() -> list[str]:
 
 @cache
 def cpp_compiler() -> dict[str, Any]:
-    """The C++ compiler, and the folders of headers in its command line, which Inductor digests as a whole.
+    """Return the C++ compiler, and the header folders of its command line, which Inductor digests as a whole.
 
-    With another folder an artifact would be compiled again when it is loaded.
+    With other folders, artifacts would be recompiled when loaded.
     """
     command = _cpp_command()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
@@ -157,7 +152,7 @@ def cpp_compiler() -> dict[str, Any]:
 
 
 def _cpp_command() -> str:
-    """The C++ compiler that Inductor takes. Inductor is imported only to install one, or for the caller's setting."""
+    """Return Inductor's C++ compiler. Inductor is imported only to install one, or for the caller's setting."""
     if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         command: str = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
         return command
@@ -165,12 +160,12 @@ def _cpp_command() -> str:
 
 
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
-    """The part of a profile that decides which passes are run; the rest is read when kernels are launched."""
+    """Return the part of a profile that decides which passes run; the rest is read when kernels are launched."""
     return _json_value({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
 
 
 def compiler_settings(device_type: str) -> dict[str, Any]:
-    """Settings of torch's compilers that differ from their defaults, and the variables that determine the defaults."""
+    """Return the non-default settings of torch's compilers, and the environment variables that set their defaults."""
     hooks = {name: getattr(settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
     inductor = _changed("inductor") | {name: _json_value(hook) for name, hook in hooks.items() if hook is not None}
     dynamo = _changed("dynamo")
@@ -194,7 +189,7 @@ def _changed(compiler: str) -> dict[str, Any]:
 
 
 def _environment_variables() -> dict[str, str]:
-    """Environment variables from which torch's settings take their defaults, if set."""
+    """Return the set environment variables that torch's settings take their defaults from."""
     root = Path(torch.__file__).parent
     sources = [(root / f"_{name}" / "config.py").read_text() for name in ("inductor", "functorch", "dynamo")]
     read = {name for source in sources for name in re.findall(r"[\"']([A-Z][A-Z0-9_]+)[\"']", source)}
@@ -206,9 +201,7 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert to JSON; a function or object by its `uuid()` or its name, not its address, which differs in each
-    process.
-    """
+    """Convert to JSON. Functions and objects become their `uuid()` or name, as addresses differ between processes."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -224,17 +217,17 @@ def _json_value(value: Any) -> Any:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Digest of every file that shapes the compiled graph: models, passes, the compiler itself."""
+    """Return the digest of every file that shapes the compiled graph: models, passes, the compiler itself."""
     return digests_of(SOURCE_PACKAGES)
 
 
 def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
-    """Digest of every file directly in these packages."""
+    """Return the digest of every file directly in these packages."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 
 def source_files(packages: tuple[str, ...] = SOURCE_PACKAGES) -> dict[str, Path]:
-    """The files that are digested, by their names below the package compiled_engine."""
+    """Return the files to digest, by their path in the package compiled_engine."""
     files: dict[str, Path] = {}
     for package in packages:
         module = import_module(f"compiled_engine.{package}")

@@ -1,11 +1,11 @@
-"""The folder that holds the entries of the compile cache: private, locked an entry at a time, tidied up.
+"""The folder with the entries of the compile cache: private, with a lock per entry.
 
 <root>/compiled/                mode 0700
   <key>/                        an entry
-  <key>.lock                    held while the entry is looked up, built or removed; touched when it is used
-  work_<key>_<random>/          where an engine that runs or compiles now has its files
-  damaged_<key>_<random>/       an entry that was set aside
-  <key>_graphs_<key>.json       what its CUDA graphs take of the device's memory
+  <key>.lock                    held while the entry is looked up, built or removed; touched on each use
+  work_<key>_<random>/          files of an engine that is running or compiling
+  damaged_<key>_<random>/       a damaged entry, set aside
+  <key>_graphs_<key>.json       predicted memory of the entry's CUDA graphs
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from compiled_engine.process.cache_root import private_folder
 
 log = logging.getLogger("compiled_engine")
 
-# The entries have a folder of their own below the root, which may be any folder of the user's.
+# Entries have their own folder, as the root may be any folder of the user's.
 ENTRIES = "compiled"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _POLL_S = 0.05
@@ -47,27 +47,27 @@ class CacheFolder:
         return self.path / key
 
     def entry_keys(self) -> list[str]:
-        """The keys of all entries, damaged or not."""
+        """Return the keys of all entries, damaged or not."""
         return sorted(name for name in os.listdir(self.path) if _KEY.fullmatch(name))
 
     def all_keys(self) -> list[str]:
-        """The keys that have an entry, a lock file or folders."""
+        """Return the keys that have an entry, a lock file or other folders."""
         return sorted({_key_in(name) for name in os.listdir(self.path)} - {""})
 
     def set_aside(self, key: str) -> list[Path]:
-        """The damaged entries of this key."""
+        """Return the damaged entries of this key."""
         return sorted(self.path.glob(f"damaged_{key}_*"))
 
     def abandoned(self, key: str) -> list[Path]:
-        """Work folders of killed engines of this entry. Needs the lock, to distinguish them from new ones."""
+        """Return the work folders of this entry's killed engines. Needs the lock, to tell them from new ones."""
         return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
     def leftovers(self) -> list[Path]:
-        """Folders set aside, and folders of killed engines, of all keys."""
+        """Return the folders set aside, and those of killed engines, for all keys."""
         return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:
-        """Time when an engine last found or built the entry, in seconds since the epoch."""
+        """Return when an engine last found or built the entry, in seconds since the epoch."""
         try:
             return self._lock(key).stat().st_mtime
         except FileNotFoundError:
@@ -81,10 +81,9 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, key: str, *, wait: bool = True, notice_after_s: float = 5.0) -> Iterator[None]:
-        """Hold the lock of a key, which may have no entry yet. It is free when its process has ended, however.
+        """Hold the lock of a key, which need not have an entry. The lock is released whenever its process ends.
 
-        Raises BlockingIOError when another one has it and `wait` is False. Waiting longer than `notice_after_s` is
-        logged.
+        Raises BlockingIOError if another process holds it and `wait` is False. A wait over `notice_after_s` is logged.
         """
         path = self._lock(key)
         noticed_at = time.monotonic() + notice_after_s
@@ -108,7 +107,7 @@ class CacheFolder:
         return WorkFolder(self.path, f"work_{key}_")
 
     def store(self, key: str, source: Path, factors: dict[str, Any]) -> None:
-        """Make what was built in `source` the entry of `key`, all of it or nothing. Needs the lock."""
+        """Make the build in `source` the entry of `key`, completely or not at all. Needs the lock."""
         work = self.work_folder(key)
         try:
             write_entry(source, work.path / key, factors)
@@ -123,7 +122,7 @@ class CacheFolder:
         return aside
 
     def remove_abandoned(self, key: str) -> None:
-        """Delete what killed processes have left. Needs the lock."""
+        """Delete the work folders of killed processes. Needs the lock."""
         for path in self.abandoned(key):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -133,12 +132,12 @@ class CacheFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, key: str) -> None:
-        """Delete an entry with all that belongs to its key. Needs the lock, which is deleted too.
+        """Delete an entry and everything else of its key, the lock included. Needs the lock.
 
-        An engine that runs with it is not disturbed.
+        Running engines that use the entry are not disturbed.
         """
         if os.path.lexists(self.entry(key)):
-            self.move_aside(key)  # killed half-way, it leaves no half an entry
+            self.move_aside(key)  # so that a kill half-way leaves no partial entry
         self.remove_set_aside(key)
         self.remove_abandoned(key)
         for path in self.path.glob(f"{key}_*"):
@@ -150,16 +149,16 @@ class CacheFolder:
 
 
 def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
-    """Open or create the cache below `root`. `uid`: required owner; None for this process's user.
+    """Open or create the cache below `root`. uid: required owner; None for this process's user.
 
-    Raises OSError with the reason if it cannot be created or others could change it.
+    Raises OSError with the reason if it cannot be created, or if other users could change it.
     """
     uid = os.geteuid() if uid is None else uid
     return CacheFolder(private_folder(root, ENTRIES, uid), uid)
 
 
 def _key_in(name: str) -> str:
-    """The key in the name of an entry, a lock, a work folder or a damaged entry; empty for others."""
+    """Return the key in the name of an entry, lock, work folder or damaged entry; "" for other names."""
     found = re.fullmatch(rf"(?:work_|damaged_)?({_KEY.pattern})(?:\.lock|_.*)?", name)
     return found[1] if found else ""
 

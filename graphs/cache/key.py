@@ -1,6 +1,6 @@
-"""The factors of the cache key: they determine whether a compiled model can be reused.
+"""The factors of the cache key, which decide whether a compiled model can be reused.
 
-Every config field is in one of the lists below; a field in none is an error, so that a new one cannot be forgotten.
+Every config field is in one of the lists below. A field in none is an error, so that new fields cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
 
-# With another value the pieces, their plan or their ranges can be others.
+# Fields that can change the pieces, their plan or their ranges.
 GRAPH_FIELDS = (
     "model.architecture",
     "model.vocab_size",
@@ -46,14 +46,14 @@ GRAPH_FIELDS = (
     "parallel.tensor_parallel_size",
     "attention_backend",
 )
-# Packages that define a rank's share of parameters and checkpoints, and the sums over ranks.
+# Packages that define ranks' shares of parameters and checkpoints, and collectives.
 RANK_PACKAGES = ("parallel", "models.checkpoint")
 RECURRENCE_PACKAGES = ("recurrence",)
-# Packages for models with transformers' code.
+# Fields of a model with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # Fields of a quantised model.
 QUANTISED_FIELDS = tuple(f"model.quantisation.{name}" for name in ("method", "rules", "ignore", "scale_name"))
-# Fields of a model that pools: its head, and what is done outside of the graph.
+# Fields of a model that pools: its head, and those used outside the graph.
 POOLING_FIELDS = ("model.pooling.head",)
 OTHER_POOLING_FIELDS = tuple(
     f"model.pooling.{name}"
@@ -65,7 +65,7 @@ OTHER_POOLING_FIELDS = tuple(
 )
 # Fields of a model with recurrences.
 RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots"))
-# Fields of a head that drafts.
+# Fields of a draft head.
 HEAD_FIELDS = tuple(
     f"model.head.{name}"
     for name in ("target_size", "num_aux_layers", "vocab_size", "norm_before_residual", "norm_before_fc")
@@ -73,11 +73,11 @@ HEAD_FIELDS = tuple(
 # Fields of an engine with adapters: the shapes of their slots.
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
-# The layers whose inputs are outputs too. Without any it is no factor.
+# The layers whose inputs are also outputs; a factor only if there are any.
 AUX_LAYERS = "speculation.aux_layers"
-# A cache of 8 bits has other shapes, and scales. In the dtype of the model it is no factor.
+# An 8-bit KV cache has other shapes, and scales; a factor only if it is not in the model's dtype.
 CACHE_FORMAT = "cache.kv_dtype"
-# These only count through model.rope.angle_scale, a constant of the graph.
+# Fields that matter only through model.rope.angle_scale, a constant in the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
     "model.rope.factor",
@@ -85,8 +85,8 @@ ANGLE_SCALE_FIELDS = (
     "model.rope.mscale",
     "model.rope.mscale_all_dim",
 )
-# With another value they are the same: rotary frequencies and tied weights, for instance, are inputs of the graph like
-# any others. The device is a factor of its own.
+# Fields that change nothing compiled: rotary frequencies and tied weights, for instance, are inputs of the graph. The
+# device is a separate factor.
 OTHER_FIELDS = (
     "model.path",
     "model.hub_name",
@@ -155,7 +155,7 @@ OTHER_FIELDS = (
 
 
 def cache_factors(config: EngineConfig, environment: Environment | None = None) -> dict[str, Any]:
-    """All factors as JSON. `environment` None: this process's, for the config's device."""
+    """Return all factors as JSON. environment: by default this process's, for the config's device."""
     environment = this_environment(config.device) if environment is None else environment
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
     if config.parallel.tensor_parallel_size > 1:
@@ -173,9 +173,9 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
 
 
 def graph_config(config: EngineConfig) -> dict[str, Any]:
-    """The part of the config that shapes the graph, under dotted names.
+    """Return the part of the config that shapes the graph, under dotted names.
 
-    Raises RuntimeError for a field that is in neither list.
+    Raises RuntimeError for a field that is in none of the lists.
     """
     flat = flat_fields(replace(config, speculation=replace(config.speculation, draft=None)))
     optional = (

@@ -1,7 +1,7 @@
-"""The compile cache: find a compiled model by the digest of its factors, or build and keep it.
+"""Looks up a compiled model by the digest of its factors, or builds and keeps it.
 
-An entry is checked completely before any of it is used. A damaged entry is reported, set aside and rebuilt; without a
-usable cache folder the engine compiles into a temporary one.
+An entry is checked completely before it is used. A damaged entry is reported, set aside and rebuilt. Without a usable
+cache folder, the engine compiles into a temporary one.
 """
 
 from __future__ import annotations
@@ -22,27 +22,23 @@ from compiled_engine.graphs.cache.entry import DamagedEntry, copy_entry, factors
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
 from compiled_engine.graphs.cache.work_folder import WorkFolder
 
-log = logging.getLogger("compiled_engine")  # is given texts: a record with an exception would keep folders alive
+log = logging.getLogger("compiled_engine")  # log texts only: a record with an exception would keep folders alive
 
-# With less free space the compiler works in the temporary folder; the entry itself may still fit.
+# With less free space, compile in the temporary folder; the entry itself may still fit.
 _ENOUGH_BYTES = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A found or built model, ready for use.
+    """A compiled model, found or built, ready for use."""
 
-    `status` is hit, miss (built now and kept) or off (built now, not kept). `folder` is the entry, or with off the
-    temporary folder. `why` gives the reason briefly. `loaded` came from `work`, which lives as long as this object.
-    """
-
-    folder: Path
+    folder: Path  # the entry; if off, the temporary folder
     key: str
-    status: str
-    loaded: Any
-    work: WorkFolder
-    why: str = FOUND
+    status: str  # hit, miss (built now and kept) or off (built now, not kept)
+    loaded: Any  # result of `load` on the files in `work`
+    work: WorkFolder  # lives as long as this object
+    why: str = FOUND  # the reason, in a few words
 
 
 def find_or_build(
@@ -54,14 +50,14 @@ def find_or_build(
     uid: int | None = None,
     notice_after_s: float = 5.0,
 ) -> Lookup:
-    """Look up or `build(folder)` the model of `factors`, and `load(folder)` it.
+    """Look up the model of `factors`, or `build(folder)` it, and `load(folder)` it.
 
-    Both get a private folder of this process, which may be written to even after the load. `root` None keeps nothing.
-    An entry that cannot be loaded counts as damaged. `uid`: required owner of the cache; None for this process's user.
-    Two processes that need the same entry wait for each other, which is logged after `notice_after_s`; the second finds
-    it.
+    Both functions get a private folder of this process, which may be written to even after loading. root: None keeps
+    nothing. uid: required owner of the cache; None for this process's user. An entry that cannot be loaded counts as
+    damaged.
 
-    Raises what `build` raises, and what `load` raises on something newly built.
+    Processes that need the same entry wait for each other, which is logged after `notice_after_s`; the later ones find
+    the entry. Raises what `build` raises, and what `load` raises on a new build.
     """
     try:
         return _look_up(root, factors, build, load, uid, notice_after_s, None)
@@ -78,9 +74,9 @@ def _look_up(
     notice_after_s: float,
     distrust: DamagedEntry | None,
 ) -> Lookup:
-    """`distrust`: why the entry of these factors, if there is one, is not to be used.
+    """Do the work of `find_or_build` once. distrust: why an existing entry must not be used.
 
-    Raises DamagedEntry when the entry, although whole, cannot be loaded.
+    Raises DamagedEntry if an intact entry cannot be loaded.
     """
     key = factors_key(factors)
     cache, why = None, SWITCHED_OFF
@@ -108,7 +104,7 @@ def _look_up(
 def _copy_of_entry(
     cache: CacheFolder, key: str, factors: dict[str, Any], distrust: DamagedEntry | None
 ) -> WorkFolder | None:
-    """A copy of the entry to work in; None where there is none, or none any more because it is damaged."""
+    """Return a work folder with a copy of the entry; None if there is none, or if it was damaged and set aside."""
     entry = cache.entry(key)
     cache.remove_abandoned(key)
     if not os.path.lexists(entry):
@@ -138,7 +134,7 @@ def _load_copy(work: WorkFolder, load: Callable[[Path], Any]) -> Any:
 
 
 def _build(build: Callable[[Path], None], cache: CacheFolder | None, key: str) -> WorkFolder:
-    """A work folder with what was built; where the cache's disk is full, in the temporary folder."""
+    """Build in a work folder, and again in the temporary folder if the cache's disk is full."""
     work = _work_folder(cache, key)
     try:
         build(work.path)
@@ -162,7 +158,7 @@ def _keep(cache: CacheFolder, key: str, work: WorkFolder, factors: dict[str, Any
 
 
 def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
-    """Build in the cache's folder, or in the temporary one if the former is full or read-only."""
+    """Return a work folder in the cache, or in the temporary folder if the cache is full or read-only."""
     if cache is not None:
         try:
             if shutil.disk_usage(cache.path).free >= _ENOUGH_BYTES:
@@ -173,7 +169,7 @@ def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
 
 
 def _is_no_space(error: BaseException) -> bool:
-    """Return whether an error was caused by a full disk, possibly several exceptions deep."""
+    """Return whether a full disk caused the error, possibly several exceptions deep."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _NO_SPACE)
         or any(os.strerror(number) in str(cause) for number in _NO_SPACE)

@@ -1,4 +1,4 @@
-"""Delete entries that were not used for long, or the least recently used until the rest is small enough.
+"""Prunes the compile cache: deletes entries unused for long, or the least recently used until the rest is small enough.
 
 Entries set aside, leftovers of killed processes, and damaged entries are always deleted.
 """
@@ -16,15 +16,13 @@ from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, repor
 
 @dataclass(frozen=True)
 class Pruned:
-    """A deletion, or a planned one, and its reason. `removed` False: another process is looking it up or building
-    it.
-    """
+    """A deletion, done or planned, and its reason."""
 
     key: str
     path: Path
     reason: str
     size_bytes: int
-    removed: bool = True
+    removed: bool = True  # False: another process is looking the entry up or building it
 
 
 def prune(
@@ -35,10 +33,9 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Delete entries that were last used before `now - older_than_s`, then the longest unused while all together
-    have more than `max_bytes`.
+    """Delete entries last used before `now - older_than_s`, then the least recently used ones, down to `max_bytes`.
 
-    Engines that run with an entry are not disturbed: they work on a copy. `dry_run` deletes nothing.
+    Engines that run with an entry are not disturbed, as they work on a copy. `dry_run` deletes nothing.
     """
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []
@@ -66,7 +63,6 @@ def prune(
 def _doomed(
     entries: list[EntryReport], now: float, older_than_s: float | None, max_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
-    """(key, why) of the entries to delete."""
     kept = []
     for entry in sorted(entries, key=lambda entry: entry.last_used):
         if entry.damage is not None:

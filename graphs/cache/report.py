@@ -1,4 +1,4 @@
-"""Contents of the compile cache: each entry with size, age and state, and the entry nearest to a config."""
+"""Reports on the compile cache: each entry's size, age and state, and the entry nearest to a config."""
 
 from __future__ import annotations
 
@@ -14,47 +14,44 @@ from compiled_engine.graphs.cache.diff import Difference, differences
 from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_entry, read_factors
 from compiled_engine.graphs.cache.folder import ENTRIES, CacheFolder, open_cache
 
-# Passes that only a model which several ranks share has a use for: a copy, as passes import PyTorch.
+# Passes for several ranks only; a copy of their names, as importing passes would import PyTorch.
 PASSES_OF_RANKS = frozenset({"all_reduce_residual_rms_norm", "sequence_parallel"})
 
 
 def short(key: str) -> str:
-    """Enough of a key for people."""
+    """Shorten a key for display."""
     return key[:12]
 
 
 @dataclass(frozen=True)
 class EntryReport:
-    """An entry as it lies there. `damage`: why it must not be used; None if it may be.
-
-    Times are seconds since the epoch. `factors` are empty unless they are those of the key.
-    """
+    """The state of an entry. Times are in seconds since the epoch."""
 
     key: str
     path: Path
-    factors: dict[str, Any]
-    passes_off: list[str]
+    factors: dict[str, Any]  # empty unless they match the key
+    passes_off: list[str]  # disabled passes
     size_bytes: int
     created: float
     last_used: float
-    damage: str | None
+    damage: str | None  # why the entry must not be used; None if it may
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The entry whose factors differ least from the given ones, and the differences."""
+    """The entry whose factors differ least from given ones, and the differences."""
 
     entry: EntryReport
     differences: list[Difference]
 
 
 def existing_cache(root: Path) -> CacheFolder | None:
-    """The cache below a root, None where nothing was ever cached. Raises OSError as `open_cache` does."""
+    """Return the cache below a root; None if nothing was ever cached. Raises OSError as `open_cache` does."""
     return open_cache(root) if os.path.lexists(root / ENTRIES) else None
 
 
 def report(cache: CacheFolder, key: str) -> EntryReport:
-    """The state of an entry: every file is read and compared with its digest, as before an entry is used."""
+    """Return the state of an entry, comparing every file with its digest as before a use."""
     entry = cache.entry(key)
     factors: dict[str, Any] = {}
     damage = None
@@ -73,7 +70,7 @@ def report(cache: CacheFolder, key: str) -> EntryReport:
 
 
 def find_key(keys: Sequence[str], wanted: str) -> str:
-    """The key that begins with `wanted`. Raises ValueError when there is none or more than one."""
+    """Return the key that begins with `wanted`. Raises ValueError if there is none or more than one."""
     found = [key for key in keys if key.startswith(wanted)]
     if len(found) == 1:
         return found[0]
@@ -89,15 +86,13 @@ def find_key(keys: Sequence[str], wanted: str) -> str:
 
 
 def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest | None:
-    """The entry with the fewest other factors, of equal ones the last used; None without a readable one."""
+    """Return the entry with the fewest differing factors, the last used among equals; None without a readable entry."""
     candidates = [Nearest(entry, differences(factors, entry.factors)) for entry in entries if entry.factors]
     return min(candidates, key=lambda found: (_distance(found.differences), -found.entry.last_used), default=None)
 
 
 def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
-    """Passes that existed when the entry was built, and were disabled; with one rank, without the passes of several
-    ranks.
-    """
+    """Return the passes that were disabled when the entry was built; with one rank, without those for several ranks."""
     alone = factors.get("config", {}).get("parallel.tensor_parallel_size", 1) == 1
     unused = PASSES_OF_RANKS if alone else frozenset()
     for path in filter(Path.is_file, entry.rglob("passes.json")):
@@ -110,11 +105,11 @@ def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
 
 
 def _distance(found: Sequence[Difference]) -> int:
-    """The code, passes included, is one factor here, however many files have changed."""
+    """Count differing factors, with all source code as one factor."""
     is_code = [difference.factor.startswith(("source.", "passes.")) for difference in found]
     return is_code.count(False) + any(is_code)
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files in a folder together; links are not followed."""
+    """Return the total size of all files in a folder, without following links."""
     return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)

@@ -1,5 +1,7 @@
-"""A private folder for the files that a running engine compiles and loads. It is deleted with its object or at the end
-of the process, and locked until then, which distinguishes it from the leftovers of a killed process.
+"""A private folder for the files that a running engine compiles and loads.
+
+It is deleted with its object, at the latest when the process ends, and locked until then, which distinguishes it from
+the leftovers of a killed process.
 """
 
 from __future__ import annotations
@@ -18,10 +20,7 @@ _FILES = "files"
 
 
 class WorkFolder:
-    """An empty folder `path` below `parent` (None: the system's folder for temporary files).
-
-    Raises OSError where none can be made.
-    """
+    """An empty folder `path` below `parent` (None: the system's temporary folder). Raises OSError on failure."""
 
     def __init__(self, parent: Path | None, prefix: str) -> None:
         outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -40,7 +39,7 @@ class WorkFolder:
 
 
 def is_in_use(outer: Path) -> bool:
-    """Return whether the process that made this work folder (its `path` is inside) is alive and still needs it."""
+    """Return whether the process that made this work folder (the parent of its `path`) is alive and still uses it."""
     try:
         lock = os.open(outer / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

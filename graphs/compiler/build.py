@@ -1,4 +1,4 @@
-"""Build a cache entry: trace each callable, run the passes for each range, split, and compile the unique pieces."""
+"""Builds a cache entry: traces each callable, runs each range's passes, splits, and compiles the unique pieces."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
-# Our stages in torch's structured trace (TORCH_TRACE=folder): tlparse shows them next to Dynamo's and Inductor's.
-
-# Lowered graphs, each pass's diff; of each range its graph after the passes, its plan and its forward; output code.
+# Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
+# and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.
 _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "forward.py", "pieces/*.py")
 
 
 def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
-    """Emit what compilation `compile_id` (Dynamo's number of it) has written, each file as an artifact
-    compiled_engine.<its path with underscores>; nothing happens unless a trace is written."""
+    """Emit an entry's files to torch's structured trace, if one is being written.
+
+    Each becomes an artifact compiled_engine.<path with underscores>. compile_id: Dynamo's number of the compilation.
+    """
     for path in (path for pattern in _STAGES for path in sorted(entry.rglob(pattern))):
         name = "_".join(path.relative_to(entry).with_suffix("").parts)
         trace_structured(
@@ -67,9 +68,9 @@ def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
 
 
 class EntryBuilder:
-    """Compiles callables into `folder`, one entry of the cache, whose layout docs/caching.md describes.
+    """Compiles callables into `folder`, an entry of the cache (layout: docs/caching.md).
 
-    `compile_callable` is called for each; `finish` compiles the pieces of all, each unique one once.
+    Call `compile_callable` for each callable, then `finish`, which compiles all unique pieces once.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, progress: Progress, timeline: Timeline):
@@ -83,9 +84,9 @@ class EntryBuilder:
     def compile_callable(
         self, name: str, module: nn.Module, signature: Signature, whole: TracedGraph | None = None
     ) -> None:
-        """Trace it, run the passes for each of its ranges, split, and write the plans.
+        """Trace a callable, run the passes for each of its ranges, split, and write the plans.
 
-        module: see without_storage. whole: the same callable of the undivided model, see trace_whole.
+        module: see without_storage. whole: the undivided model's callable, see trace_whole.
         """
         place, timeline = folder_of(name), self._timeline
         with self._progress.stage(f"trace {name}"), timeline.span(f"{place}trace"):
@@ -106,10 +107,7 @@ class EntryBuilder:
                 self._direct.update(unique)
 
     def finish(self, model: nn.Module) -> int:
-        """Compile the pieces and write the rest of the entry; returns the number of unique pieces.
-
-        model: of which the callables are.
-        """
+        """Compile the pieces, write the rest of the entry, and return the number of unique pieces."""
         folder, timeline, workers = self._folder, self._timeline, self._config.compile.workers
         with timeline.span("compile pieces"):
             records = compile_pieces(folder, self._pieces, workers, self._progress, timeline, self._direct)
@@ -133,7 +131,7 @@ def build_entry(
     timeline: Timeline,
 ) -> int:
     """Compile all callables of a model into `folder`; returns the number of unique pieces."""
-    # A trace makes many objects, and they stay: looking through them took a fifth of the time.
+    # Traces make many long-lived objects; garbage collection would scan them again and again.
     with collection_paused():
         builder = EntryBuilder(config, folder, progress, timeline)
         with timeline.span("build the model"):
@@ -151,9 +149,9 @@ def compile_pieces(
     timeline: Timeline,
     direct: Collection[str] = (),
 ) -> tuple[PieceRecord, ...]:
-    """Make each piece (key -> JSON) ready to load: by Inductor, or as Python where nothing is left to fuse.
+    """Make each piece (key -> JSON) ready to load: compiled by Inductor, or Python if there is nothing to fuse.
 
-    direct: the keys of pieces that are Python in any case.
+    direct: keys of pieces that are Python in any case.
     """
     records = []
     for_inductor = []
@@ -174,14 +172,14 @@ def compile_pieces(
             timeline.add(f"piece {piece.key}", timeline.now() - piece.seconds, piece.seconds, "compile pieces")
             records.append(piece)
             advance(1)
-    for key in for_inductor:  # at the end: pieces share kernels
+    for key in for_inductor:  # not earlier, as pieces share kernels
         if piece_folder(folder, key).is_dir():
             shutil.rmtree(folder / "inductor" / key)
     return tuple(records)
 
 
 def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> TracedGraph:
-    """Trace a callable of a rank's model, and say which part of the undivided one its parameters are."""
+    """Trace a callable of a rank's model, and annotate its parameters with their shards."""
     traced = trace(model, signature, strict=config.compile.strict, verify=config.compile.verify)
     describe_shards(traced.module.graph, shards_of(config))
     return traced
@@ -190,7 +188,7 @@ def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> 
 def trace_whole(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], name: str = FORWARD
 ) -> TracedGraph | None:
-    """A callable of the undivided model, where a rank's share is to be compared with it."""
+    """Trace a callable of the undivided model if ranks are to be verified against it, otherwise return None."""
     if config.parallel.tensor_parallel_size == 1 or not config.compile.verify:
         return None
     undivided = replace(config, parallel=replace(config.parallel, tensor_parallel_size=1))
@@ -200,7 +198,7 @@ def trace_whole(
 def apply_passes(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """The graph of one range after its passes, as it is split.
+    """Return a range's graph after its passes, ready to be split, and the reports.
 
     On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
     """
@@ -215,12 +213,14 @@ def apply_passes(
 def fuse(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """The graph of one range after its passes, with all fused ops. What is direct has those passes alone that give a
-    graph its meaning. whole: result of `trace_whole`."""
+    """Return a range's graph after its passes, with all fused ops, and the reports.
+
+    Direct callables only get the passes that a graph's meaning depends on. whole: result of `trace_whole`.
+    """
     module = traced.for_range(compile_range)
     structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.aux_layers)
     others, enabled = fusion_passes(config, traced.signature)
-    with in_group(FakeGroup(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
+    with in_group(FakeGroup(config.parallel.tensor_parallel_size)):  # other ranks take no part in the verification
         reports = run_passes(
             module.graph,
             (*structure, *others),
@@ -235,10 +235,10 @@ def fuse(
 
 
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
-    """Return the passes after structure_passes, in their order, and the names of the enabled ones.
+    """Return the passes that run after structure_passes, in order, and the names of the enabled ones.
 
-    quantise_activations has the rules of the model. With adapters, theirs is right behind merge_linears and always
-    enabled. A linear and its activation then have the adapters between them, so no pass puts both into one op.
+    quantise_activations gets the model's rules. With adapters, their pass follows merge_linears and is always enabled;
+    gated_linear is disabled, as adapters come between a linear and its activation.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))
@@ -260,9 +260,9 @@ def structure_passes(
     whole: TracedGraph | None,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[GraphPass, ...]:
-    """Passes that come before all others and cannot be switched off: they say what a graph means to its device.
+    """Return the passes that run first and cannot be disabled, as the graph's meaning depends on them.
 
-    graph: of the range, of what `trace_rank` returns. aux_layers: see Signature.
+    graph: of the range, from `trace_rank`. aux_layers: see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []

@@ -21,8 +21,8 @@ from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Some 400 modules that Dynamo imports during a trace. By then other threads prepare kernels, and Python releases the
-# GIL at each file that it reads.
+# Dynamo would import these, some 400 modules, during a trace. By then other threads prepare kernels and compete for the
+# GIL, which Python releases at each file it reads.
 _IMPORTED_BY_TRACES = (
     "torch._dynamo.repro.after_dynamo",
     "torch._inductor.compiler_bisector",
@@ -36,9 +36,9 @@ for _name in _IMPORTED_BY_TRACES:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation imports, without any query to CUDA, after which CUDA cannot be used in a fork.
+    """Import what the first compilation needs, without CUDA queries, after which forked processes cannot use CUDA.
 
-    torch._inductor.runtime.benchmarking looks for a GPU, to choose how kernels are timed.
+    torch._inductor.runtime.benchmarking otherwise looks for a GPU to choose how kernels are timed.
     """
     with inductor_config.patch(use_experimental_benchmarker=False):
         importlib.import_module("torch._inductor.compile_fx")
@@ -50,21 +50,21 @@ _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
 def mark_dynamic_size(tensor: torch.Tensor, dim: int, shape_id: str, low: int, high: int) -> None:
     """Let `tensor.shape[dim]` be any size in [low, high], equal to the other sizes marked with `shape_id`.
 
-    Unbacked, so that no example value can leak into a guard; torch 2.11 cannot take the range here and gets it
-    from `declare_range` after the trace.
+    The size is unbacked, so tracing cannot specialise on the example. torch 2.11 cannot take the range here;
+    `declare_range` sets it after the trace.
     """
     bounds = {"min": low, "max": high} if _MARKS_RANGES else {}
     mark_unbacked(tensor, dim, shape_id=shape_id, **bounds)
 
 
 def declare_range(shape_env: ShapeEnv, symbol: sympy.Symbol, low: int, high: int) -> None:
-    """Give a symbol its range where `mark_dynamic_size` could not."""
+    """Set a symbol's range if `mark_dynamic_size` could not."""
     if not _MARKS_RANGES:
         shape_env.constrain_symbol_range(symbol, low, high)
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Dynamo's name for where a graph input comes from, such as L['input_ids_T']; empty for a size."""
+    """Return Dynamo's name for the source of a graph input, such as L['input_ids_T']; empty for a size."""
     grapharg = placeholder.meta.get("grapharg")
     if grapharg is None:
         return ""
@@ -73,20 +73,20 @@ def source_name(placeholder: fx.Node) -> str:
 
 
 def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Inductor on one piece, with the dynamic sizes that its fake inputs carry; returns a CompiledArtifact."""
+    """Compile a piece with Inductor, with the dynamic sizes of its fake inputs; returns a CompiledArtifact."""
     return standalone_compile(
         piece, list(fake_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without ops that write to their arguments, for a tracer."""
+    """Return the function without mutating ops, for a tracer."""
     return dispatch_functionalize(function)
 
 
 @contextmanager
 def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeType, types.CodeType]]]:
-    """Collects (code before, code after) when Dynamo rewrites `function`; other functions are not looked at."""
+    """Collect (code before, code after) when Dynamo rewrites `function`; other functions are ignored."""
     found: list[tuple[types.CodeType, types.CodeType]] = []
 
     def hook(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
@@ -102,9 +102,9 @@ def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeT
 
 
 def forget_compilations() -> None:
-    """Let Inductor forget what it compiled in this process: an entry would lack the files that it remembers."""
+    """Clear Inductor's caches in this process: an entry would lack the files of compilations that are reused."""
     clear_caches()
-    for name, module in list(sys.modules.items()):  # kernels in C++ are modules, which torch 2.11 finds here again
+    for name, module in list(sys.modules.items()):  # C++ kernels are modules, which torch 2.11 would find here
         if name.endswith(".kernel") and str(getattr(module, "__file__", "")).endswith(".so"):
             del sys.modules[name]
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

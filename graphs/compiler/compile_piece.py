@@ -1,4 +1,4 @@
-"""Inductor on one piece: from its JSON to an artifact, with the compiler's own folders next to it."""
+"""Compiles one piece with Inductor: from its JSON to an artifact, with the compilers' folders inside the entry."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ aten = torch.ops.aten
 
 
 def compile_piece(entry: Path, key: str) -> float:
-    """Compile pieces/<key>.json of an entry, its output code to pieces/<key>.py; seconds taken.
+    """Compile an entry's pieces/<key>.json, writing the output code to pieces/<key>.py; returns the seconds taken.
 
-    The result is the folder cpp/<key> if the piece can run without Inductor, else Inductor's artifact pieces/<key>.bin.
-    Raises UnknownTarget for an op that this process does not know, GuardError when Inductor decided on a size.
+    The result is the folder cpp/<key> if the piece can run without Inductor, otherwise Inductor's artifact
+    pieces/<key>.bin. Raises UnknownTarget for an op that is not registered in this process, GuardError if Inductor
+    specialised on a size.
     """
     start = time.perf_counter()
     piece, fakes, shape_env = piece_from_json((entry / "pieces" / f"{key}.json").read_text())
@@ -49,7 +50,7 @@ def compile_piece(entry: Path, key: str) -> float:
 
 
 def require_open_sizes(shape_env: ShapeEnv) -> None:
-    """Raise GuardError if Inductor decided on a size of the piece's inputs, by a guard or a value for it."""
+    """Raise GuardError if Inductor specialised on a size of the piece's inputs, by a guard or a value for it."""
     require_no_guards(shape_env)
     if shape_env.replacements:
         found = ", ".join(f"{symbol} is {value}" for symbol, value in shape_env.replacements.items())
@@ -57,7 +58,7 @@ def require_open_sizes(shape_env: ShapeEnv) -> None:
 
 
 def divide_views(graph: fx.Graph) -> None:
-    """Let a view that divides and joins dimensions at once, such as [4n, 24] to [n, 96], divide them first.
+    """Split views that divide and merge dimensions at once, such as [4n, 24] to [n, 96]; they divide first.
 
     Inductor of torch 2.13 compares the sizes of such a view in pairs and concludes that n is 1.
     """
@@ -76,8 +77,10 @@ def divide_views(graph: fx.Graph) -> None:
 
 
 def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The shape from which either shape comes by joining neighbours; None if there is none or two of its sizes are
-    symbols. Sizes are int or torch.SymInt."""
+    """Return the shape from which both shapes result by merging neighbours. Sizes are int or torch.SymInt.
+
+    None if there is none, or if it has two symbolic sizes.
+    """
     left, right, found = list(before), list(after), []
     while left and right:
         a, b = left.pop(), right.pop()
@@ -95,7 +98,7 @@ def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...
 
 
 def load_artifact(entry: Path, key: str) -> CompiledArtifact:
-    """The compiled piece; nothing is compiled if the entry is whole."""
+    """Load a compiled piece. A complete entry needs no compilation."""
     with compiler_folders(entry, key):
         return CompiledArtifact.load(path=str(artifact_path(entry, key)))
 
@@ -105,7 +108,7 @@ def artifact_path(entry: Path, key: str) -> Path:
 
 
 def _without_inductor(code: str | None, graph: fx.Graph) -> CppPiece | None:
-    from torch._inductor.select_algorithm import extern_kernels  # a worker's import_compiler comes first
+    from torch._inductor.select_algorithm import extern_kernels  # workers call import_compiler first
 
     if code is None:
         return None
@@ -115,25 +118,25 @@ def _without_inductor(code: str | None, graph: fx.Graph) -> CppPiece | None:
 
 
 def _compiled_kernel(types: list[str], source: str) -> Path:
-    """The shared library of a C++ kernel, compiled by Inductor unless this process already has it."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache  # a worker's import_compiler comes first
+    """Return the shared library of a C++ kernel, compiled by Inductor unless this process already has it."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # workers call import_compiler first
 
     kernel = CppPythonBindingsCodeCache.load_pybinding(types, source)
     return Path(kernel.__self__.__file__)
 
 
 def _output_code(folder: Path) -> str | None:
-    """The Python code that Inductor wrote for the piece: it defines `call`."""
+    """Return the Python code that Inductor wrote for the piece; it defines `call`."""
     found = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
     return next((code for code in found if "def call(" in code), None)
 
 
 @contextmanager
 def compiler_folders(entry: Path, key: str) -> Iterator[None]:
-    """Point Inductor and Triton at the entry's own folders while we compile or load; the caller's are put back."""
+    """Point Inductor and Triton at the entry's folders while compiling or loading, then restore the caller's."""
     wanted = {"TORCHINDUCTOR_CACHE_DIR": str(entry / "inductor" / key), "TRITON_CACHE_DIR": str(entry / "triton")}
-    # Inductor sets the assembler that its PyTorch brings. Triton names kernels by the assembler's version: a process
-    # that is started later would look for the engine's kernels under other names.
+    # Inductor sets TRITON_PTXAS_PATH to the assembler that ships with PyTorch. Triton's names of kernels contain the
+    # assembler's version, so processes started later would look for the engine's kernels under other names.
     # A precompiled header would tie the entry to this folder, and building it costs more than it saves.
     with (
         environment_variables(wanted, ("TRITON_PTXAS_PATH",)),

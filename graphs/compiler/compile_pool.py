@@ -1,4 +1,4 @@
-"""Compiles unique pieces in parallel processes, or in this one."""
+"""Compiles unique pieces in worker processes, or in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("compiled_engine")
 
 
 class CompileError(RuntimeError):
-    """Inductor failed on a piece."""
+    """Inductor failed to compile a piece."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(f"piece {key} cannot be compiled; mode='eager' runs the model without a compiler\n{what}")
@@ -30,11 +30,11 @@ CompilePieces = Callable[[Sequence[str]], Iterator[PieceRecord]]
 
 @contextmanager
 def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iterator[CompilePieces]:
-    """A function that compiles pieces of an entry by key, in any order, as they get ready.
+    """Yield a function that compiles pieces of an entry by key, and yields them in the order they finish.
 
-    The workers start at once, so that they import their compiler while the caller still traces. `modules` define the
-    ops of passes that are not ours. A piece that a worker cannot compile because it does not know an op, or because
-    it died, is compiled in this process. Raises CompileError with Inductor's traceback.
+    Workers start at once and import their compiler while the caller still traces. modules: they define the ops of
+    users' passes. A piece is compiled in this process if a worker does not know an op or died. Raises CompileError with
+    Inductor's traceback.
     """
     pool = WorkerPool("compiled_engine.graphs.compiler.compile_worker", workers)
 
@@ -53,7 +53,7 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
                             left.append(result)
                         else:
                             yield result
-                except BaseException:  # the others are not waited for
+                except BaseException:  # do not wait for the others
                     threads.shutdown(wait=False, cancel_futures=True)
                     pool.close()
                     raise
@@ -68,7 +68,7 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 
     order = {"entry": str(entry.absolute()), "modules": list(modules)}
     try:
-        # As far as JSON can carry them.
+        # Only settings that JSON can represent.
         settings = changed_settings("inductor").items()
         simple = {name: value for name, value in settings if isinstance(value, bool | int | float | str | None)}
         pool.begin(order | {"settings": simple})
@@ -78,7 +78,7 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 
 
 def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
-    """The result, or the key when this process has to compile the piece."""
+    """Return the result, or the key if this process has to compile the piece."""
     if answer is None:
         log.warning("piece %s is compiled in this process", key)
         return key

@@ -1,4 +1,4 @@
-"""Processes that compile pieces."""
+"""Worker processes that compile pieces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Order: {"entry": folder, "modules": [names], "settings": {Inductor's}}. Messages: {"key": of a piece}.
+    """Serve orders {"entry": folder, "modules": [names], "settings": {Inductor's}}, then messages {"key": piece key}.
 
-    Answers: {"seconds": s}, {"unknown": message} for an op that is not known here, or {"error": text}.
+    Answers are {"seconds": s}, {"unknown": message} for an op that is not registered here, or {"error": text}.
     """
     run_workers(_prepare)
 
@@ -33,10 +33,10 @@ def _compile_pieces(order: dict[str, Any], messages: Messages, answer: Answer) -
     from compiled_engine.graphs.compiler.compile_piece import compile_piece
     from compiled_engine.graphs.compiler.piece import UnknownTarget
 
-    # After the fork: side effects of importing a user's module must not be shared.
+    # After the fork, so that side effects of importing a user's module are not shared.
     for module in order["modules"]:
         importlib.import_module(module)
-    # Workers are many already: Inductor starts none of its own.
+    # There are many workers already, so Inductor must not start more.
     with inductor_config.patch(order["settings"] | {"compile_threads": 1}):
         for message in messages:
             try:

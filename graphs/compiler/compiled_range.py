@@ -1,4 +1,4 @@
-"""A callable compiled for one range: its plan, and what the passes did; as files of a cache entry."""
+"""A callable compiled for one range, with its plan and the passes' reports, and its files in a cache entry."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from compiled_engine.passes.framework.manager import PassReport
 
 @dataclass(frozen=True)
 class CompiledRange:
-    """The callable of this name, compiled for one range of token counts. returns: the names of its results. staged: the
-    part of the plan that a stage runs."""
+    """A callable compiled for one range of token counts."""
 
     callable: str
     compile_range: CompileRange
     plan: Plan
-    returns: tuple[str, ...]
+    returns: tuple[str, ...]  # names of the results
     passes: tuple[PassReport, ...]
-    staged: StagePlan | None = None
+    staged: StagePlan | None = None  # the part of the plan that a pipeline stage runs
 
     @property
     def name(self) -> str:
-        """1-64 of the forward, logits/1-2048 of another callable: its folder in the entry."""
+        """The folder in the entry: 1-64 for the forward, logits/1-2048 for another callable."""
         return f"{folder_of(self.callable)}{self.compile_range.name}"
 
     @property
@@ -39,13 +38,12 @@ class CompiledRange:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a callable's files in an entry: the forward's at the top, others in folders of their
-    names."""
+    """Return the folder of a callable's files in an entry: "" for the forward, otherwise the callable's name."""
     return "" if name == FORWARD else f"{name}/"
 
 
 def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Sequence[str]) -> None:
-    """<name>/plan.json, passes.json, forward.py, the graph after its passes, and the diff that each pass made."""
+    """Write <name>/plan.json, passes.json, forward.py, the graph after its passes, and each pass's diff."""
     folder = entry / compiled.name
     (folder / "passes").mkdir(parents=True)
     (folder / "plan.json").write_text(compiled.plan.to_json(), encoding="utf-8")
@@ -62,7 +60,7 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Seque
 
 
 def read_compiled_ranges(entry: Path) -> tuple[CompiledRange, ...]:
-    """The compile ranges of an entry: the forward's, those for small batches first, then those of other callables."""
+    """Return an entry's compile ranges: the forward's, those for small batches first, then other callables'."""
     ranges = [_read(path.parent) for path in entry.rglob("range.json")]
     return tuple(sorted(ranges, key=_place))
 

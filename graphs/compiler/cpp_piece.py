@@ -1,8 +1,8 @@
-"""Pieces of Inductor for a CPU that run without Inductor, whose import takes seconds.
+"""Inductor's CPU pieces in a form that runs without Inductor, whose import takes seconds.
 
-Inductor's output code of a piece is Python: a function `call`, which allocates tensors and calls kernels, and the C++
-source of each kernel. Where `call` needs nothing but these kernels, torch's own functions and Python's, it is written
-out again with the kernels' compiled files next to it. Any other piece keeps Inductor's artifact.
+Inductor's output code is Python: a function `call`, which allocates tensors and calls kernels, and each kernel's C++
+source. If `call` needs nothing but these kernels, torch's own functions and Python's, it is rewritten as a file beside
+the compiled kernels. Other pieces keep Inductor's artifact.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from compiled_engine.process.child import environment_variables
 
 _CODE = "piece.py"
-# The function with which a kernel finds the data of a tensor, as an address: Inductor's kernels are compiled apart
-# from torch, and read it when they are loaded.
+# Environment variable with the address of the function that returns a tensor's data pointer. Inductor's kernels are not
+# linked against torch and read it when they are loaded.
 _DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 _PYTHON_MODULES = ("math", "cmath")
-# Namespaces of torch that come with its compilers.
+# Namespaces that torch's compilers bring.
 _OF_COMPILERS = ("torch._inductor", "torch._dynamo", "torch._functorch", "torch.ops.inductor")
 
 CompileKernel = Callable[[list[str], str], Path]
@@ -33,25 +33,23 @@ CompileKernel = Callable[[list[str], str], Path]
 
 @dataclass(frozen=True)
 class CppPiece:
-    """source: Python that defines `piece(inputs...)`, which returns a tuple; it calls each kernel by its name.
-    kernels: types of its arguments and C++ source, as Inductor takes them."""
+    """A piece as Python source and C++ kernels."""
 
-    source: str
-    kernels: Mapping[str, tuple[list[str], str]]
+    source: str  # defines `piece(inputs...)`, which calls kernels by name and returns a tuple
+    kernels: Mapping[str, tuple[list[str], str]]  # name -> (argument types, C++ source), as Inductor takes them
 
 
 def piece_folder(entry: Path, key: str) -> Path:
-    """Folder of a piece that runs without Inductor, if it does."""
+    """Return the folder of a piece that runs without Inductor; it need not exist."""
     return entry / "cpp" / key
 
 
 def read_output_code(
     code: str, num_inputs: int, num_results: int, library_call: Callable[[str], Any]
 ) -> CppPiece | None:
-    """The piece in Inductor's output code; None if it needs more of Inductor than its kernels.
+    """Return the piece in Inductor's output code; None if it needs more of Inductor than its kernels.
 
-    num_inputs, num_results: of the piece that was compiled. library_call: the function behind a name of
-    `extern_kernels`.
+    num_inputs, num_results: the compiled piece's. library_call: returns the function behind a name of `extern_kernels`.
     """
     module = ast.parse(code)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
@@ -74,7 +72,7 @@ def read_output_code(
 
 
 def write_cpp_piece(folder: Path, piece: CppPiece, compile_kernel: CompileKernel) -> None:
-    """Write the piece and the shared libraries of its kernels into a new folder."""
+    """Write the piece and its kernels' shared libraries into a new folder."""
     folder.mkdir(parents=True)
     for name, (types, source) in piece.kernels.items():
         shutil.copyfile(compile_kernel(types, source), folder / f"{name}.so")
@@ -82,7 +80,7 @@ def write_cpp_piece(folder: Path, piece: CppPiece, compile_kernel: CompileKernel
 
 
 def load_cpp_piece(folder: Path) -> Callable[..., Any]:
-    """The function of a folder that `write_cpp_piece` wrote."""
+    """Load the function of a folder written by `write_cpp_piece`."""
     namespace: dict[str, Any] = {"torch": torch}
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     with environment_variables({_DATA_POINTER: str(address)}):
@@ -102,7 +100,7 @@ def _load_kernel(file: Path) -> Callable[..., None]:
 
 
 def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
-    """`call(args)`, which unpacks a list and clears it, as a function of the list's items; None for any other code."""
+    """Rewrite `call(args)`, which unpacks and clears a list, as a function of its items; None for any other code."""
     match call.body:
         case [ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")), clear, *body] if ast.unparse(
             clear
@@ -116,8 +114,7 @@ def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 def _numbers(piece: ast.FunctionDef) -> tuple[int, int]:
-    """Numbers of the function's parameters and of its results; the latter -1 unless its last statement alone returns
-    them, as a tuple."""
+    """Return the numbers of parameters and of results; -1 results unless the last statement alone returns, a tuple."""
     returns = [node for node in ast.walk(piece) if isinstance(node, ast.Return)]
     match returns:
         case [ast.Return(value=ast.Tuple(elts=results)) as last] if last is piece.body[-1]:
@@ -126,14 +123,14 @@ def _numbers(piece: ast.FunctionDef) -> tuple[int, int]:
 
 
 class _LibraryCalls(ast.NodeTransformer):
-    """Replaces names of `extern_kernels` by the functions of torch that they are."""
+    """Replaces names of `extern_kernels` by the torch functions that they stand for."""
 
     def __init__(self, library_call: Callable[[str], Any]) -> None:
         self._library_call = library_call
         self._all_known = True
 
     def replace(self, piece: ast.FunctionDef) -> bool:
-        """Replace those in a piece, and return whether all of them are functions of torch."""
+        """Replace the names in a piece; returns whether all of them are functions of torch."""
         self.visit(piece)
         return self._all_known
 
@@ -146,7 +143,7 @@ class _LibraryCalls(ast.NodeTransformer):
 
 
 def _definitions(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """The names that the module's statements assign or import."""
+    """Yield the names that the module's statements assign or import."""
     for node in module.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)]):
@@ -182,7 +179,7 @@ def _free_names(function: ast.FunctionDef) -> set[str]:
 
 
 def _paths(node: ast.AST) -> Iterator[str]:
-    """Yield the dotted names in a statement, including the names that `from` imports."""
+    """Yield the dotted names in a statement, including those that `from` imports."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute):
             yield ast.unparse(part)

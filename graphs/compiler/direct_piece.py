@@ -1,9 +1,8 @@
-"""Pieces in which nothing is left to fuse: each call is of an op that is declared direct, as a kernel of ours, a
-library's matrix product or a view. One other may be among them: an op that is declared lone, or a constant that scales
-an embedding.
+"""Pieces with nothing left to fuse, generated as Python.
 
-Inductor could only call them one by one; so does the Python that is generated here, and neither a compiler nor its
-import is needed. Pieces with anything else are compiled.
+All ops of such a piece are declared `direct`: kernels of the engine, matrix products of a library, views. One more op
+may be among them: one declared `lone`, or a constant that scales an embedding. Inductor could do no more than call
+these ops one by one, as the generated Python does, without a compiler or its import. Any other piece is compiled.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _GETITEM = "operator.getitem"
 
 
 def is_direct(text: str) -> bool:
-    """Return whether a piece (its JSON) can run as generated Python."""
+    """Return whether a piece, given as JSON, can run as generated Python."""
     nodes = json.loads(text)["nodes"]
     others = [node for node in nodes if not _needs_no_compiler(node[0])]
     return len(others) <= 1 and all(_is_scaled_embedding(node, nodes) or _is_lone(node[0]) for node in others)
 
 
 def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
-    """Return whether the piece is an embedding times a constant, as at Gemma's beginning."""
+    """Return whether the op is an embedding times a constant, as at the beginning of Gemma."""
     if node[0] != "aten::mul.Tensor" or not isinstance(node[1][1], int | float):
         return False
     return nodes[node[1][0]["node"]][0] == "aten::embedding.default"
@@ -44,7 +43,7 @@ def _needs_no_compiler(call: str) -> bool:
 
 
 def direct_source(text: str) -> str:
-    """Python source of `piece(inputs...)`, which returns a tuple; each value is dropped after its last use."""
+    """Return the Python source of `piece(inputs...)`, which returns a tuple and drops each value after its last use."""
     nodes = json.loads(text)["nodes"]
     last_use = {value: number for number, node in enumerate(nodes) for value in _read(node)}
     inputs = [f"v{number}" for number, node in enumerate(nodes) if node[0] == "input"]
@@ -68,10 +67,10 @@ def direct_source(text: str) -> str:
 
 
 def load_direct(source: str, device_type: str) -> Callable[..., Any]:
-    """The function that `direct_source` wrote, for inputs on this kind of device.
+    """Load the function in `direct_source`'s output, for inputs on this device type.
 
-    Ops are called past torch's dispatcher where their declarations have a function for that: the dispatcher takes
-    longer than what these functions do on the host.
+    Ops are called past torch's dispatcher if their declarations allow it: dispatching takes longer than these functions
+    themselves take on the host.
     """
     namespace: dict[str, Any] = {"torch": torch}
     for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
@@ -81,21 +80,21 @@ def load_direct(source: str, device_type: str) -> Callable[..., Any]:
 
 
 def _function(call: str) -> str:
-    """op__aten__mm__default for aten::mm.default: looked up once, when the piece is loaded."""
+    """Return the name of an op in generated Python: op__aten__mm__default for aten::mm.default."""
     namespace, _, name = call.partition("::")
     op, _, overload = name.rpartition(".")
     return f"op__{namespace}__{op}__{overload}"
 
 
 def op_named(function: str) -> torch._ops.OpOverload:
-    """The op that generated Python calls by this name: aten.mm.default for op__aten__mm__default."""
+    """Return the op of a name in generated Python: aten.mm.default for op__aten__mm__default."""
     _, library, op, overload = function.split("__")
     found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, library), op), overload)
     return found
 
 
 def _read(node: list[Any]) -> list[int]:
-    """Numbers of the values that a node reads."""
+    """Return the numbers of the values that a node reads."""
     found: list[int] = []
     pending = list(node[1:]) if node[0] != "input" else []
     while pending:

@@ -1,4 +1,4 @@
-"""Dynamo's graph to ATen, functional also where the code that was traced changes tensors in place."""
+"""Lowers Dynamo's graph to ATen, functionalised even if the traced code mutates tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_engine.graphs.compiler import compat
 
 
 def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
-    """The ATen graph of Dynamo's; ops that write to their arguments are the attention ops alone."""
+    """Return the ATen graph of Dynamo's graph, in which only attention ops write to their arguments."""
     _simplify_products(graph)
     module = make_fx(graph)(*fakes)
     if any(map(_writes, module.graph.nodes)):
@@ -23,9 +23,7 @@ def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
 
 
 def write_out_constants(module: fx.GraphModule) -> None:
-    """Make single numbers that the code has as tensors, as NumPy's scalars are traced, values of the graph. To be
-    called outside of fake modes.
-    """
+    """Replace scalar tensor constants, which tracing makes of NumPy scalars, by aten.full. Call outside fake modes."""
     for node in module.graph.find_nodes(op="get_attr"):
         constant = getattr(module, str(node.target))
         if constant.dim() == 0:
@@ -39,10 +37,10 @@ def write_out_constants(module: fx.GraphModule) -> None:
 
 
 def _simplify_products(graph: fx.GraphModule) -> None:
-    """Products that torch 2.11 cannot trace with sizes that are not known, as others that are the same.
+    """Rewrite products that torch 2.11 cannot trace with symbolic sizes.
 
-    Linears of a batch of one become linears of what is in it. Products over a dimension of one, as rotary angles are
-    written (frequencies times positions), become multiplications.
+    Linears over a batch of one become linears of its content. Products over a dimension of one, as in rotary angles
+    (frequencies times positions), become multiplications.
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
         shape = _shape(node.args[0])

@@ -1,8 +1,8 @@
-"""The conditions under which a trace holds, and why none of them needs to be checked at run time.
+"""The guards of a trace, and why none of them has to be checked at run time.
 
-Dynamo guards everything that it read while it traced: the model's attributes, the functions it called, the inputs,
-the state of torch. The engine never calls Dynamo's entry, so nothing checks these guards; each must hold by
-construction, and this file explains how.
+Dynamo guards everything it reads while tracing: the model's attributes, called functions, inputs, torch's state. The
+engine never calls Dynamo's entry point, so nothing checks these guards. Each must hold by construction; the rules below
+say why.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from torch._guards import Guard, TracingContext
 
 @dataclass(frozen=True)
 class GuardRecord:
-    """Guards of one kind on one sort of thing.
-
-    `conditions`: (condition, how many guards have it), numbers of layers written as *. `discharged`: why they hold,
-    empty for a guard that nothing accounts for.
-    """
+    """Guards of one kind on one subject."""
 
     subject: str
     kind: str
     count: int
-    conditions: tuple[tuple[str, int], ...]
-    discharged: str
+    conditions: tuple[tuple[str, int], ...]  # (condition, number of guards), with layer numbers written as *
+    discharged: str  # why they hold; empty for unexplained guards
 
 
-# The first rule whose pattern matches a guard's source and kind gives its subject and why it holds.
+# (subject, pattern of the source, pattern of the kind, why it holds); the first matching rule applies.
 _RULES = (
     ("input sizes", r"", r"SHAPE_ENV", "all inputs of a step are made from one batch, within the scheduler's limits"),
     (
@@ -72,12 +68,12 @@ _NUMBERS = re.compile(r"(?<=\[')\d+(?='\])|(?<='\]\[)\d+(?=\])")
 
 
 def dynamo_guards() -> tuple[Guard, ...]:
-    """All guards that Dynamo has collected; to be called in a backend, that is when the graph is complete."""
+    """Return all guards that Dynamo has collected. Call it in a backend, when the graph is complete."""
     return tuple(TracingContext.get().guards_context.dynamo_guards)
 
 
 def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
-    """The guards by what they are about; after Dynamo is done, which is when it has written their conditions."""
+    """Group guards by subject. Call it after Dynamo has finished, when it has written their conditions."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for guard in guards:
         source = _NUMBERS.sub("*", guard.name if isinstance(guard.name, str) else guard.name())
@@ -97,7 +93,7 @@ def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
 
 
 def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
-    """The run-time asserts of a trace that follow from the declared ranges, by torch's messages about them."""
+    """Record the trace's run-time asserts that follow from the declared ranges, given torch's messages."""
     found = Counter(_asserted(message) for message in messages)
     if not found:
         return ()
@@ -113,7 +109,7 @@ def _account(source: str, kind: str) -> tuple[str, str]:
 
 
 def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
-    """All conditions on sizes; for other guards their line, or their subject if the code is not informative."""
+    """Return all conditions on sizes; for other guards their shortest line, or the source without a telling one."""
     if kind == "SHAPE_ENV":
         return code
     if not code or kind == "TENSOR_MATCH":
@@ -122,7 +118,7 @@ def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
 
 
 def _readable(condition: str) -> str:
-    """Convert to the model's names, without parts that differ from process to process."""
+    """Rewrite a condition with the model's names, without parts that differ between processes."""
     condition = re.sub(r"___check_type_id\((.*), \d+\), type=<class '(.*)'>", r"type(\1) is \2", condition)
     condition = re.sub(r"___check_obj_id\((.*), \d+\), type=<.*>", r"\1 is the same object", condition)
     condition = re.sub(r"\._(?:modules|parameters|buffers)\['([\w*]+)'\]", r".\1", condition)

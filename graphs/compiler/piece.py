@@ -1,7 +1,7 @@
 """A piece as plain JSON: its ops, wiring, constants and the types of its inputs.
 
-The JSON is what a piece's key digests, what compile workers are sent, and what the inspector shows. Symbolic sizes are
-numbered by first appearance, so the layers of a model give equal text.
+The JSON is digested for the piece's key, sent to compile workers, and shown by the inspector. Symbolic sizes are
+numbered by first appearance, so equal layers give equal text.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _PLAIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     )
     for name in names
 }
-# Functions in sizes and strides other than arithmetic: a stride is at least one.
+# Functions besides arithmetic in sizes and strides; strides are Max(1, ...).
 _OF_SIZES: dict[str, Any] = {"__builtins__": {}, "Max": torch.sym_max}
 _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
 class UnknownTarget(LookupError):
-    """A piece calls something that this process cannot look up by name, such as an op of a user's own script."""
+    """A piece calls something that this process cannot look up by name, such as an op of a user's script."""
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:
-    """The piece's graph, one node a line. Raises UnknownTarget for a call that is not an op or a plain function."""
+    """Return the piece's graph as JSON, a node per line. Raises UnknownTarget for what has no such form."""
     symbols = _Symbols()
     numbers: dict[fx.Node, int] = {}
     nodes = []
@@ -57,21 +57,21 @@ def piece_to_json(piece: fx.GraphModule) -> str:
 
 
 def piece_key(text: str) -> str:
-    """Digest of a piece's JSON: equal layers have equal keys."""
+    """Return the digest of a piece's JSON; equal layers have equal keys."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def piece_from_json(text: str) -> tuple[fx.GraphModule, list[Any], ShapeEnv]:
-    """The piece again, its fake inputs (tensors and sizes of a new shape environment), and that environment.
+    """Return the piece, its fake inputs (tensors and sizes in a new shape environment), and that environment.
 
-    Raises UnknownTarget when an op is not registered in this process.
+    Raises UnknownTarget for an op that is not registered in this process.
     """
     data = json.loads(text)
     shape_env = ShapeEnv()
     sizes: dict[str, torch.SymInt] = {}
     fake_mode = FakeTensorMode(shape_env=shape_env)
     for name, (low, high) in data["symbols"].items():
-        with shape_env.ignore_fresh_unbacked_symbols():  # they come with the inputs, no op defines them
+        with shape_env.ignore_fresh_unbacked_symbols():  # inputs define them, not ops
             sizes[name] = shape_env.create_unbacked_symint()
         shape_env.constrain_symbol_range(sizes[name].node.expr, low, high)
     graph = fx.Graph()
@@ -99,7 +99,7 @@ def piece_from_json(text: str) -> tuple[fx.GraphModule, list[Any], ShapeEnv]:
 
 
 class _Symbols:
-    """Numbers symbolic sizes n0, n1, ... by first appearance, and keeps the range of each."""
+    """Names symbolic sizes n0, n1, ... by first appearance, and records their ranges."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ class _Symbols:
 
 def _rebuild(description: dict[str, Any], sizes: dict[str, torch.SymInt]) -> Any:
     def size(value: int | str) -> Any:
-        return value if isinstance(value, int) else eval(value, _OF_SIZES, sizes)  # of our n0, n1
+        return value if isinstance(value, int) else eval(value, _OF_SIZES, sizes)  # an expression of n0, n1, ...
 
     if "size" in description:
         return size(description["size"])

@@ -1,4 +1,4 @@
-"""The plan of a compiled callable: which pieces and ops run in which order on which values. Plain JSON."""
+"""The plan of a compiled callable: which pieces and ops run, in order, on which values. Plain JSON."""
 
 from __future__ import annotations
 
@@ -15,45 +15,40 @@ Input = Source | Parameter
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A call of `piece` (a piece key) or of splitting op `op`.
+    """A call of a piece or of a splitting op."""
 
-    Arguments are {"value": index} or {"constant": c}; results are the indices of the values it defines.
-    """
-
-    piece: str | None
-    op: str | None
-    arguments: tuple[dict[str, Any], ...]
-    results: tuple[int, ...]
+    piece: str | None  # key of the piece, or None
+    op: str | None  # name of the splitting op, or None
+    arguments: tuple[dict[str, Any], ...]  # {"value": index} or {"constant": c} each
+    results: tuple[int, ...]  # indices of the values it defines
 
     def renumbered(self, new: Mapping[int, int]) -> PlannedStep:
-        """The same call with other indices for its values; `new` has one for each."""
+        """Return the call with other indices of its values. new: old index -> new index."""
         arguments = tuple({"value": new[a["value"]]} if "value" in a else a for a in self.arguments)
         return replace(self, arguments=arguments, results=tuple(new[index] for index in self.results))
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A value [T, *row_shape] that a step before an attention defines and one behind it reads: where the plan is cut
-    there, it goes from one stage to the next. dtype: by its name in torch."""
+    """A value [T, *row_shape] defined before an attention and read after it.
+
+    If the pipeline is cut at that attention, the value is sent from one stage to the next.
+    """
 
     value: int
-    dtype: str
+    dtype: str  # name in torch
     row_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Value i is input i for the first len(inputs) values; steps define the others.
+    """The calls of a compiled callable. Value i is input i for i < len(inputs); steps define the other values."""
 
-    arguments: the names of what the callable is given, in order, whose parts inputs are. carried: values with a row for
-    each token that outlive an attention.
-    """
-
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # names of the callable's arguments, in order; inputs are parts of them
     inputs: tuple[Input, ...]
     steps: tuple[PlannedStep, ...]
     outputs: tuple[int, ...]
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[Carried, ...] = ()  # values with a row per token that outlive an attention
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -61,7 +56,7 @@ class Plan:
         return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:
-        """The unique pieces, in order of first use."""
+        """Return the unique pieces in order of first use."""
         return tuple(dict.fromkeys(step.piece for step in self.steps if step.piece))
 
     def to_json(self) -> str:
@@ -79,18 +74,16 @@ class Plan:
 
 
 def read_input(item: dict[str, Any]) -> Input:
-    """Make a plan from its fields as JSON."""
+    """Read an input of a plan from JSON."""
     return Source(**item) if "kind" in item else Parameter.from_json(item)
 
 
-# A plan with one call of each kind: it loads and allocates what the whole plan does, in the time of a few layers.
-
-
 def distinct_calls(plan: Plan) -> Plan:
-    """The plan without calls that repeat an earlier one, whose results replace theirs.
+    """Return the plan with one call of each kind, which loads and allocates what the whole plan does in less time.
 
-    Calls are equal if they call the same piece, which is compiled for the shapes of its arguments, or the same op with
-    equal constants on values of the same pieces. Values do not matter, so all ranks leave out the same calls.
+    The result of the kept call replaces those of repeated calls. Calls are equal if they call the same piece, or the
+    same op with equal constants on values of the same pieces. Values do not matter, so all ranks leave out the same
+    calls.
     """
     stand_ins = {index: index for index in range(len(plan.inputs))}
     makers: dict[int, Hashable] = {}
@@ -114,7 +107,7 @@ def _kind(plan: Plan, step: PlannedStep, makers: Mapping[int, Hashable]) -> Hash
         if index in makers:
             return makers[index]
         source = plan.inputs[index]
-        # Inputs that each layer has differ by name.
+        # Inputs of different layers only differ by name.
         return source.kind if source.kind == "parameter" or source.element is not None else source
 
     return step.piece or (step.op, *map(of_argument, step.arguments))

@@ -1,7 +1,7 @@
-"""Files of a compilation for the inspector, in addition to the files that the engine reads.
+"""Files of a compilation for the inspector, besides those that the engine reads.
 
-`record.json` of a cache entry holds one `Record`; `trace/` holds the results of Dynamo and the lowering. Information in
-the entry's other files (kernels of a piece, its uses) is not stored twice.
+`record.json` of a cache entry holds a `Record`; `trace/` holds the results of Dynamo and of lowering. Nothing that is
+in the entry's other files (a piece's kernels and uses) is stored again.
 """
 
 from __future__ import annotations
@@ -26,50 +26,48 @@ RECORD = "record.json"
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter or buffer that a module holds itself; `name` is the last part of its path."""
+    """A parameter or buffer that a module itself holds."""
 
-    name: str
+    name: str  # last part of its path
     shape: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True)
 class ModuleRecord:
-    """A module of the model as its file wrote it. `count` above 1: number of equal siblings, the first is shown."""
-
     path: str
     kind: str
-    count: int
+    count: int  # number of equal siblings, of which the first is recorded
     parameters: tuple[ParameterRecord, ...]
     children: tuple[ModuleRecord, ...]
 
 
 @dataclass(frozen=True)
 class SymbolRecord:
-    """A symbolic size of the compiled model: its symbol in the graphs, its range, and its inputs."""
+    """A symbolic size of the compiled model."""
 
-    symbol: str
+    symbol: str  # in the graphs
     name: str
     low: int
     high: int
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # inputs' dimensions with this size
 
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """Inductor's time for a piece, and its worker process (None: the engine's own)."""
+    """Inductor's time for a piece, and its worker."""
 
     key: str
     seconds: float
-    worker: int | None
+    worker: int | None  # None: the engine's own process
 
 
 @dataclass(frozen=True)
 class Record:
-    """`phases` start at the beginning of the build; `modules` is the root of the model's tree."""
+    """What the inspector shows of a compilation."""
 
-    phases: tuple[Span, ...]
-    modules: ModuleRecord
+    phases: tuple[Span, ...]  # start times count from the beginning of the build
+    modules: ModuleRecord  # root of the model's module tree
     symbols: tuple[SymbolRecord, ...]
     guards: tuple[GuardRecord, ...]
     pieces: tuple[PieceRecord, ...]
@@ -81,7 +79,7 @@ class Record:
 def write_trace(
     folder: Path, bytecode: tuple[types.CodeType, types.CodeType] | None, dynamo_graph: str, aten_graph: Iterable[str]
 ) -> None:
-    """bytecode.txt, dynamo_graph.txt and aten_graph.txt of a callable.
+    """Write bytecode.txt, dynamo_graph.txt and aten_graph.txt of a callable.
 
     bytecode: of the traced function before and after Dynamo; None if Dynamo did not rewrite it.
     """
@@ -93,15 +91,15 @@ def write_trace(
 
 
 def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
-    """Return both versions of a function as source, without the random part of the name of Dynamo's function."""
+    """Return both versions of a function as source, without the random part in Dynamo's function name."""
     parts = [("The function that was traced", before), ("What Dynamo made of it", after)]
     text = "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
     return re.sub(r"__compiled_fn_\d+(_[0-9a-f]+){5}", "__compiled_fn", text)
 
 
 def _source(code: types.CodeType) -> str:
-    """Decompile with depyf; on failure return the instructions, since the inspector must not stop a build."""
-    import depyf  # takes a while, and a warm start does without it
+    """Decompile with depyf; if that fails, return the instructions, since the inspector must not stop a build."""
+    import depyf  # slow to import, and not needed in a warm start
 
     try:
         return depyf.decompile(code).strip()
@@ -110,13 +108,13 @@ def _source(code: types.CodeType) -> str:
 
 
 def phases_since(spans: Iterable[Span], start_s: float) -> tuple[Span, ...]:
-    """The spans that began at `start_s` or later, counted from there, in the order of their start."""
+    """Return the spans that began at `start_s` or later, relative to it, in order of start."""
     later = [replace(span, start_s=span.start_s - start_s) for span in spans if span.start_s >= start_s]
     return tuple(sorted(later, key=lambda span: span.start_s))
 
 
 def module_tree(model: nn.Module) -> ModuleRecord:
-    """The model's modules; layers that differ only by number appear once, with their count."""
+    """Return the model's modules; layers that differ only in number appear once, with their count."""
     return _module("", model)
 
 
@@ -135,7 +133,7 @@ def _module(path: str, module: nn.Module) -> ModuleRecord:
 
 
 def _shape(module: ModuleRecord) -> tuple[object, ...]:
-    """The key by which modules are equal: everything except path and count."""
+    """Return the key by which modules are equal: everything except path and count."""
     return module.kind, module.parameters, tuple((_shape(child), child.count) for child in module.children)
 
 
@@ -144,7 +142,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def symbols(graph: fx.Graph, declared: Mapping[tuple[str, int], tuple[str, int, int]]) -> tuple[SymbolRecord, ...]:
-    """The open sizes of a traced graph. declared: (argument, dimension) -> (name of the size, least, most)."""
+    """Return a traced graph's symbolic sizes. declared: (argument, dimension) -> (size's name, minimum, maximum)."""
     inputs = {
         source_of(node).name: node.meta["val"]
         for node in graph.find_nodes(op="placeholder")

@@ -1,8 +1,8 @@
-"""Complete the graph of the traced layers (traced_layers.py) with all others.
+"""Completes the graph of the traced layers (traced_layers.py) with copies for all other layers.
 
-A layer's ops are copied from a traced layer of the same class. Traced layers of a kind must take the same values from
-the layer before, and those of a class must compute the same with them; both are checked node by node. If a layer
-differs, nothing is copied, and all layers are traced.
+A layer's ops are copied from a traced layer of its class. Traced layers of a kind must take the same values from the
+previous layer, and those of a class must compute the same function of them; both are checked node by node. If a layer
+differs nothing is copied, and all layers are traced.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from compiled_engine.graphs.compiler.traced_layers import LayerClass, TracedLaye
 from compiled_engine.passes.framework.graph_inputs import source_of
 
 Segments = dict[int, list[fx.Node]]
-# A traced layer's inputs from the previously traced one, in the order of their first use.
+# Layer -> its inputs from the previous traced layer, in order of first use.
 Taken = dict[int, list[fx.Node]]
 
 
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
-    """Give the graph of the traced layers all the others. False, and no change, if layers do not repeat one another."""
+    """Add all other layers to the graph of the traced ones. Returns False, without changes, if layers do not repeat."""
     segments = _segments(graph, layers)
     if segments is None or not _hands_on_to_the_next_alone(segments):
         return False
@@ -40,10 +40,10 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
 
 
 def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
-    """The graph's ops in order, by layer; a layer begins where one of its inputs is first used.
+    """Return the graph's ops in order, by layer; a layer begins at the first use of one of its inputs.
 
-    Ops before the first layer are in no segment. None if a layer's inputs are used after those of a later one, or
-    those of a layer that was not to be traced.
+    Ops before the first layer are in no segment. None if a layer's inputs are used after a later layer's, or if inputs
+    of a layer that was not to be traced are used.
     """
     segments: Segments = {number: [] for number in layers.numbers}
     current: int | None = None
@@ -79,9 +79,9 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[LayerClass, list[int]] | None:
-    """Return for each layer class the nodes that the next layer takes, in that layer's order.
+    """Return for each layer class the nodes that the next layer takes, in the order it uses them.
 
-    None if traced layers of a class give different nodes, or take them at different places.
+    None if traced layers of a class give different nodes, or use them at different places.
     """
     given: dict[LayerClass, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
@@ -99,7 +99,7 @@ def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Layer
 
 
 def _template(layer_class: LayerClass, taken: Taken, layers: TracedLayers) -> int:
-    """Return the traced layer to copy for a class: not the very first, which takes values that no layer gives."""
+    """Return the traced layer to copy for a class; never the first layer, whose inputs come from no layer."""
     return next(number for number in layers.traced_in_class(layer_class) if number in taken)
 
 
@@ -156,14 +156,14 @@ def _fill(
     given: dict[LayerClass, list[int]],
     layers: TracedLayers,
 ) -> None:
-    """Put copies between two traced layers; the second of them then takes what the last copy gives."""
+    """Insert copies between two traced layers; the second then takes the last copy's values."""
     inputs = graph.find_nodes(op="placeholder")
     last_input = [node for node in inputs if layers.layer_of(node) == before][-1]
     newest = taken[behind]
     for number in range(before + 1, behind):
         layer_class = layers.classes[number]
         template = _template(layer_class, taken, layers)
-        copies = dict(zip(taken[template], newest, strict=True))  # what the layer before gives
+        copies = dict(zip(taken[template], newest, strict=True))  # the previous layer's values
         for node in [node for node in inputs if layers.layer_of(node) == template]:
             with graph.inserting_after(last_input):
                 last_input = copies[node] = graph.placeholder(f"{node.target}_layer_{number}")
@@ -184,6 +184,6 @@ def _copied(copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _another(fake: FakeTensor) -> torch.Tensor:
-    """A fake tensor of its own for another graph input: tracers tell inputs apart by it."""
+    """Return a separate fake tensor for another graph input: tracers tell inputs apart by identity."""
     with fake.fake_mode:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)

@@ -1,7 +1,7 @@
-"""The declaration of a callable for the compiler: arguments, results, compile ranges.
+"""Declares the callables of a model for the compiler: arguments, results, compile ranges.
 
-A callable is a method of a module that is compiled separately, with an argument list of its own. The compiler treats
-all callables alike.
+A callable is a method of a module that is compiled separately, with its own argument list. The compiler treats all
+callables alike.
 """
 
 from __future__ import annotations
@@ -32,48 +32,41 @@ from compiled_engine.recurrence.sequences import model_step_tensors
 
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
 ADAPTED_LOGITS = "adapted_logits"
-# Variants of the forward, with their logits.
+# Variant of the forward -> the callable of its logits.
 VARIANTS = {ADAPTED: ADAPTED_LOGITS}
-# Sizes of the traced examples: three requests of four tokens. Every size in them is dynamic in the trace.
+# Sizes of the traced examples, three requests of four tokens. All of them are dynamic in the trace.
 _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """arguments: their names, in order. tensors: the tensors in them; the name of each is its path in the arguments.
-    asked: the step tensors that passes declare, which follow the arguments and which the model does not read. backend:
-    of attention_inputs, if these are among the arguments.
+    """The declaration of a callable."""
 
-    results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
-    returns: the names of the returned results; small_returns: that of a small range, if it differs. ranges: the last
-    one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code does, so that a
-    start can load them without a compiler. adapted: with the pass that adds the requests' adapters. aux_layers: the
-    layers whose inputs are returned behind the results.
-    """
-
-    arguments: tuple[str, ...]
-    tensors: tuple[StepTensor, ...]
+    arguments: tuple[str, ...]  # names, in order
+    tensors: tuple[StepTensor, ...]  # the tensors in the arguments; a tensor's name is its path there
+    # Name -> Python expression over `model`, the arguments and earlier results, for each value that may be returned.
     results: Mapping[str, str]
-    returns: tuple[str, ...]
-    ranges: tuple[CompileRange, ...]
-    small_returns: tuple[str, ...] = ()
-    asked: tuple[StepTensor, ...] = ()
-    backend: str = ""
+    returns: tuple[str, ...]  # names of the returned results
+    ranges: tuple[CompileRange, ...]  # the last one serves every batch
+    small_returns: tuple[str, ...] = ()  # returned in small ranges, if different
+    asked: tuple[StepTensor, ...] = ()  # step tensors that passes read, but not the model; they follow the arguments
+    backend: str = ""  # of attention_inputs, if they are an argument
+    # No pass fuses anything and pieces call op by op as eager code does, so a start loads them without a compiler.
     direct: bool = False
-    adapted: bool = False
-    aux_layers: tuple[int, ...] = ()
+    adapted: bool = False  # with the pass that adds the requests' adapters
+    aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned after the results
 
     @property
     def most_tokens(self) -> int:
-        """Sizes of a batch; a trace must hold for its example too, even if a step may have fewer tokens."""
+        """The most tokens that the trace must hold for: those of a step, and of the traced example."""
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
-        """The names of the results that the code of a range returns."""
+        """Return the names of the results that the code of a range returns."""
         return (compile_range.small and self.small_returns) or self.returns
 
     def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
-        """(tensor, dimension) -> (name of the size, least, most); equal names are equal sizes."""
+        """Return (tensor, dimension) -> (name of the size, minimum, maximum); equal names are equal sizes."""
         bounds = SIZES | {"tokens": (1, self.most_tokens)}
         return {
             (tensor.name, number): (dim, *bounds[dim])
@@ -83,11 +76,11 @@ class Signature:
         }
 
     def examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return a small value for each tensor, by name; the values are not read."""
+        """Return a small example of each tensor, by name; the values are not read."""
         return padding_of(self.tensors, _EXAMPLE, device)
 
     def passed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the arguments, declared ones apart, that consist of these tensors, by name."""
+        """Return the callable's arguments, made of these tensors."""
         return tuple(self._argument(name, tensors) for name in self.arguments)
 
     def _argument(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -99,7 +92,7 @@ class Signature:
 
 
 def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
-    """The compile ranges for small batches, ascending, then the dynamic one, which serves every batch."""
+    """Return the compile ranges for small batches, ascending, then the dynamic one, which serves every batch."""
     small = [CompileRange(low, high, small=True) for low, high in config.compile.ranges]
     return (*small, CompileRange(1, config.scheduler.max_num_batched_tokens))
 
@@ -122,7 +115,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 
 
 def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that not every model has: the tensors of this model, and the tensors that passes read."""
+    """Return the step tensors that not every model has: the ones specific to this model, and those that passes read."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)
 
@@ -133,8 +126,9 @@ def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
 
 
 def forward_signature(config: EngineConfig) -> Signature:
-    """A step: hidden states of every token, and in ranges for small batches their logits if the model has them. What
-    drafts needs both, and returns hidden states.
+    """Return the forward's declaration: hidden states of all tokens, and in small-batch ranges their logits.
+
+    Models that draft or pool return hidden states in all ranges.
     """
     model = config.local_model
     own = _of_model(config)
@@ -158,8 +152,9 @@ def forward_signature(config: EngineConfig) -> Signature:
 
 
 def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signature:
-    """The forward for steps in which a request has an adapter. On a CPU the ranges for small batches have kernels that
-    such steps do not use.
+    """Return the declaration of the forward for steps in which a request has an adapter.
+
+    On a CPU it has no small-batch ranges: their kernels do not support adapters.
     """
     forward = forward_signature(config)
     ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
@@ -171,7 +166,7 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 
 def logits_signature(config: EngineConfig) -> Signature:
-    """Logits of the rows of hidden states that need them, for batches whose forward ends at the hidden states."""
+    """Return the declaration of the logits of selected hidden states, for forwards that return hidden states."""
     model = config.local_model
     return Signature(
         ("hidden_RD",),
@@ -184,7 +179,7 @@ def logits_signature(config: EngineConfig) -> Signature:
 
 
 def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
-    """The features that a head makes of the model's hidden states."""
+    """Return the declaration of a draft head's features, computed from the model's hidden states."""
     return Signature(
         ("aux_hidden_states_TE",),
         (StepTensor("aux_hidden_states_TE", ("tokens", head.num_aux_layers * head.target_size), config.model.dtype),),
@@ -196,7 +191,7 @@ def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
 
 
 def pooler_signature(config: EngineConfig, pooling: Pooling) -> Signature:
-    """The head of a model that pools, for rows of pooled hidden states."""
+    """Return the declaration of a pooling model's head, for pooled hidden states."""
     return Signature(
         ("pooled_RW",),
         (StepTensor("pooled_RW", ("tokens", pooling.head[0].in_size), torch.float32),),

@@ -1,7 +1,7 @@
-"""Split a whole model's graph at its splitting ops into pieces, and plan how they are called.
+"""Splits a model's graph at its splitting ops into pieces, and plans how they are called.
 
-Pieces take their inputs in order of first use, and what differs between layers is an input, so the layers of a
-model give structurally equal pieces, which compile once.
+Pieces take their inputs in order of first use, and everything that differs between layers is an input. The layers of a
+model therefore give structurally equal pieces, which are compiled once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the stitched forward: a piece, or a splitting op called by `op` name.
-
-    `inputs` are nodes of the whole graph, or constants for an op; `outputs` are the nodes it defines.
-    """
+    """A call of a piece, or of the splitting op named `op`."""
 
     piece: fx.GraphModule | None
     op: str | None
-    inputs: tuple[Any, ...]
-    outputs: tuple[fx.Node, ...]
+    inputs: tuple[Any, ...]  # nodes of the whole graph; for an op also constants
+    outputs: tuple[fx.Node, ...]  # nodes that the call defines
 
 
 class SplitError(RuntimeError):
@@ -39,7 +36,7 @@ class SplitError(RuntimeError):
 
 
 def split(graph: fx.Graph) -> list[Step]:
-    """Steps in execution order. Raises SplitError on a mutating op that is not a splitting op."""
+    """Return the steps in execution order. Raises SplitError for a mutating op that is not a splitting op."""
     steps: list[Step] = []
     pending: list[fx.Node] = []
     known = splitting_ops()
@@ -64,9 +61,9 @@ def split(graph: fx.Graph) -> list[Step]:
 def make_plan(
     graph: fx.Graph, steps: list[Step], arguments: Sequence[str] = FORWARD_ARGUMENTS
 ) -> tuple[Plan, dict[str, str]]:
-    """The plan of a split graph, and each unique piece's JSON by its key.
+    """Return the plan of a split graph, and each unique piece's JSON by key.
 
-    arguments: of the callable, see Signature. Behind them comes what passes ask for.
+    arguments: of the callable, see Signature; the plan adds step tensors that passes read.
     """
     index: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -93,7 +90,7 @@ def make_plan(
 
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
-    """Values with a row for each token that are defined before an attention and read after it."""
+    """Return the values with a row per token that are defined before an attention and read after it."""
     known = splitting_ops()
     attentions = [number for number, step in enumerate(steps) if step.op is not None and known[step.op].attends]
     last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}
@@ -109,7 +106,7 @@ def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) ->
 
 
 def _has_rows(value: Any) -> bool:
-    """Return whether a value is a tensor with a row for each token: its first size alone depends on the step."""
+    """Return whether a value is a tensor with a row per token: only its first size depends on the step."""
     depends = [isinstance(size, torch.SymInt) for size in value.shape] if isinstance(value, torch.Tensor) else []
     return depends[:1] == [True] and not any(depends[1:])
 

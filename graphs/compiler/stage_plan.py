@@ -1,7 +1,7 @@
-"""A stage of a pipeline as a plan: the steps of the whole plan between two of its attentions, and what crosses them.
+"""The plan of a pipeline stage: the whole plan's steps between two attentions, and the values that cross its borders.
 
-Nothing is compiled for it: the steps call the same pieces. What a stage reads of the stages before it comes packed into
-one tensor of bytes, each value contiguous, for it is sent as one.
+Stages call the same pieces, so nothing is compiled for them. The values that a stage reads from earlier stages are sent
+as one tensor of bytes, in which each value is contiguous.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Border:
-    """Values sent from one stage to the next, in this order: [T, *row_shape] each."""
+    """The values sent from one stage to the next, in order, [T, *row_shape] each."""
 
     values: tuple[Carried, ...]
 
     @property
     def row_bytes(self) -> int:
-        """Elements per token."""
+        """Bytes per token, of all values."""
         return sum(map(_row_bytes, self.values))
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bytes of all values, uint8 [T * row_bytes]."""
+        """Return the bytes of all values, uint8 [T * row_bytes]."""
         return torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
 
     def unpack(self, packed: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
-        """Views of the values of num_tokens tokens, as `pack` has put them at the beginning of `packed`."""
+        """Return views of the values of num_tokens tokens that `pack` put at the beginning of `packed`."""
         found, start = [], 0
         for value in self.values:
             end = start + num_tokens * _row_bytes(value)
@@ -55,18 +55,17 @@ def _row_bytes(value: Carried) -> int:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """received: None for the first stage; sent: None for the last."""
+    """A stage's plan, and the values that it receives and sends."""
 
     plan: Plan
-    received: Border | None = None
-    sent: Border | None = None
+    received: Border | None = None  # None for the first stage
+    sent: Border | None = None  # None for the last stage
 
 
 def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
-    """The stage's part of the whole plan. Its KV caches are numbered from 0.
+    """Return the stage's part of the whole plan, with its KV caches numbered from 0.
 
-    Raises ValueError if the plan does not have an attention for each layer, or if something crosses a border that does
-    not consist of rows of tokens.
+    Raises ValueError if a layer has not one attention, or a value that crosses a border has no row per token.
     """
     if stage.count == 1:
         return StagePlan(plan)
@@ -90,7 +89,7 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
         new |= {old: len(new) + number for number, old in enumerate(step.results)}
     planned = tuple(step.renumbered(new) for step in steps)
     outputs = plan.outputs if stage.is_last else tuple(value.value for value in sent)
-    # All stages have the same arguments: one between two others may only pass on what a later one reads.
+    # All stages have the same arguments, including those that only a later stage reads.
     arguments = plan.arguments if stage.is_first else (*plan.arguments, "received")
     return StagePlan(
         Plan(arguments, tuple(inputs), planned, tuple(new[index] for index in outputs)),
@@ -100,7 +99,7 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
 
 
 def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
-    """Values defined before `place` and read from there on. Raises ValueError, see stage_plan."""
+    """Return the values defined before `place` and read from there on. Raises ValueError, see stage_plan."""
     defined = {index for step in plan.steps[:place] for index in step.results}
     read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}
     known = {value.value: value for value in plan.carried}
@@ -117,8 +116,9 @@ def _renumbered(source: Input, layers: range) -> Input:
 
 
 class StageForward:
-    """A stage's forward with the whole model's signature: its input is at the beginning of `buffer` (uint8), and it
-    returns the packed values for the next stage, or the model's result.
+    """A stage's forward with the signature of the whole model's.
+
+    Reads its input from `buffer` (uint8); returns the packed values for the next stage, or the model's result.
     """
 
     def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):

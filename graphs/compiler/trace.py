@@ -1,7 +1,7 @@
-"""Trace a callable of a model once with Dynamo and lower it to ATen.
+"""Traces a callable of a model once with Dynamo, and lowers it to ATen.
 
-The token, request and block counts are unbacked symbols, so one trace serves every size in the declared range and
-no guard can arise from the example. The trace is refused if one does.
+Token, request and block counts are unbacked symbols, so one trace serves every size in the declared range and cannot
+specialise on the example. If it does, the trace is refused.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ from compiled_engine.passes.layout.lowering import lower
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """The ATen graph of a callable; each placeholder's meta holds its `source`, each node's its fake `val`.
+    """The ATen graph of a callable.
 
-    Its outputs are the signature's results; `for_range` keeps the returned ones. The inspector shows the rest: Dynamo's
-    graph and the bytecode that it made of the entry, the declared sizes, the guards with what discharges each, and the
-    reports of the passes that lower foreign code.
+    Each placeholder's meta has its `source`, each node's its fake `val`. The outputs are all of the signature's
+    results; `for_range` keeps the returned ones. The fields after shape_env are shown by the inspector.
     """
 
     signature: Signature
     module: fx.GraphModule
     shape_env: ShapeEnv
     dynamo_graph: str
-    bytecode: tuple[types.CodeType, types.CodeType] | None
+    bytecode: tuple[types.CodeType, types.CodeType] | None  # of the traced function before and after Dynamo
     symbols: tuple[SymbolRecord, ...]
     guards: tuple[GuardRecord, ...]
     compile_id: CompileId | None
-    lowering: tuple[PassReport, ...] = ()
+    lowering: tuple[PassReport, ...] = ()  # reports of the passes that lower foreign code
 
     def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
-        """A copy of the graph with the outputs that a range needs, and only the parameters that these take."""
+        """Return a copy of the graph with the outputs of a range, and only the parameters that these need."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.module.graph, copies)
@@ -67,11 +66,11 @@ class TracedGraph:
 
 
 class GuardError(RuntimeError):
-    """The trace holds only for some sizes of the declared range."""
+    """A trace holds only for some sizes in the declared range."""
 
 
 def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model on the meta device its real device but no memory: it can be traced, not executed."""
+    """Move a model from the meta device to a real one without allocating memory: it can be traced, not executed."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(_storageless(parameter, device), requires_grad=False))
@@ -87,10 +86,10 @@ def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def trace(model: nn.Module, signature: Signature, *, strict: bool = False, verify: bool = False) -> TracedGraph:
-    """Trace a callable of `model`, whose parameters are on its device and may be without storage: nothing is executed.
+    """Trace a callable of `model`, whose parameters are on its device and may have no storage, as nothing is executed.
 
-    strict, verify: of the passes that lower foreign code, see `run_passes`.
-    Raises GuardError when the graph would not be valid for every size in the declared range.
+    strict, verify: for the passes that lower foreign code, see `run_passes`. Raises GuardError if the graph would not
+    be valid for every size in the declared range.
     """
     traced = _trace_layers(model, signature, strict=strict, verify=verify)
     if signature.asked:
@@ -113,7 +112,7 @@ def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verif
 
 
 def _add_inputs(module: fx.GraphModule, signature: Signature, device: torch.device) -> None:
-    """Give the graph an input for each step tensor that a pass declares, with the sizes of the traced inputs."""
+    """Add a graph input for each step tensor that a pass declares, with the sizes of the traced inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {
@@ -153,7 +152,7 @@ def _trace(model: nn.Module, signature: Signature, *, strict: bool, verify: bool
     require_no_guards(shape_env)
     module.graph.eliminate_dead_code()
     lowering: tuple[PassReport, ...] = ()
-    if hasattr(model, "layers_path"):  # its code is not the textbook's
+    if hasattr(model, "layers_path"):  # foreign code
         every_batch = CompileRange(1, signature.most_tokens)
         lowering = lower(module.graph, every_batch, device, strict=strict, verify=verify)
     module.recompile()
@@ -171,7 +170,7 @@ def _trace(model: nn.Module, signature: Signature, *, strict: bool, verify: bool
 
 
 def require_no_guards(shape_env: ShapeEnv) -> None:
-    """Raise GuardError if a decision was taken on a size; called after the trace and again after Inductor."""
+    """Raise GuardError if a guard on a size was added; called after the trace and again after Inductor."""
     if shape_env.guards:
         found = ", ".join(str(guard.expr) for guard in shape_env.guards)
         raise GuardError(f"the compiled model would hold only where {found}")
@@ -179,10 +178,10 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """Dynamo's trace of a callable; `fakes` are the values of the graph's placeholders."""
+    """Dynamo's trace of a callable."""
 
     graph: fx.GraphModule
-    fakes: list[Any]
+    fakes: list[Any]  # values of the graph's placeholders
     guards: tuple[Guard, ...]
     compile_id: CompileId | None
     bytecode: tuple[types.CodeType, types.CodeType] | None
@@ -207,13 +206,16 @@ def _run_dynamo(model: nn.Module, signature: Signature, examples: dict[str, torc
 
 
 def _fresh_entry(signature: Signature) -> Callable[..., Any]:
-    """The function that is traced. Dynamo keeps what it compiled, and a limit on it, per code object: a new one each
-    time leaves no trace of us in the caller's process and never meets the limit."""
+    """Return the function to trace, new each time.
+
+    Dynamo caches compilations, and limits their number, per code object. A new object leaves nothing in the caller's
+    process and never reaches the limit.
+    """
     lines = [f"def traced({', '.join(('model', *signature.arguments))}):"]
     lines += [f"    {name} = {expression}" for name, expression in signature.results.items()]
     lines.append(f"    return ({', '.join(signature.results)},)")
     namespace: dict[str, Any] = {"__name__": __name__}
-    # A file that exists: torch 2.11 wraps a function without one, and its arguments lose their names.
+    # The file must exist: torch 2.11 wraps functions without one, and their arguments lose their names.
     exec(compile("\n".join(lines) + "\n", __file__, "exec"), namespace)
     return namespace["traced"]
 
@@ -254,10 +256,10 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collec
 
 
 def _drop_assigned(graph: fx.Graph, num_results: int) -> None:
-    """Drop tensors that the code assigns to attributes of modules, which Dynamo returns behind the results.
+    """Drop tensors that the code assigns to module attributes, which Dynamo returns after the results.
 
-    A buffer in the dtype of the model is one that each run makes again. Raises ValueError for any other, which later
-    runs might read.
+    Casts of the model's buffers may be dropped, as each run makes them again. Raises ValueError for any other tensor,
+    which later runs might read.
     """
     output = graph.output_node()
     values = arg(output, 0)
@@ -269,7 +271,7 @@ def _drop_assigned(graph: fx.Graph, num_results: int) -> None:
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
-    """Drop run-time asserts that the declared sizes imply, and say which; any other one is an error."""
+    """Drop run-time asserts that the declared sizes imply, and return their messages. Raises GuardError for others."""
     proved = []
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]

@@ -1,8 +1,8 @@
-"""The choice of layers to trace: two of each layer class and class of the next layer are enough.
+"""Chooses the layers to trace: two of each layer class are enough.
 
-A trace takes a fixed time for each op, so a model of 36 layers took ten times as long as one of three. A `LayerStack`
-applies its layers one after another and in the same way, so layers with equal modules give the same ops. The graph
-repeats the traced layers for the others (repeated_layers.py).
+Tracing takes a fixed time per op, so tracing all layers of a deep model takes many times as long as tracing a few. A
+`LayerStack` applies its layers one after another in the same way, so layers with equal modules give equal ops. The
+graph then repeats the traced layers for the others (repeated_layers.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from compiled_engine.passes.framework.parameter import Parameter
 
 
 class LayerClass(NamedTuple):
-    """A layer's kind and that of the next layer; None: it is the last.
+    """A layer's kind and the next layer's kind; None for the last layer.
 
-    Ops of the next layer before the first use of its parameters look like ops of this layer.
+    The next layer counts because its ops before the first use of its parameters look like ops of this layer.
     """
 
     kind: int
@@ -36,23 +36,21 @@ class LayerClass(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """`stack` at `path`, the class of each of its layers, and the `numbers` of the traced ones.
+    """The traced layers of a stack.
 
-    Classes also hold in the trace: the next traced layer is of the kind that follows.
-
-    A stack of foreign code applies all its layers: layers that are not traced return their input, `in a tuple` if its
-    layers do so.
+    Classes also hold in the trace: the layer traced next is of the kind that follows. In a stack of foreign code,
+    layers that are not traced are replaced by identities.
     """
 
     stack: nn.ModuleList
     path: str
-    classes: tuple[LayerClass, ...]
-    numbers: tuple[int, ...]
-    in_tuple: bool = False
+    classes: tuple[LayerClass, ...]  # of all layers
+    numbers: tuple[int, ...]  # traced layers
+    in_tuple: bool = False  # layers return a tuple
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the stack apply only these layers while the block runs."""
+        """Let the stack apply only the traced layers inside the block."""
         if isinstance(self.stack, LayerStack):
             self.stack.only = self.numbers
             try:
@@ -70,21 +68,21 @@ class TracedLayers:
                 self.stack[number] = layer
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The traced layers before and after the missing ones."""
+        """Return the traced layers before and after each gap."""
         return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
 
     def traced_in_class(self, layer_class: LayerClass) -> list[int]:
         return [number for number in self.numbers if self.classes[number] == layer_class]
 
     def layer_of(self, node: fx.Node) -> int | None:
-        """The layer that a graph input belongs to; None for any other node."""
+        """Return the layer that a graph input belongs to; None for any other node."""
         if node.op != "placeholder" or source_of(node).kind == "size":
             return None
         found = self._numbered(source_of(node).name)
         return int(found["layer"]) if found else None
 
     def of_layer(self, source: Source | Parameter, layer: int) -> Source | Parameter:
-        """The same input of another layer."""
+        """Return the corresponding input of another layer."""
 
         def rename(name: str) -> str:
             found = self._numbered(name)
@@ -98,7 +96,7 @@ class TracedLayers:
 
 
 class _Identity(nn.Module):
-    """A stand-in for a layer of foreign code that is not traced: it returns its input."""
+    """Stands in for a layer of foreign code that is not traced, and returns its input."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -145,8 +143,7 @@ def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str
 
 
 def _chosen(classes: Sequence[LayerClass]) -> tuple[int, ...]:
-    """Return the first layer, the last, and two of each class before others of the class are left out: one to repeat,
-    the other to compare."""
+    """Return the first layer, the last, and two of each class: one to repeat and one to compare."""
     chosen, seen = [0], Counter([classes[0]])
     while chosen[-1] < len(classes) - 1:
         following = chosen[-1] + 1
@@ -184,15 +181,15 @@ def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
 def _equal(first: Any, second: Any) -> bool:
     if first is second:
         return True
-    if isinstance(first, partial) and isinstance(second, partial):  # each is equal to itself alone
+    if isinstance(first, partial) and isinstance(second, partial):  # partials compare by identity
         return all(_equal(getattr(first, part), getattr(second, part)) for part in ("func", "args", "keywords"))
     try:
         return type(first) is type(second) and bool(first == second)
-    except Exception:  # tensors, for example, have no one answer
+    except Exception:  # tensors, for example, do not compare to one bool
         return False
 
 
 def _tensors(module: nn.Module) -> list[Any]:
-    """Properties of a module's own parameters and buffers that the trace sees."""
+    """Return the properties of a module's own parameters and buffers that a trace sees."""
     own = module._parameters | module._buffers
     return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]

@@ -1,6 +1,6 @@
-"""A compiled forward on a CPU that is called once for each kind of batch, recorded once, and replayed from then on.
+"""Records a compiled forward's kernel calls on a CPU, once for each kind of batch, and replays them from then on.
 
-A step of a few tokens takes Python as long to call as its kernels take to run.
+In a step of a few tokens, Python takes as long to call the kernels as they take to run.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from compiled_engine.passes.framework.graph_pass import CompileRange
 
 log = logging.getLogger("compiled_engine")
 
-# The size of a batch, the number of threads, and where its inputs are.
+# Kind of batch: its size, the number of threads, and the addresses of its inputs.
 Kind = tuple[int, ...]
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass
 class RecordingCounts:
-    """Number of lists, most C++ kernel calls in one, and number of replays."""
-
     recordings: int = 0
-    kernels: int = 0
+    kernels: int = 0  # most C++ kernel calls in one recording
     replays: int = 0
 
 
 class RecordedForward:
-    """See Forward. Batches of decodes are replayed, each size by a list of its own; others are called.
+    """A Forward that replays batches of decodes, with a recording per batch size; other batches call the original.
 
-    A size is recorded when it comes for the second time. What is returned is valid until the next call of any forward
-    with this arena.
+    A size is recorded at its second occurrence. Results are valid until the next call of any forward with this arena.
     """
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
@@ -47,9 +44,9 @@ class RecordedForward:
         self.counts = RecordingCounts()
 
     def __call__(self, *arguments: Any) -> Result:
-        """arguments: ForwardArguments."""
+        """Run a step. arguments: ForwardArguments."""
         inputs = _attention_inputs(arguments)
-        # Attention of prompts reads values on the host.
+        # Attention over prompts reads values on the host, so it cannot be recorded.
         if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:
             return self._forward(*arguments)
         kind = arguments[0].shape[0], torch.get_num_threads(), *addresses(arguments)
@@ -72,7 +69,7 @@ class RecordedForward:
         except CannotRecord as error:
             log.warning("decodes run without recorded calls: %s", error)
             self._unrecordable = True
-            return self._forward(*arguments)  # which writes what the first attempt wrote
+            return self._forward(*arguments)  # repeats the writes of the first attempt
         if isinstance(result, tuple):
             self._recorded[kind] = calls, tuple(map(self._arena.alias, result))
         else:
@@ -83,10 +80,7 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Forwards) -> Forwards:
-    """The same, with those for small batches recorded.
-
-    But not one with code of Inductor: what that calls is not seen.
-    """
+    """Return the forwards; those for small batches are recorded, unless they run Inductor's code, which is opaque."""
     arena = Arena()
     small: list[tuple[CompileRange, Forward]] = []
     for compile_range, forward in forwards.small:

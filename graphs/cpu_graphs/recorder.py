@@ -1,4 +1,4 @@
-"""A graph on a CPU: records the calls of a forward, with memory for their results, to run them again without Python."""
+"""CPU graphs: records the calls of a forward, with memory for their results, and replays them without Python."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.utils._pytree import tree_leaves
 from compiled_engine.kernels import cpp_library
 from compiled_engine.kernels.cpp_library import CppFunction, load_library, recorder
 
-# Memory for what recorded calls compute: it stays, and tensors that are not needed at the same time share it.
+# Memory for results of recorded calls: it is kept, and tensors that are not needed at the same time share it.
 
-# Where tensors begin, in bytes.
+# Alignment of tensors in bytes.
 ALIGNMENT = 64
 
 
 class Arena:
-    """Blocks of memory, each with one tensor at a time. Blocks used by recorded calls are kept."""
+    """Memory blocks that hold one tensor at a time each. Blocks that recorded calls use are kept."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[torch.Tensor, StorageWeakRef | None]] = []
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous, of the shape and dtype of `tensor`."""
+        """Return a contiguous tensor with the shape and dtype of `tensor`."""
         size = tensor.numel() * tensor.element_size()
         free = [
             (block.numel(), index)
@@ -48,26 +48,24 @@ class Arena:
         return given
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, if it is of the arena, without keeping others from it."""
+        """Return an alias of a tensor in the arena that does not keep its block occupied; other tensors unchanged."""
         of_tensor = (block for block, _ in self._blocks if block.data_ptr() == tensor.data_ptr())
         return next((_alias(block, tensor) for block in of_tensor), tensor)
 
 
 def _alias(block: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The block's first bytes with the shape and dtype of `tensor`, and a storage of its own."""
+    """Return the block's first bytes with the shape and dtype of `tensor`, and a separate storage."""
     size = tensor.numel() * tensor.element_size()
     return torch.from_numpy(block[:size].numpy()).view(tensor.dtype).view(tensor.shape)
 
-
-# A graph on a CPU: the calls that a forward made, as a list that is run again without the Python that made them.
 
 SOURCE = Path(cpp_library.__file__).with_name("cpp_replay.cpp")
 
 
 class CallList:
-    """Calls in their order; those of C++ kernels that follow one another are made by one call of C++.
+    """Recorded calls in order, which read and write the memory that they did when recorded.
 
-    What they read and write is where it was when they were recorded.
+    Consecutive calls of C++ kernels are made by a single C++ call.
     """
 
     def __init__(self) -> None:
@@ -92,10 +90,10 @@ class CallList:
 
 
 class _KernelCalls:
-    """Calls as cpp_replay.cpp reads them."""
+    """Kernel calls in the format of cpp_replay.cpp."""
 
     def __init__(self) -> None:
-        self._arguments: list[ctypes.Array[ctypes.c_char]] = []  # what the entries point to
+        self._arguments: list[ctypes.Array[ctypes.c_char]] = []  # the entries point to them
         self._entries: list[int] = []
         self._table: ctypes.Array[ctypes.c_uint64] = (ctypes.c_uint64 * 0)()
 
@@ -121,14 +119,15 @@ READS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 class CannotRecord(RuntimeError):
-    """The forward did something that a list of calls could not repeat."""
+    """A forward did something that replaying a list of calls cannot repeat."""
 
 
 class Recorder(TorchDispatchMode):
-    """C++ kernels are recorded as called; a computing op of torch is recorded with its present result as output; views
-    and allocations need no replay.
+    """Records the calls of the code that runs inside it.
 
-    constants: elements with the same values in each replay; Python must not read others.
+    C++ kernels are recorded as called. Ops of torch are recorded with their present results as outputs, except views
+    and allocations, which need no replay. constants: tensors whose values are the same in every replay; the host must
+    not read any others.
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:
@@ -164,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recording(arena: Arena, constants: Iterable[torch.Tensor]) -> Iterator[CallList]:
-    """Raises CannotRecord from inside."""
+    """Record the calls inside the block. Raises CannotRecord from inside."""
     with Recorder(arena, constants) as mode:
         token = recorder.set(mode)
         try:

@@ -1,4 +1,4 @@
-"""Capture of work as a graph: on CUDA by stream capture, with one memory pool for all graphs."""
+"""Captures work as CUDA graphs, by stream capture, with one memory pool for all graphs."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
 from compiled_engine.graphs.cuda_graphs.segments import SegmentedGraph
 from compiled_engine.process.memory import collection_paused
 
-# By element size: the protocol for sharing memory has no type for bfloat16.
+# Integer types by element size, since the CUDA array interface has no bfloat16.
 _INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 Work = Callable[[], torch.Tensor]
 
 
 class Replayable(Protocol):
-    """Captured work that can be run again on the same addresses."""
+    """Captured work that can run again on the same addresses."""
 
     def replay(self, inputs: AttentionInputs | None) -> None:
-        """`inputs`: for attention, where it is not captured."""
+        """Run the work. inputs: for attention, if it is not captured."""
         ...
 
     def reset(self) -> None: ...
 
 
 class Capture(Protocol):
-    """The captures of one set of graphs, which share a memory pool.
+    """Makes the captures of one set of graphs, which share a memory pool.
 
-    What is captured does not run; a tensor that the work returns has its values after a replay, until the next replay
-    of any graph of the set. It does not own its memory.
+    Captured work does not run during its capture. A tensor that it returns has its values after a replay, until the
+    next replay of any graph of the set, and does not own its memory.
     """
 
     def session(self) -> AbstractContextManager[None]:
-        """Captures, and whatever has to run as it will in a capture, are made inside."""
+        """Enter the context in which work is captured, and run that must run as in a capture."""
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """All of the work as one graph."""
+        """Capture all of the work as one graph."""
         ...
 
     def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """A graph for each stretch of the work between its calls of `on_attention`."""
+        """Capture a graph for each stretch of the work between calls of `on_attention`."""
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Called instead of an attention op in the work of `segments`; outside a capture it runs the op."""
+        """Take an attention op between two graphs of `segments`; outside a capture, run it."""
         ...
 
     def memory(self) -> MemoryReading: ...
@@ -60,20 +60,20 @@ class Capture(Protocol):
         ...
 
     def renew(self) -> None:
-        """Begin another set of graphs, after those of this one were reset."""
+        """Begin another set of graphs, once those of this one are reset."""
         ...
 
 
 class CudaCapture:
-    """See the module's docstring.
+    """Captures CUDA streams.
 
-    Sessions are on a stream of their own, since the default stream cannot be captured. Between two captures nothing
-    waits for the device and nothing is collected, which `torch.cuda.graph` does each time: a model has many pieces.
+    Sessions use a separate stream, since the default stream cannot be captured. Between captures it neither
+    synchronises nor collects garbage, as `torch.cuda.graph` does each time: a model has many pieces.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        # cuBLAS keeps a workspace for every stream that it was ever used in.
+        # A single stream, as cuBLAS keeps a workspace for every stream it was used in.
         self._stream = torch.cuda.Stream(device)
         self.renew()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -84,7 +84,7 @@ class CudaCapture:
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
-            # A collection may free what must not be freed during a capture.
+            # Garbage collection may free memory that must not be freed during a capture.
             with collection_paused(), torch.cuda.stream(self._stream):
                 yield
         finally:
@@ -151,7 +151,7 @@ class CudaCapture:
 
 
 class _Memory:
-    """An object for `torch.as_tensor`, by the CUDA array interface; elements are integers of their size."""
+    """A tensor's memory for `torch.as_tensor`, by the CUDA array interface, with integers as elements."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.element_size()
@@ -165,10 +165,10 @@ class _Memory:
 
 
 def alias_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, shape, strides and dtype. Valid as long as someone else keeps the memory.
+    """Return a tensor on the same memory, with the same shape, strides and dtype, that does not keep the memory alive.
 
-    The results of a captured piece live in the graphs' memory pool. The next replay needs to know where; it must not
-    keep them alive, or no other graph could use the memory again.
+    Results of a captured piece are in the graphs' memory pool. The next replay needs their addresses, but keeping them
+    alive would prevent other graphs from reusing the memory.
     """
     if tensor.numel() == 0:
         return tensor

@@ -14,7 +14,7 @@ log = logging.getLogger("compiled_engine")
 
 
 class Fallback(Enum):
-    """Why a batch runs without a graph although graphs are on."""
+    """Why a batch runs without a graph although graphs are enabled."""
 
     NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"
@@ -23,7 +23,7 @@ class Fallback(Enum):
 
 
 class GraphCounters:
-    """Counts one batch after the other; the first unexpected fallback is logged as a warning."""
+    """Counts batches; logs a warning at the first batch of decodes that is too large for all graphs."""
 
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
@@ -34,7 +34,7 @@ class GraphCounters:
         self._mixed: Counter[int] = Counter()
 
     def batch(self, num_tokens: int, decodes_only: bool) -> None:
-        """A batch came; it may be replayed or not."""
+        """Count a batch, whether it is replayed or not."""
         (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
 
     def replay(self, key: GraphKey, num_tokens: int) -> None:
@@ -42,7 +42,7 @@ class GraphCounters:
         self._padded_tokens += key.num_tokens - num_tokens
 
     def no_key(self, num_tokens: int, decodes_only: bool) -> None:
-        """The dispatcher had no graph for a batch."""
+        """Count a batch for which the dispatcher has no graph."""
         if decodes_only and self._dispatcher.keys:
             self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
         elif self._dispatcher.token_keys:
@@ -51,13 +51,13 @@ class GraphCounters:
             self.fallback(Fallback.NO_SUCH_GRAPH, f"{num_tokens} tokens")
 
     def fallback(self, reason: Fallback, batch: str) -> None:
-        """A batch runs without a graph. `batch`: what it was, for the warning."""
+        """Count a batch that runs without a graph. batch: its description for the warning."""
         self._fallbacks[reason] += 1
         if reason is Fallback.DECODES_TOO_LARGE and self._fallbacks[reason] == 1:
             log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
 
     def metrics(self) -> dict[str, Any]:
-        """Counts since the start; `batch_histogram` shows which sizes would be worth a capture."""
+        """Return the counts since the start; `batch_histogram` shows which sizes are worth capturing."""
         return {
             "graph_replays": self._replays.total(),
             "graph_replays_by_key": {key.name: count for key, count in self._replays.items()},

@@ -1,4 +1,4 @@
-"""Choice of the CUDA graph for a batch: a pure function of the batch's shape, as tables built once."""
+"""Chooses the CUDA graph of a batch: a pure function of the batch's shape, from tables built once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIXED_KINDS = {
 
 
 class Dispatcher:
-    """Defined for every batch: the key of the smallest size that holds it, graphs of decodes before any other."""
+    """Maps every batch shape to the smallest graph that holds it, preferring graphs of decodes."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Dispatcher:
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """Every key that `dispatch` may return."""
+        """All keys that `dispatch` may return."""
         return tuple(key for keys in self._with_fields.values() for key in keys.values())
 
     def dispatch(
@@ -87,8 +87,8 @@ class Dispatcher:
     ) -> GraphKey | None:
         """Return the key of the graph that serves the batch; None if it runs without one.
 
-        uniform_query_len: tokens of each request if all are decodes and have the same number, else None. longest: of
-        the contexts, with this step's tokens. values: of the further fields, by name; 0 where there is none.
+        uniform_query_len: tokens per request if all are decodes with equally many, otherwise None. longest: the longest
+        context, this step's tokens included. values: of further fields, by name; 0 if missing.
         """
         key = self._usual_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
@@ -109,13 +109,13 @@ class Dispatcher:
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
     def _shortest(self, key: GraphKey, longest: int) -> GraphKey:
-        """The key for the shortest contexts of at least this length, of as many decodes as `key`."""
+        """Return the key for the shortest sufficient contexts, with as many decodes as `key`."""
         short_keys = self._short_keys.get((key.max_query_len, key.num_tokens), ())
         return next((short for short in short_keys if longest <= short.max_seq_len), key)
 
 
 def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Index n: the smallest key of at least n tokens. The keys come in ascending order."""
+    """Return a list whose item n is the smallest key of at least n tokens. keys: ascending."""
     table: list[GraphKey] = []
     for key in keys:
         table += [key] * (key.num_tokens + 1 - len(table))

@@ -7,8 +7,8 @@ from enum import Enum
 
 
 class GraphKind(Enum):
-    """FULL: the whole forward, attention included. PIECEWISE: the compiled pieces between two attentions. BREAKABLE:
-    eager code between two attentions. In the last two, attention runs between the graphs, on the batch as it is.
+    """FULL: the whole forward, attention included. PIECEWISE: the compiled pieces between attentions. BREAKABLE: eager
+    code between attentions. In the last two, attention runs between graphs, on the unpadded batch.
     """
 
     FULL = "full"
@@ -18,7 +18,7 @@ class GraphKind(Enum):
 
 @dataclass(frozen=True)
 class GraphKey:
-    """Values that are not in the key must not influence a capture, unless they are constant for the engine's lifetime.
+    """The key of a captured graph.
 
     num_tokens: tokens of the padded batch, on which every launch outside of attention depends. Attention's launches
     depend on the others, which are 0 if attention is not captured: num_requests rows, of which the first num_decodes
@@ -30,9 +30,10 @@ class GraphKey:
     """
 
     kind: GraphKind
-    num_tokens: int
-    num_requests: int = 0
-    num_decodes: int = 0
+    num_tokens: int  # of the padded batch
+    num_requests: int = 0  # rows of attention
+    num_decodes: int = 0  # leading rows with one query token each
+    # Most query tokens of a row; in graphs of decodes the rows per request: its newest token and its drafts.
     max_query_len: int = 0
     max_seq_len: int = 0
     short: bool = False
@@ -46,18 +47,21 @@ class GraphKey:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether the graph only serves batches of decodes."""
+        """Whether the graph serves batches of decodes only."""
         return self.num_decodes > 0
 
     @property
     def variant(self) -> str:
-        """The variant of the forward that the graph holds, "" for the usual one."""
+        """The variant of the forward in the graph; "" for the usual one."""
         return self.extra[0][0] if self.extra else ""
 
     @property
     def name(self) -> str:
-        """`decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
-        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
+        """A name, unique within an engine.
+
+        `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
+        `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`.
+        """
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
         if self.is_decode and (self.purpose or self.max_query_len > 1):
             purpose = self.purpose or f"verify-{self.max_query_len}"
@@ -68,14 +72,16 @@ class GraphKey:
 
 @dataclass(frozen=True)
 class KeyField:
-    """A host value of the batch that a pass launches kernels with: rounded up to one of `sizes`, or 0 for batches that
-    have nothing to do with the pass. Those have the graphs that there are without the field."""
+    """A host value of a batch that a pass launches kernels with, rounded up to one of `sizes`.
+
+    Batches that do not use the pass have 0, and use the graphs without the field.
+    """
 
     name: str
     sizes: tuple[int, ...]
 
     def size_for(self, value: int) -> int | None:
-        """The smallest size of at least `value`; None if it is larger than all."""
+        """Return the smallest size of at least `value`; None if it exceeds all."""
         return 0 if value == 0 else min((size for size in self.sizes if size >= value), default=None)
 
 
@@ -86,8 +92,8 @@ def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, quer
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
-    """A full graph of any batch up to num_tokens tokens; the device determines which requests are decodes.
+    """Return the key of a full graph of any batch of up to num_tokens tokens; the device finds the decodes.
 
-    It has one row more than requests: all padding tokens belong to it.
+    It has one row more than requests, to which all padding tokens belong.
     """
     return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)

@@ -1,4 +1,4 @@
-"""The captured graphs: explicit capture in a fixed order, replay by key, memory predicted and measured."""
+"""Owns the captured graphs: explicit capture in a fixed order, replay by key, memory predicted and measured."""
 
 from __future__ import annotations
 
@@ -23,45 +23,44 @@ from compiled_engine.process.progress import Progress
 
 
 class GraphStep(Protocol):
-    """A step that can be captured: its kernels read buffers at fixed addresses alone."""
+    """A step that can be captured: its kernels only read buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
-        """Write a batch of the key's size into the buffers that leaves no trace when it runs. Not captured."""
+        """Write a batch of the key's size into the buffers; running it must change no state. Not captured."""
         ...
 
     def warm_up(self, key: GraphKey) -> None:
-        """Load and allocate what `run` does when it first runs for the key. Not captured."""
+        """Load and allocate whatever the first `run` for the key needs. Not captured."""
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:
         """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...] for
         a step of the engine's model.
 
-        For a key that is not FULL it calls the capture's `on_attention` in place of the attention ops.
+        Returns the graph's result, [num_tokens, ...], or a draft model's logits of its last pass. Unless the key is
+        FULL, attention ops go to the capture's `on_attention`.
         """
         ...
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """The `id` of a buffer for each use: in debug runs a replay checks that none was replaced."""
+        """Return the `id` of each buffer, with which replays assert that none was replaced."""
         ...
 
 
 class Captured(NamedTuple):
-    """A graph and where its result lies: [key.num_tokens, ...]."""
+    """A graph and its result."""
 
     graph: Replayable
-    result: torch.Tensor
+    result: torch.Tensor  # [key.num_tokens, ...]
 
 
 class CudaGraphManager:
     """Owns the graphs of the keys of `steps`, each of which holds its step, and their memory pool. Only these are ever
     captured, each once.
 
-    Kernels in a graph read fixed addresses: the caller writes a batch's inputs into the same buffers each time and
-    reads the result before the next replay.
-
-    Graphs that hold no attention are captured first and large ones before small ones: the pool is then as large as
-    the largest needs, and the others fit into it.
+    Kernels in a graph read fixed addresses: the caller writes each batch's inputs into the same buffers, and reads the
+    result before the next replay. Graphs without attention are captured first, and large ones before small ones: the
+    pool then grows to what the largest needs, and the others fit into it.
     """
 
     def __init__(self, steps: Mapping[GraphKey, GraphStep], capture: Capture):
@@ -73,7 +72,7 @@ class CudaGraphManager:
         self._graphs: dict[GraphKey, Captured] = {}
         self._captured_ids: tuple[int, ...] = ()
         self._memory: dict[GraphKey, MemoryReading] = {}
-        self._kept_by_driver = 0  # of what the graphs of `predict` took, for the next ones
+        self._kept_by_driver = 0  # memory of the graphs of `predict` that the driver reuses for the next ones
         self.capture_seconds = 0.0
 
     @property
@@ -82,24 +81,24 @@ class CudaGraphManager:
 
     @property
     def bytes_used(self) -> int:
-        """Measured; memory that the driver kept ready for graphs included."""
+        """Measured bytes of all graphs, including memory that the driver keeps for graphs."""
         of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
         return total_bytes(of_graphs) + self._kept_by_driver
 
     @property
     def memory_by_key(self) -> dict[str, MemoryReading]:
-        """Memory of each capture, by the name of its key."""
+        """The memory of each capture, by the key's name."""
         return {key.name: reading for key, reading in self._memory.items()}
 
     @property
     def names_to_capture(self) -> list[str]:
-        """The remaining keys, the next one last."""
+        """Names of the remaining keys, the next one last."""
         return [key.name for key in self._pending]
 
     def predict(self, all_reduce_min: Callable[[int], int]) -> int:
-        """Predict the bytes of all graphs: capture a few, measure and release them.
+        """Predict the bytes of all graphs by capturing, measuring and releasing a few.
 
-        Call it when everything that a step uses is in memory, except the full KV cache. all_reduce_min: minimum over
+        Call it once everything that a step uses is in memory, except the full KV cache. all_reduce_min: minimum over
         ranks, which run the same steps but measure their own devices.
         """
         if not self._pending:
@@ -128,8 +127,9 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """Replace `predict` if an earlier process has predicted the same graphs: allocate what they need in addition,
-        such as workspaces of the stream. Returns `predicted`.
+        """Use the prediction of an earlier process instead of `predict`; returns it.
+
+        Allocates what the graphs need besides their own memory, such as the stream's workspaces.
         """
         if self._pending:
             with self._capture.session():
@@ -141,7 +141,7 @@ class CudaGraphManager:
         return predicted
 
     def capture_all(self, progress: Progress) -> None:
-        """Capture every key that is left. Raises what a capture raises; afterwards there is nothing left to capture."""
+        """Capture all remaining keys. Raises what a capture raises."""
         with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
             self._capture.settle()
             while self._pending:
@@ -166,9 +166,9 @@ class CudaGraphManager:
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """The result of the batch in the buffers, [key.num_tokens, ...]; valid until the next replay.
+        """Run the graph on the batch in the buffers; its result, [key.num_tokens, ...], is valid until the next replay.
 
-        inputs: of the batch itself, for attention that runs between graphs; None for a full graph.
+        inputs: of the unpadded batch, for attention that runs between graphs; None for a full graph.
         """
         assert self._tensor_ids() == self._captured_ids, "a buffer that graphs read was replaced"
         captured = self._graphs[key]
@@ -182,7 +182,6 @@ class CudaGraphManager:
         return ids
 
     def close(self) -> None:
-        """Give the graphs' memory back."""
         for captured in self._graphs.values():
             captured.graph.reset()
         self._graphs.clear()
@@ -190,8 +189,9 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """The two largest keys first, which determine the pool (the second may not fit into the first's memory); then
-    evenly spaced samples.
+    """Yield the two largest keys, then evenly spaced samples.
+
+    The largest determine the pool; the second may not fit into the first one's memory.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)

@@ -20,7 +20,7 @@ from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 
-# Captures of one kind are sampled until their driver memory is this much: the driver gives it out in steps of 2 MiB.
+# Captures of a family are sampled until their driver memory reaches this: the driver allocates in steps of 2 MiB.
 ENOUGH_DRIVER_BYTES = 24 << 20
 MOST_SAMPLES = 16
 # Plausible driver memory per graph; other readings are caused by other processes.
@@ -28,25 +28,25 @@ PLAUSIBLE_DRIVER_BYTES = range(0, 64 << 20)
 
 
 class MemoryReading(NamedTuple):
-    """Bytes of the device: `pool` reserved by torch, which holds what captured kernels write; `driver` everything
-    else, of which graphs take some for each of their nodes."""
+    """Bytes of device memory in use."""
 
-    pool: int
-    driver: int
+    pool: int  # reserved by torch; holds what captured kernels write
+    driver: int  # everything else; graphs take some for each node
 
     def since(self, before: MemoryReading) -> MemoryReading:
-        """The increase in use."""
+        """Return the increase since an earlier reading."""
         return MemoryReading(self.pool - before.pool, self.driver - before.driver)
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a kind of graph has enough samples."""
+    """Return whether a family of graphs has enough samples."""
     return len(readings) >= MOST_SAMPLES or _driver_mean(readings) * len(readings) >= ENOUGH_DRIVER_BYTES
 
 
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
-    """Predict all graphs from (readings, number of graphs) of each kind. The pool of the measured graphs also fits the
-    others.
+    """Predict the bytes of all graphs from (readings, number of graphs) of each family.
+
+    Graphs that were not measured need no further memory in the pool: they fit into that of the others.
     """
     total = 0.0
     for readings, count in families:
@@ -60,12 +60,12 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
 
 
 def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
-    """Sort key for the order of capture: graphs around attention first, decodes last, large ones before small ones."""
+    """Return the sort key for captures: graphs without attention first, decodes last, large before small ones."""
     return key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens, -key.max_seq_len
 
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
-    """Families of keys that differ only in size, the largest first, in the order of capture."""
+    """Group keys that differ only in size, the largest first, in capture order."""
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         query_len = key.max_query_len if key.is_decode else 0
@@ -74,10 +74,10 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     return list(found.values())
 
 
-# The predicted memory of the graphs, kept next to the entry of the compile cache that they are captured from.
+# Predictions are kept next to the compile cache's entry that the graphs are captured from.
 #
-# A prediction holds for one configuration on one device with one driver. Everything that it may depend on is a factor;
-# a file counts only if all its factors are those of this process.
+# A prediction holds for one configuration on one device with one driver. Everything it may depend on is a factor, and a
+# file is used only if all its factors equal those of this process.
 
 # Packages besides those in the entry's key whose code is captured or captures.
 CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "features", "sampling", "kernels")
@@ -90,7 +90,7 @@ MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
-    """All factors of the graphs' memory, as JSON.
+    """Return all factors of the graphs' memory, as JSON.
 
     entry_key: of the compiled model. keys: names of the captured graphs, in order. stage: of a pipeline.
     """
@@ -110,7 +110,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """The device and its driver: the file of its library, whose name ends in the version."""
+    """Return the device and its driver, identified by the library's file name, which ends in the version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -118,7 +118,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 class Predicting(Protocol):
-    """See CudaGraphManager."""
+    """The part of CudaGraphManager that predicts memory."""
 
     @property
     def names_to_capture(self) -> list[str]: ...
@@ -135,11 +135,11 @@ def predicted_bytes(
     all_reduce_min: Callable[[int], int] = lambda value: value,
     stage: int = 0,
 ) -> int:
-    """Bytes of all graphs: predicted by `graphs`, or by an earlier process with these factors.
+    """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
 
-    lookup: of the compiled model; without one, or without a cache, the prediction is made now. A damaged file, or
-    another user's, is ignored. all_reduce_min: minimum over ranks; all ranks predict, or none. stage: of a pipeline;
-    each stage has separate graphs.
+    lookup: of the compiled model; without it, or without a cache, the prediction is made now. Files that are damaged or
+    belong to another user are ignored. all_reduce_min: minimum over ranks; either all ranks predict or none. stage: of
+    a pipeline, as each stage has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
@@ -168,7 +168,7 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically; a read-only folder is no error."""
+    """Write the file atomically; ignore a read-only folder."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
         json.dump(content, file)
         file.flush()

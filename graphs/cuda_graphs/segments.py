@@ -1,4 +1,4 @@
-"""Graphs of the stretches between two attentions, and the attentions, which run between them on the batch as it is."""
+"""Graphs of the stretches between attentions, and the attentions, which run between them on the unpadded batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
 
 
 class Graph(Protocol):
-    """A captured stretch. `torch.cuda.CUDAGraph` is one."""
+    """A captured stretch, such as `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None: ...
 
@@ -21,7 +21,7 @@ class Graph(Protocol):
 
 
 class SegmentedGraph:
-    """Replays its graphs and runs its attention calls in turn; with a single graph it is just that."""
+    """Replays graphs and runs attention calls in turn; may consist of a single graph."""
 
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
@@ -31,7 +31,7 @@ class SegmentedGraph:
         self._graphs.append(graph)
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """An attention op's function with the arguments of the capture; a replay puts its own inputs into them."""
+        """Add an attention call with the arguments of the capture; a replay substitutes its own inputs."""
         self._calls.append((function, without_inputs(arguments)))
 
     def replay(self, inputs: AttentionInputs | None) -> None:
@@ -51,7 +51,7 @@ class SegmentedGraph:
 
 
 class AttentionsOfEagerCode(TorchDispatchMode):
-    """While it is entered, the attention ops that code calls go to `on_attention` instead."""
+    """A mode that passes all attention ops to `on_attention`."""
 
     def __init__(self, on_attention: OnAttention):
         super().__init__()

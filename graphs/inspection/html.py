@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no other file."""
+"""Renders the report as a single HTML page without external files or network access."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from compiled_engine.graphs.inspection.kernels import kernels_of, without_kernel
 from compiled_engine.graphs.inspection.report import Report
 from compiled_engine.graphs.inspection.sections import facts, sections
 
-# Source code, graphs and diffs as HTML with syntax colour.
+# Syntax highlighting of source code, graphs and diffs.
 #
-# Pygments finds the tokens; only coloured tokens become elements, so that pages with megabytes of source stay small.
+# Pygments finds the tokens; only coloured ones become elements, so pages with megabytes of source stay small.
 
-# Token type -> class in the style sheet; a type without an entry has that of its parent.
+# Token type -> class in the style sheet; types without an entry inherit their parent's.
 _CLASSES: dict[_TokenType, str] = {
     Comment: "comment",
     Comment.Preproc: "keyword",
@@ -42,12 +42,12 @@ _CLASSES: dict[_TokenType, str] = {
     String.Doc: "comment",
     Token: "",
 }
-# name: dtype[shape] = op(arguments), as graph_text.py writes it; types are missing in a piece's own graph.
+# name: dtype[shape] = op(arguments), as graph_text.py writes it; a piece's own graph has no types.
 _GRAPH_LINE = re.compile(r"(?P<name>\w+)(?P<type>: [^=]+)?(?P<equals> = )(?P<op>[\w.:]+)(?P<rest>.*)", re.DOTALL)
 
 
 def highlight(text: str, language: str) -> str:
-    """HTML for the inside of a <pre>. language: graph, diff (of graphs), or what Pygments calls it: python, c++."""
+    """Return HTML for the inside of a <pre>. language: graph, diff (of graphs), or a name of Pygments: python, c++."""
     if language == "graph":
         return "\n".join(map(_graph_line, text.splitlines()))
     if language == "diff":
@@ -57,7 +57,7 @@ def highlight(text: str, language: str) -> str:
 
 
 def _html(tokens: Iterable[tuple[str, str]]) -> str:
-    """Neighbours of one class share an element."""
+    """Return HTML in which neighbouring tokens of one class share an element."""
     parts = []
     for name, group in groupby(tokens, key=lambda token: token[0]):
         value = escape("".join(value for _, value in group), quote=False)
@@ -93,7 +93,7 @@ def _diff_line(line: str) -> str:
     return f'<span class="{kind}">{sign}{_graph_line(rest)}</span>' if line != "..." else '<span class="gap">⋯</span>'
 
 
-# A sequence with its repetitions folded: a model's steps are the same for every layer.
+# Folding of repetitions: a model's steps are the same for every layer.
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Repeat(Generic[T]):
 
 
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
-    """The sequence as repetitions of at most `longest` items; greedy from the start, what covers most first."""
+    """Return the sequence as repetitions of up to `longest` items; greedily takes the one that covers most next."""
     folded: list[Repeat[T]] = []
     start = 0
     while start < len(items):
@@ -129,7 +129,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a waterfall; `left` and `width` in percent of the whole."""
+    """A row of a waterfall; `left` and `width` are in percent of the whole."""
 
     name: str
     depth: int
@@ -140,7 +140,7 @@ class Bar:
 
 
 def render_html(report: Report) -> str:
-    """The page; its style, script and all texts are inside."""
+    """Return the page, with its style, script and all texts included."""
     data, texts = report.data, report.texts
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -187,7 +187,7 @@ def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -> list[Bar]:
-    """The spans as bars on one scale, each under its parent, in the order of their start."""
+    """Return the spans as bars on one scale, each below its parent, in order of start."""
     if not spans:
         return []
     first = min(span["start_s"] for span in spans)
@@ -212,7 +212,7 @@ def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -
 
 
 def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Guards of several kinds that hold for the same reason, together."""
+    """Group the guards of several kinds that hold for the same reason."""
     together: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for guard in guards:
         together.setdefault((guard["subject"], guard["discharged"]), []).append(guard)
@@ -223,13 +223,13 @@ def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _stage_name(name: str, piece_names: Mapping[str, str]) -> str:
-    """`piece <key>` with the name that the piece has in the report."""
+    """Return the name of a span, with a piece's key replaced by its name in the report."""
     key = name.removeprefix("piece ")
     return f"piece {piece_names[key]}" if key in piece_names else name
 
 
 def _rows(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A nested dict as (dotted name, value as text); the reasons of a configuration are not values."""
+    """Yield the entries of a nested dict as (dotted name, text), without a config's reasons, which are not values."""
     for name, item in value.items():
         if isinstance(item, Mapping):
             if prefix or name != "reasons":
@@ -247,7 +247,7 @@ def _value(value: Any) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Three digits: 1.23 s, 45.6 ms."""
+    """Format with three digits: 1.23 s, 45.6 ms."""
     scaled, unit = (value, "s") if value >= 1 else (value * 1000, "ms")
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
 

@@ -1,4 +1,4 @@
-"""Kernels launched by a piece, read from Inductor's output code or from the generated Python."""
+"""Finds the kernels that a piece launches, in Inductor's output code or in generated Python."""
 
 from __future__ import annotations
 
@@ -17,26 +17,22 @@ from compiled_engine.graphs.compiler.direct_piece import op_named
 from compiled_engine.passes.framework.op_library import declaration_of
 
 _PASSES = Path(passes.__file__ or "").parent
-# How Inductor's output code makes a kernel from its source -> what the source is written in.
+# Function that makes a kernel in Inductor's output code -> language of the kernel's source.
 _LANGUAGES = {"triton": "triton", "cpp_pybinding": "c++", "cpp": "c++"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that one run of a piece launches `launches` times.
-
-    `kind`: triton and c++ are generated from `source`; library is a call of BLAS or the like, op a call of an op that
-    Inductor takes as it is, whose `source` is known if it is ours.
-    """
+    """A kernel that one run of a piece launches."""
 
     name: str
-    kind: str
+    kind: str  # triton and c++: generated from `source`; library: a call of BLAS or similar; op: of an opaque op
     launches: int
-    source: str = ""
+    source: str = ""  # known for generated kernels and the engine's own ops
 
 
 def kernels_of(output_code: str) -> tuple[Kernel, ...]:
-    """The kernels of a piece in the order of their first launch; those in branches not taken count as well."""
+    """Return the kernels of a piece in order of first launch, including those in branches that are not taken."""
     tree = ast.parse(output_code)
     sources = _sources(tree)
     launches: Counter[tuple[str, str]] = Counter()
@@ -54,7 +50,7 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 
 
 def _own_source(name: str) -> str:
-    """The files with the kernels of an op of ours, compiled_engine::<op>; the cache key has their digests."""
+    """Return the source files of the engine's op compiled_engine::<op>; the cache key contains their digests."""
     namespace, _, op = name.partition("::")
     found = sorted(_PASSES.rglob(f"{op}*.py")) if namespace == "compiled_engine" else []
     files = [path.read_text(encoding="utf-8") for path in found]
@@ -62,7 +58,7 @@ def _own_source(name: str) -> str:
 
 
 def without_kernel_sources(output_code: str) -> str:
-    """The output code with every kernel's source cut out: what allocates, launches and frees."""
+    """Return the output code without kernel sources: what remains allocates, launches and frees."""
     lines = output_code.splitlines()
     constants = [call.args[1] for call in _sources(ast.parse(output_code)).values()]
     for constant in sorted(constants, key=lambda node: -node.lineno):
@@ -74,7 +70,7 @@ def without_kernel_sources(output_code: str) -> str:
 
 
 def _sources(tree: ast.Module) -> dict[str, ast.Call]:
-    """Kernel name -> the call that makes it: async_compile.triton(name, source, ...) and the like."""
+    """Return kernel name -> the call that makes it: async_compile.triton(name, source, ...) or similar."""
     made = {}
     for node in tree.body:
         if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
@@ -86,7 +82,7 @@ def _sources(tree: ast.Module) -> dict[str, ast.Call]:
 
 
 def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, str] | None:
-    """(name, kind) of the kernel that a call launches."""
+    """Return (name, kind) of the kernel that a call launches, or None."""
     path = _path(function)
     if path and path[0] in sources and path[1:] in ([], ["run"]):
         return path[0], _LANGUAGES[_path(sources[path[0]].func)[-1]]
@@ -103,7 +99,7 @@ def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, st
 
 
 def _path(expression: ast.expr) -> list[str]:
-    """["torch", "ops", "aten"] for torch.ops.aten; empty for anything else than dotted names."""
+    """Return ["torch", "ops", "aten"] for torch.ops.aten; empty for anything but dotted names."""
     if isinstance(expression, ast.Name):
         return [expression.id]
     if isinstance(expression, ast.Attribute):
@@ -112,11 +108,11 @@ def _path(expression: ast.expr) -> list[str]:
     return []
 
 
-# The number of kernels that a decode step launches on the device, counted by torch's profiler.
+# Kernel launches of a decode step, counted by torch's profiler.
 
 
 def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
-    """Kernels of one decode step of one request; None without a GPU.
+    """Return the number of kernels of a decode step of one request; None without a GPU.
 
     generate: produces the given number of tokens for a short prompt, one step per token.
     """

@@ -1,4 +1,4 @@
-"""Mapping of the model's modules to compiled pieces, by the parameters of each piece."""
+"""Maps the model's modules to compiled pieces, by the parameters of each piece."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange
 from compiled_engine.passes.framework.parameter import Parameter
 
-# Parameter name -> the (range, piece key) of every step that takes it.
+# Parameter name -> (range, piece key) of every step that takes it.
 ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Uses of each tensor of the model; a packed parameter counts for all of its members."""
+    """Return the uses of each tensor of the model; a packed parameter counts for all of its members."""
     uses: ParameterUses = defaultdict(list)
     for compiled in ranges:
         inputs = compiled.plan.inputs
@@ -29,16 +29,16 @@ def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
 
 
 def with_pieces(module: dict[str, Any], uses: ParameterUses) -> dict[str, Any]:
-    """A module tree (of record.json) in which every module has its `pieces`.
+    """Return a module tree (of record.json) with a list `pieces` for every module.
 
-    Each is {"range", "key", "instances"}: the numbers of those equal modules that the piece computes, "0, 2-27";
-    empty where there is one only.
+    Items are {"range", "key", "instances"}. A module may stand for several equal ones; `instances` are the numbers of
+    those that the piece computes, such as "0, 2-27", or "" for a single module.
     """
     return _annotated(module, uses, {module["path"]: None})[0]
 
 
 def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
-    """Piece key -> the modules that it computes, model.layers.{0-4}.mlp.gate_proj, of a tree that has its pieces."""
+    """Return piece key -> its modules, such as model.layers.{0-4}.mlp.gate_proj. module: from `with_pieces`."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for use in module["pieces"] if module["parameters"] else ():
         found[use["key"]][_numbered(module["path"], use["instances"])] = None
@@ -49,7 +49,7 @@ def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _numbered(path: str, instances: str) -> str:
-    """model.layers.{0, 2-27}.mlp for model.layers.0.mlp; a single number has no braces."""
+    """Return model.layers.{0, 2-27}.mlp for model.layers.0.mlp; a single number has no braces."""
     if not instances:
         return path
     return re.sub(r"\.\d+(?=\.|$)", f".{instances if instances.isdecimal() else '{' + instances + '}'}", path)
@@ -58,7 +58,7 @@ def _numbered(path: str, instances: str) -> str:
 def _annotated(
     module: dict[str, Any], uses: ParameterUses, instances: dict[str, int | None]
 ) -> tuple[dict[str, Any], dict[tuple[str, str], set[int | None]]]:
-    """The module with its pieces, and the same as sets. instances: path -> number, of each equal module."""
+    """Return the module with its pieces, and the pieces as sets. instances: path -> number, for each equal module."""
     found: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for path, number in instances.items():
         for parameter in module["parameters"]:

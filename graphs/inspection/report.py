@@ -1,7 +1,6 @@
 """The report of a compiled model as one plain dict: `compiled-engine inspect --json`.
 
-Read from a folder of the compile cache, so nothing is traced or compiled; run-time information comes from the engine's
-metrics.
+It is read from a folder of the compile cache; nothing is traced or compiled. The engine's metrics cover run time.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
 from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, parameter_uses, with_pieces
 
-# A piece's JSON as text, one node a line.
-
 
 def piece_text(piece_json: str) -> list[str]:
-    """`v12 = aten::mul.Tensor(v3, v11)` for each node, inputs with their types; before them the ranges of the sizes."""
+    """Render a piece's JSON as text: the ranges of its sizes, then one node per line.
+
+    Nodes are shown as `v12 = aten::mul.Tensor(v3, v11)`, inputs with their types.
+    """
     piece = json.loads(piece_json)
     lines = [f"{name}: {low} to {high}" for name, (low, high) in piece["symbols"].items()]
     for number, (kind, *rest) in enumerate(piece["nodes"]):
@@ -61,26 +61,20 @@ def _value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """`data` is plain JSON; `texts` are the long ones (graphs, sources, diffs) by the name of a file for them."""
-
-    data: dict[str, Any]
-    texts: dict[str, str]
+    data: dict[str, Any]  # plain JSON
+    texts: dict[str, str]  # long texts (graphs, sources, diffs), by file name
 
 
 @dataclass(frozen=True)
 class CompiledEntry:
-    """A folder of the compile cache. `status` is hit, miss (built now and kept) or off (built now, not kept).
-
-    `factors`: what the key of the entry is made of.
-    """
+    """A folder of the compile cache."""
 
     folder: Path
-    status: str
-    factors: dict[str, Any]
+    status: str  # hit, miss (built now and kept) or off (built now, not kept)
+    factors: dict[str, Any]  # of the entry's key
 
     @classmethod
     def of(cls, config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
-        """The entry of a configuration."""
         return cls(folder, status, cache_factors(config))
 
 
@@ -90,10 +84,10 @@ def make_report(
     start_up: Iterable[Mapping[str, Any]],
     metrics: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The report of a resolved configuration.
+    """Return the report of a resolved configuration.
 
-    config: as plain JSON. entry: None where nothing is compiled. start_up: the spans of this process
-    (compiled_engine.process.timeline). metrics: of an engine that has run, None if none was started.
+    config: as plain JSON. entry: None if nothing is compiled. start_up: spans of this process
+    (compiled_engine.process.timeline). metrics: of an engine that has run; None if none was started.
     """
     phases = {"start_up": list(start_up), "build": []}
     data: dict[str, Any] = {
@@ -134,12 +128,12 @@ def make_report(
 
 
 def piece_file(range_name: str, number: int, suffix: str) -> str:
-    """The name of a text about the piece that is the `number`-th of its range, counted from 1."""
+    """Return the file name of a text about the `number`-th piece of a range, counted from 1."""
     return f"{range_name}/piece_{number}{suffix}"
 
 
 def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
-    """A pass report without its diff, which is one of the texts."""
+    """Return a pass report without its diff, which is one of the texts."""
     number = [known.name for known in compiled.passes].index(report["name"])
     diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
     lists = {name: list(report[name]) for name in ("near_misses", "notes")}
@@ -179,13 +173,13 @@ def _pieces(
 
 
 def _letters(number: int) -> str:
-    """A, B, ... Z, AA, AB, ... for 0, 1, ..."""
+    """Return A, B, ... Z, AA, AB, ... for 0, 1, ..."""
     head = _letters(number // 26 - 1) if number >= 26 else ""
     return head + chr(ord("A") + number % 26)
 
 
 def _range(compiled: CompiledRange) -> dict[str, Any]:
-    """The range, its steps and the names of its texts."""
+    """Return a range, its steps, and the names of its texts."""
     name = compiled.name
     return asdict(compiled.compile_range) | {
         "name": name,
@@ -199,7 +193,7 @@ def _range(compiled: CompiledRange) -> dict[str, Any]:
 
 
 def _per_step(compiled: CompiledRange, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
-    """Launch counts of one forward. An op between the pieces counts as one, whatever it launches."""
+    """Count the launches of one forward. An op between pieces counts as one, whatever it launches."""
     launches: Counter[tuple[str, str]] = Counter()
     for step in compiled.plan.steps:
         if step.piece is None:
@@ -229,14 +223,14 @@ def _cache(entry: CompiledEntry) -> dict[str, Any]:
 
 
 def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The CUDA graphs, with the memory that each took (None: not measured)."""
+    """Return the CUDA graphs, with the memory that each took (None: not measured)."""
     used = {name: sum(reading.values()) for name, reading in metrics.get("graph_bytes_by_key", {}).items()}
     names = [(key.name, key.name.split()[0], key.num_tokens) for key in _keys(config)]
     return [{"kind": kind, "size": size, "bytes": used.get(name)} for name, kind, size in names]
 
 
 def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
-    """The keys of the CUDA graphs of a configuration, but for those of adapters."""
+    """Return the keys of a configuration's CUDA graphs, except those for adapters."""
     scheduler, given, draft = SchedulerConfig(**config["scheduler"]), config.get("speculation", {}), None
     if of_draft := given.get("draft"):
         draft = _graph(of_draft["graph"])
@@ -254,7 +248,6 @@ def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
 
 
 def _graph(config: Mapping[str, Any]) -> GraphConfig:
-    """Graphs from plain JSON."""
     short_decodes, short_verified = (
         tuple((size, context) for size, context in config.get(name, ())) for name in ("short_decodes", "short_verified")
     )
@@ -286,7 +279,7 @@ def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
 
 
 def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapping[str, Any] | None) -> dict[str, str]:
-    """Why a part of the report is empty or not complete."""
+    """Return why parts of the report are empty or incomplete."""
     notes = {}
     if entry is None:
         notes["compile"] = (

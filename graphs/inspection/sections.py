@@ -1,4 +1,4 @@
-"""The sections of the page: what each shows, and why it is empty where it is."""
+"""The sections of the page: what each shows, and why it may be empty."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Section:
-    """`id` names the template; `empty` is shown instead of it."""
-
-    id: str
+    id: str  # names the template
     title: str
     about: str
-    empty: str
+    empty: str  # shown in place of an empty section
 
 
 def sections(data: Mapping[str, Any]) -> list[Section]:
-    """All sections of a report, in their order: what the compiler did, then the tables to look things up in."""
+    """Return all sections of a report: first what the compiler did, then tables for reference."""
     notes = data["notes"]
     eager = notes.get("compile", "")
     return [
@@ -81,7 +79,7 @@ def _cuda_graphs(notes: Mapping[str, str]) -> Section:
 
 
 def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts at the top of the page: (name, value)."""
+    """Return the facts at the top of the page: (name, value)."""
     if "compile" in data["notes"]:
         return [("Compiled", "no: eager")]
     applied = [one for one in data["passes"] if one["applied"]]

@@ -1,6 +1,6 @@
-"""The report as a folder of text files, made to be compared with that of another model, version or machine.
+"""Writes the report as a folder of text files, for comparison with another model, version or machine.
 
-What differs from run to run (seconds) and from place to place (folders) is in files of its own.
+Values that differ between runs (seconds) or places (folders) are in separate files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compiled_engine.process.timeline import Timeline
 
 
 def write_text_folder(report: Report, folder: Path) -> None:
-    """Write the files into `folder`, which may exist; others that are in it stay."""
+    """Write the files into `folder`, which may exist; other files in it stay."""
     data = report.data
     summaries = {
         "config.json": json.dumps(data["config"], indent=1, sort_keys=True),
@@ -77,15 +77,12 @@ def _modules(module: dict[str, Any], depth: int = 0) -> list[str]:
     return lines
 
 
-# depyf's debug folder of a model: decompiled code, guards, the graphs of all stages.
-
-
 def write_depyf_folder(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], folder: Path, progress: Progress
 ) -> None:
-    """Compile the model again in this process, without the cache, under depyf, which writes into `folder`.
+    """Compile the model again under depyf, which writes decompiled code, guards and all stages' graphs into `folder`.
 
-    Raises what `compile_model` raises.
+    Compiles in this process and without the cache. Raises what `compile_model` raises.
     """
     here = replace(config, compile=replace(config.compile, cache_dir=None, workers=0))
     with warnings.catch_warnings():

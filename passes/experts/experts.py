@@ -1,9 +1,9 @@
-"""A mixture of experts becomes one op, from the router's logits to the weighted sum of the chosen experts' outputs.
+"""Replaces a mixture of experts by one op, from the router's logits to the weighted sum of the chosen experts' outputs.
 
-For any router other than the two of the op, the op begins after it: with the chosen experts and their weights.
+If the routing is not one that the op implements, the op starts after it, from the chosen experts and their weights.
 
-Why: in the textbook every expert computes every token, since a graph's shapes must not depend on values. The op only
-computes and reads the chosen experts.
+Why: textbook code computes every token with every expert, since shapes in a graph cannot depend on values. The op reads
+and computes only the chosen experts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Experts(GraphPass):
     kernel_token_counts = (1, 64, 1024)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each router: weights that are scattered to the places of a top-k choice."""
+        """Expect a match for each router: a scatter of weights to the places of a top-k choice."""
         scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
         indices = [arg(scatter, 2) for scatter in scatters]
         return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))
@@ -49,17 +49,16 @@ class Experts(GraphPass):
 
 
 class _Routing(NamedTuple):
-    """Logits of the router, experts of a token, and whether their weights add up to 1; or, where the experts are chosen
-    in a way that the op does not know, their weights instead of logits, and which they are."""
+    """How experts are chosen: a routing that the op implements, or the result of another one."""
 
-    logits: fx.Node
+    logits: fx.Node  # of the router; with `chosen`, the weights of the chosen experts
     top_k: int
-    renormalise: bool
-    chosen: fx.Node | None = None
+    renormalise: bool  # the chosen experts' weights add up to 1
+    chosen: fx.Node | None = None  # the chosen experts, if the op does not implement the routing
 
 
 def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
-    """scatter: of the weights of a token's experts into a matrix of all of them, or of anything else."""
+    """Fuse the experts around this scatter, if it scatters a token's weights into a matrix over all experts."""
     zeros, dim, chosen, weights = scatter.args
     is_matrix = scatter.meta["val"].dim() == 2 and dim in (-1, 1)
     if not is_matrix or not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default):
@@ -91,7 +90,7 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
 
 
 def _codes_of(weight: fx.Node, codes: str, scales: str, scheme: str) -> dict[str, Any]:
-    """The op's arguments, by these names, for a weight that is decoded."""
+    """Return the op's arguments, under these names, for a quantised weight; empty for a plain one."""
     if not is_call(weight, experts_weight):
         return {}
     arguments = named(weight)
@@ -99,7 +98,7 @@ def _codes_of(weight: fx.Node, codes: str, scales: str, scheme: str) -> dict[str
 
 
 def _known_routing(weights: Any, chosen: Any) -> _Routing | None:
-    """Softmax of the logits and then the choice of the largest, or the choice and then softmax of what is chosen."""
+    """Match softmax followed by top-k, or top-k followed by softmax over the chosen; otherwise None."""
     topk: Any = arg(chosen, 0) if is_call(chosen, operator.getitem) and chosen.args[1] == 1 else None
     if not is_call(topk, aten.topk.default) or len(topk.args) != 2 or topk.kwargs or only_user(chosen) is None:
         return None
@@ -121,7 +120,7 @@ def _is_of_rows(softmax: fx.Node) -> bool:
 
 
 def _is_share(value: Any, weights: fx.Node | None) -> bool:
-    """Return whether the node is weights / their sum in each row."""
+    """Return whether the value is weights / their sum in each row."""
     if not is_call(value, aten.div.Tensor) or value.args[0] is not weights:
         return False
     total = value.args[1]
@@ -129,9 +128,7 @@ def _is_share(value: Any, weights: fx.Node | None) -> bool:
 
 
 def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
-    """(sum, x, first product, gate, second product) of the experts whose weights are scattered, or the reason for no
-    match.
-    """
+    """Return (sum, x, first product, gate, second product) of the experts whose weights are scattered, or why not."""
     transposed: Any = user_through_cast(scatter)
     column: Any = None if transposed is None else only_user(transposed)
     weighted: Any = None if column is None else only_user(column)

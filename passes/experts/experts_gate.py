@@ -1,6 +1,6 @@
-"""The gate between the two products of experts, of clamped values if there is a limit: value, kernel and match.
+"""The gate between the two products of experts: reference, device function and matcher.
 
-The clamped gate is that of GPT-OSS (OpenAI 2025): gate * sigmoid(alpha * gate) * (up + 1).
+With a limit it is the clamped gate of GPT-OSS (OpenAI 2025): gate * sigmoid(alpha * gate) * (up + 1).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from compiled_engine.passes.linear.silu_mul import activate, gated
 
 @dataclass(frozen=True)
 class Gate:
-    """activation(gate) * up, or, where limit is not 0, the clamped gate. interleaved: the rows of the first weight are
-    gate and up in turn, else all of gate before all of up."""
+    """activation(gate) * up, or the clamped gate if there is a limit."""
 
     activation: str = "silu"
     alpha: float = 0.0
-    limit: float = 0.0
+    limit: float = 0.0  # of clamped values; 0: none
+    # rows of the first weight alternate between gate and up, otherwise all of gate come first
     interleaved: bool = False
 
     def __call__(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:
-        """[T, I] of the first product [T, 2 I], rounded to its dtype after each op."""
+        """Apply the gate to the first product: [T, 2 I] -> [T, I], rounded to its dtype after each op."""
         if self.interleaved:
             gate_TI, up_TI = gate_up_TI2[..., ::2], gate_up_TI2[..., 1::2]
         else:
@@ -49,7 +49,7 @@ def gate_of_experts(
     LIMIT: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """See `Gate`; fp32 in and out, the gate's value rounded to the dtype before the product with up."""
+    """Apply `Gate` in fp32; the activated gate is rounded to the dtype before the product with up."""
     if LIMIT == 0:
         return gated(gate, up, ACTIVATION, dtype)
     else:
@@ -61,7 +61,7 @@ def gate_of_experts(
 
 
 def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
-    """(first product, gate) of which the value is made, or why it is not."""
+    """Return (first product, gate) if a gate computes the value, otherwise the reason."""
     for activated, up in factors(hidden):
         if is_call(activated, aten.silu.default):
             halves = _halves(arg(activated, 0), up)
@@ -76,7 +76,7 @@ def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
 
 
 def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None:
-    """gate * sigmoid(alpha * gate), and up + 1, both of clamped values."""
+    """Match gate * sigmoid(alpha * gate) and up + 1, both of clamped values."""
     if not (is_call(raised, aten.add.Tensor) and raised.args[1:] in ((1,), (1.0,)) and not raised.kwargs):
         return None
     up: Any = raised.args[0]
@@ -96,7 +96,7 @@ def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None
 
 
 def _halves(gate: Any, up: Any) -> tuple[fx.Node, bool] | None:
-    """(product, whether gate and up are its columns in turn); else they are its first and its second half."""
+    """Return (product, interleaved) if gate and up are its alternate columns, or its halves; otherwise None."""
     if all(is_call(half, aten.slice.Tensor) and len(half.args) == 5 for half in (gate, up)):
         product = gate.args[0]
         dim, size = product.meta["val"].dim() - 1, product.meta["val"].shape[-1]

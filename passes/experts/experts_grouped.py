@@ -1,6 +1,6 @@
-"""Triton kernels: products of tokens that were sorted by expert, a tile of one expert's tokens a program; their sum.
+"""Triton kernels for tokens sorted by expert: products of tiles of one expert's tokens, and the sum of results.
 
-S counts pairs of a token and one of its experts, in the order of experts.
+S is the number of (token, expert) pairs, in the order of experts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def grouped_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, block): the tokens of a block times ROWS rows of its expert's weight.
+    """Program (rows, block): the tokens of a block times ROWS rows of their expert's weight.
 
-    GATED: x are the tokens, out is what the gate makes, in the order of experts. Else x is in that order, and out in
-    that of the pairs, each times its weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None. scales: of codes, of
-    tiles of TILE_ROWS rows and TILE_COLUMNS columns, a multiple of BLOCK_K, or 0 for whole rows; None for values.
+    GATED: x is indexed by token, and out, the gate's result, by sorted pair. Otherwise x is indexed by sorted pair, and
+    out by pair, times the pair's weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None. scales: of codes, per
+    TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K, or 0 for whole rows); None for plain weights.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -56,11 +56,11 @@ def grouped_kernel(
         return
     first = tl.load(blocks_ptr + 4 * tl.program_id(1) + 1)
     count = tl.load(blocks_ptr + 4 * tl.program_id(1) + 2)
-    # The tensor cores want 64 rows on the left: tokens where there are as many, else rows of the weight.
+    # Tensor cores need 64 rows on the left: tokens if there are as many, otherwise rows of the weight.
     ROWS_FIRST: tl.constexpr = TOKENS < 64
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     NUM_OUTPUTS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
-    # Past the end, the last token again.
+    # Past the end the last token repeats.
     place_T = first + tl.minimum(tl.arange(0, TOKENS), count - 1)
     mask_T = tl.arange(0, TOKENS) < count
     pair_T = tl.load(sorted_ptr + place_T)
@@ -130,7 +130,7 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, columns): the sum of what its experts left, plus the residual; counts are 0 again."""
+    """Program (token, columns): sums the outputs of the token's experts, adds the residual, and resets the counts."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Triton kernels: the experts of a single token, products of matrix and vector at memory bandwidth."""
+"""Triton kernels for the experts of a single token: matrix-vector products at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_token_route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program, best of one warp: the token's experts and their weights."""
+    """A single program, fastest with one warp: chooses the token's experts and their weights."""
     BLOCK_X: tl.constexpr = triton.next_power_of_2(TOP_K)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -62,8 +62,10 @@ def one_token_gate_up_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH]. scales: of
-    codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS."""
+    """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH].
+
+    scales: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    """
     if DEPENDENT_LAUNCH:
         gdc_wait()
         # Not earlier: the next kernel reads the chosen experts before it waits for this one.
@@ -138,7 +140,7 @@ def one_token_down_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program: ROWS outputs, of all the token's experts, weighted and summed; plus the residual, if there is one."""
+    """Program: ROWS outputs, summed over the token's experts with their weights, plus the residual if there is one."""
     SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

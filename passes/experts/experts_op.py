@@ -1,8 +1,8 @@
-"""The op of a mixture of experts, from the router's logits to the weighted sum: reference and launch of kernels.
+"""The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-A single token has kernels of its own. With more, tokens are sorted by their experts on the device, and each program
-takes a tile of tokens of one expert, so each expert that is touched is read once. All grids follow from shapes alone:
-nothing waits for the device, and every launch can be captured. Sorted tiles: Gale et al. 2022 (MegaBlocks).
+A single token has its own kernels. More tokens are sorted by expert on the device, and each program takes a tile of one
+expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks). Grids depend on shapes alone, so
+nothing waits for the device and every launch can be captured.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import Rounding
 
-# Tiles of the experts' kernels, chosen only by shapes and dtype.
-
-# Up to these numbers of tokens, tiles are those of a few, or of some tokens.
+# Tiles are chosen by shapes and dtype alone. Up to these token counts they are those for few, or for some tokens.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
 
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """Tokens and rows of the weight of a program, and how it is compiled."""
+    """Tokens and weight rows of a program, and its compilation."""
 
     tokens: int
     rows: int
@@ -46,9 +44,7 @@ class GroupedTiles:
 
 
 def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
-    """Choose tiles by the tokens of the step, divided among many experts, and the sizes that a program iterates
-    over.
-    """
+    """Choose tiles by the step's tokens, which many experts share, and by the sizes that a program loops over."""
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens <= FEW_TOKENS:
@@ -70,7 +66,7 @@ class OneTokenTiles:
 
 
 def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """Tiles for the first or second product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880."""
+    """Return the tiles of a product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880."""
     if not gate_up:
         rows, block_k, num_warps = 2, 512, 2
     elif k % 1024 == 0:
@@ -80,7 +76,7 @@ def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
     return OneTokenTiles(rows, min(block_k, next_power_of_2(k)), num_warps)
 
 
-# Pairs of token and expert that a program places.
+# (token, expert) pairs that a program of place_kernel sorts.
 PLACED = 128
 
 
@@ -108,13 +104,14 @@ def reference(
     gate_up_scheme: str = "",
     down_scheme: str = "",
 ) -> torch.Tensor:
-    """[T, D]: for each token the sum of its top_k experts' outputs times their probabilities, plus the residual.
+    """Return for each token the sum of its top_k experts' outputs times their probabilities, plus the residual: [T, D].
 
-    logits_TE: of the router, before the softmax. renormalise: the probabilities of the chosen ones add up to 1.
-    gate_up_END: for each expert the rows of gate and up, in the order of `interleaved`; activation, alpha, limit:
-    see `Gate`. norm_weight_D: x is normed first, see rms_norm. Steps whose argument is None are left out. chosen_TX:
-    the experts of each token, whose weights [T, top_k] then replace logits. Scales, and how they are shared: of weights
-    that are codes, see experts_codes. It reads the chosen experts on the host.
+    logits_TE: of the router, before the softmax. renormalise: the chosen experts' probabilities add up to 1.
+    gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`. norm_weight_D:
+    norm x first, see rms_norm. chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
+    Scales and schemes: of quantised weights, see experts_codes.
+
+    Steps whose argument is None are left out. The chosen experts are read on the host.
     """
     if norm_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
@@ -144,7 +141,7 @@ def _linear(
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Of one expert; with codes in fp32, rounded once."""
+    """Compute one expert's linear; with quantised weights in fp32, rounded once."""
     if scales_ERC is None:
         return torch.nn.functional.linear(x_PK, weight_ENK[expert], bias_N)
     weight_NK = decode(weight_ENK[expert], scales_ERC[expert], Rounding.parse(scheme))
@@ -154,14 +151,13 @@ def _linear(
 
 @dataclass(frozen=True)
 class _Weights:
-    """The experts' weights, scales of codes and biases, and what kernels know of tiles of codes, of routing and of the
-    gate when they are compiled."""
+    """The experts' weights, with the compile-time constants of the kernels."""
 
     gate_up_END: torch.Tensor
     down_EDI: torch.Tensor
     gate_up_scales_ERC: torch.Tensor | None
     down_scales_ERC: torch.Tensor | None
-    gate_up_tiles: dict[str, Any]
+    gate_up_tiles: dict[str, Any]  # tiles of quantised weights that share a scale
     down_tiles: dict[str, Any]
     gate_up_bias_EN: torch.Tensor | None
     down_bias_ED: torch.Tensor | None
@@ -201,7 +197,7 @@ def launch(
     gate_up_scheme: str = "",
     down_scheme: str = "",
 ) -> torch.Tensor:
-    """The kernels behind `reference`; weights and biases contiguous."""
+    """Compute `reference` with the kernels. Weights and biases must be contiguous."""
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
     chosen_TX = None if chosen_TX is None else chosen_TX.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
@@ -291,7 +287,7 @@ def _grouped(
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
     tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
     num_pairs = num_tokens * top_k
-    # An expert's last tile may be part of one.
+    # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -299,7 +295,7 @@ def _grouped(
     chosen_S, rank_S, sorted_S = torch.empty((3, num_pairs), dtype=torch.int32, device=device)
     weights_S = torch.empty(num_pairs, dtype=torch.float32, device=device)
     blocks_B4 = torch.empty((num_blocks, 4), dtype=torch.int32, device=device)
-    # Before the first kernel: if memory ran out later, counts would stay that the last one clears.
+    # Allocated before the first kernel: running out of memory later would leave counts that the last kernel resets.
     hidden_SI, y_SD = x_TD.new_empty((num_pairs, width)), x_TD.new_empty((num_pairs, hidden_size))
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     route_kernel[(num_tokens,)](
@@ -379,7 +375,7 @@ def _grouped(
 
 @cache
 def _counts(device: torch.device, stream: int, num_experts: int) -> torch.Tensor:
-    """Pairs of each expert, zero between launches; one set for each stream, on which launches follow one another."""
+    """Return the number of pairs per expert, zero between launches; one set per stream, where launches are serial."""
     return torch.zeros(num_experts, dtype=torch.int32, device=device)
 
 

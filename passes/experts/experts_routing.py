@@ -1,6 +1,6 @@
-"""Triton kernels: which experts a token goes to, and the tokens sorted by them.
+"""Triton kernels that choose the experts of each token and sort the tokens by expert.
 
-S counts pairs of a token and one of its experts.
+S is the number of (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def chosen_experts(
     BLOCK_X: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The experts with the largest logits of a token, and their probabilities; the first of equal ones comes first."""
+    """Return the experts with a token's largest logits, and their probabilities; among equals the first comes first."""
     e_E = tl.arange(0, BLOCK_E)
     x_X = tl.arange(0, BLOCK_X)
     left_E = tl.load(logits_ptr + e_E, mask=e_E < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
@@ -36,7 +36,7 @@ def chosen_experts(
         left_E = tl.where(e_E == best, float("-inf"), left_E)
     if RENORMALISE:
         total = tl.sum(weight_X, 0)
-    # Where logits are not numbers nothing is left to choose; what is read must exist all the same.
+    # If logits are NaN no expert is found, but its index must still be in range.
     return tl.minimum(expert_X, NUM_EXPERTS - 1), weight_X / total
 
 
@@ -57,9 +57,9 @@ def route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its experts, their weights, and the position of each among an expert's pairs, in any order.
+    """Program (token): its experts, their weights, and each pair's rank among its expert's pairs, in any order.
 
-    given: the experts, whose weights replace logits; None: they are chosen here.
+    given: the chosen experts, whose weights replace the logits; None: they are chosen here.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -96,9 +96,9 @@ def place_kernel(
     PLACED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program: PLACED pairs to their places in the order of experts, and PLACED blocks of up to TOKENS of them.
+    """Program: sorts PLACED pairs by expert, and describes PLACED blocks of up to TOKENS pairs of an expert.
 
-    A block: int32 [4], its expert (-1: there is none), its first place, how many, and nothing.
+    A block is int32 [4]: expert (-1: no block), first place, count, unused.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""The meaning of a traced graph's placeholders, shared by trace, passes and the stitcher.
+"""Sources of a traced graph's inputs, shared by tracing, passes and stitching.
 
 Each placeholder's `meta["source"]` is a `Source` or a `Parameter`; each node's `meta["val"]` is its fake value.
 """
@@ -18,26 +18,21 @@ from compiled_engine.passes.framework.parameter import Parameter
 
 @dataclass(frozen=True)
 class Source:
-    """The run-time source of a graph input that is no parameter.
+    """The run-time source of a graph input that is not a parameter."""
 
-    kind "argument": the forward argument `name`, see StepTensor;
-    "size": the length of dimension `dim` of that argument;
-    "received", only in a stage: value `name` (received.0, ...) from the previous stage.
-    """
-
-    kind: str
-    name: str
-    dim: int = 0
+    kind: str  # "argument", "size" or, in a pipeline stage, "received"
+    name: str  # the forward argument, see StepTensor, or the value received from the previous stage (received.0, ...)
+    dim: int = 0  # for a size: the dimension of the argument whose length it is
 
     @property
     def element(self) -> int | None:
-        """The source's index in a list: 3 for kv_caches.3; None for any other source."""
+        """The index of a list element: 3 for kv_caches.3; None for any other source."""
         number = self.name.partition(".")[2]
         return int(number) if self.kind != "parameter" and number.isdecimal() else None
 
     @property
     def expression(self) -> str:
-        """The source in Python, where the forward's arguments have their names."""
+        """The source as a Python expression over the forward's arguments."""
         head, _, rest = self.name.partition(".")
         return self.name if self.element is None else f"{head}[{rest}]"
 
@@ -52,14 +47,14 @@ def is_parameter(node: object) -> bool:
 
 
 def parameter_of(placeholder: fx.Node) -> Parameter:
-    """The description of a placeholder for which `is_parameter` holds."""
+    """Return the description of a placeholder for which `is_parameter` holds."""
     found = source_of(placeholder)
     assert isinstance(found, Parameter)
     return found
 
 
 def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
-    """Give the graph an input for a parameter, behind its other inputs."""
+    """Add an input for a parameter to the graph, after its other inputs."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.placeholder(re.sub(r"\W", "_", parameter.name))
@@ -71,22 +66,20 @@ def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
 
 
 def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
-    """Put the shards, by name, into the descriptions of the graph's parameters."""
+    """Set the shards of the graph's parameters. shards: by parameter name."""
     for node in graph.find_nodes(op="placeholder"):
         if is_parameter(node):
             node.meta["source"] = parameter_of(node).divided(shards)
 
 
 def shards_in(graph: fx.Graph) -> dict[str, Shard]:
-    """Return the shards that `describe_shards` has put there, by name."""
+    """Return the shards that `describe_shards` has set, by parameter name."""
     parameters = [parameter_of(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node)]
     return {leaf.name: leaf.shard for p in parameters for leaf in p.leaves() if leaf.shard is not None}
 
 
 def argument(graph: fx.Graph, name: str) -> fx.Node:
-    """The input of a forward argument, such as a pass's step tensor. Raises LookupError if the graph has none of this
-    name.
-    """
+    """Return the input of a forward argument, such as a pass's step tensor. Raises LookupError if there is none."""
     for node in graph.find_nodes(op="placeholder"):
         if source_of(node).kind == "argument" and source_of(node).name == name:
             return node

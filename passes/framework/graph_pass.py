@@ -1,4 +1,4 @@
-"""The protocol of passes, and their reports."""
+"""The protocol that passes implement, and the results they report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from compiled_engine.attention.inputs import StepTensor
 
 @dataclass(frozen=True)
 class CompileRange:
-    """Token counts, both ends included, for which the model is compiled once.
-
-    The code of a `small` range, for small batches, returns the logits of every token; other code hidden states.
-    """
+    """A range of token counts, ends included, that shares one compiled version of the model."""
 
     low: int
     high: int
-    small: bool = False
+    small: bool = False  # made for small batches; returns logits of all tokens instead of hidden states
 
     @property
     def name(self) -> str:
@@ -33,84 +30,80 @@ class CompileRange:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The value that node `before` (its name) had before the pass is now the value of node `after`."""
+    """A value that a pass replaced: the new node computes what the old one did."""
 
-    before: str
+    before: str  # name of the old node
     after: fx.Node
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """`near_misses` say where a pattern began to match and why it did not; the verifier compares `replacements`. notes:
-    what a report says besides, a line for each thing."""
+    """The matches of one run of a pass, and what the verifier and the reports need."""
 
     matches: int
-    near_misses: tuple[str, ...] = ()
-    replacements: tuple[Replacement, ...] = ()
-    notes: tuple[str, ...] = ()
+    near_misses: tuple[str, ...] = ()  # candidates that did not match, with the reason
+    replacements: tuple[Replacement, ...] = ()  # compared by the verifier
+    notes: tuple[str, ...] = ()  # further lines of the report
 
 
 @dataclass(frozen=True)
 class SplittingOp:
-    """An op that graphs are split at, since it writes to its arguments, as to a KV cache.
+    """An op that graphs are split at because it writes to its arguments, such as the KV cache."""
 
-    name: its name in torch, compiled_engine::attention. function: what the compiled forward calls in the op's place,
-    without torch's dispatcher. attends: attention's result is there after the op, so a pipeline may be cut behind it.
-    around: for an op of which attention is a part, makes the function that calls another function for this part.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    attends: bool = False
+    name: str  # in torch: compiled_engine::attention
+    function: Callable[..., Any]  # called in the op's place by the compiled forward, past torch's dispatcher
+    attends: bool = False  # attention is complete after the op, so a pipeline may be cut there
+    # For an op that contains attention: returns `function` with the given function in attention's place.
     around: Callable[[Callable[..., None]], Callable[..., Any]] | None = None
 
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """Rewrites a whole model's ATen graph in place, before it is split. A pass derives from this class.
-
-    requires: names of passes that this one needs. splitting_ops: introduced by the pass. kernel_token_counts: token
-    counts at which it switches kernels. required: a missed match changes the result, so falling short of the contract
-    is an error in any mode. uuid: replaces the digest of the source in the cache key, for a pass without a source file;
-    it must change with the pass.
-    """
+    """A rewrite of the whole model's ATen graph, in place, before splitting. A pass derives from this class."""
 
     name: str
-    requires: tuple[str, ...] = ()
-    splitting_ops: tuple[SplittingOp, ...] = ()
-    kernel_token_counts: tuple[int, ...] = ()
+    requires: tuple[str, ...] = ()  # names of passes that must be enabled
+    splitting_ops: tuple[SplittingOp, ...] = ()  # ops of the pass that write to their arguments
+    kernel_token_counts: tuple[int, ...] = ()  # token counts at which the pass switches kernels
+    # A missed match changes the results, so that falling short of the contract is an error in every mode.
     required: bool = False
+    # In the cache key in place of the digest of the pass's source, for a pass without a source file. It must change
+    # with the pass.
     uuid: str | None = None
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        """Return None if the pass applies, otherwise the reason; by default it applies everywhere."""
+        """Return None if the pass applies to the range and device, otherwise the reason why not."""
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return how often the pass must match, counted in the graph before any pass ran.
 
-        The count uses a mark that the pattern cannot lack, not the pattern: unknown variants count too; the pass then
-        falls short and reports why.
+        Count an independent mark of the pattern rather than the pattern itself. Variants that the pass does not know
+        are then counted too; the pass falls short of its contract and reports why.
         """
         ...
 
     def step_tensors(self) -> tuple[StepTensor, ...]:
-        """The step tensors that the pass reads in addition to those of every forward. They exist wherever the pass is
-        enabled; `graph_inputs.argument` finds their inputs in the graph."""
+        """Return the step tensors that the pass reads in addition to those of every forward.
+
+        They exist wherever the pass is enabled; `graph_inputs.argument` finds their inputs in the graph.
+        """
         return ()
 
     def run(self, graph: fx.Graph) -> PassResult: ...
 
     def keep(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the kept parameters of a model's graphs, by name, when they have memory. They are zeros, and their
-        memory stays the same, so the pass may write them now and between steps."""
+        """Receive the kept parameters of the model's graphs, by name, once they are allocated.
+
+        They start as zeros and keep their memory, so the pass may write them now and between steps.
+        """
         return  # without a body it would have to be there in every pass
 
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check the graph after the pass, and return how many values were compared.
+        """Check the graph after the pass and return the number of compared values.
 
-        None, as here: the verifier is to compare the replacements. Raises VerificationError.
+        None, the default, lets the verifier compare the replacements. Raises VerificationError.
         """
         return None

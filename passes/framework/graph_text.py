@@ -1,4 +1,4 @@
-"""A graph as text, one node a line: what diffs and the inspector show."""
+"""Renders a graph as text, one node per line, for diffs and the inspector."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ CONTEXT_LINES = 2
 
 
 def graph_text(graph: fx.Graph) -> list[str]:
-    """`name: dtype[shape] = op(arguments)` for each node; inputs show their source."""
+    """Return `name: dtype[shape] = op(arguments)` for each node; inputs show their source."""
     return [_line(node) for node in graph.nodes]
 
 
 def graph_diff(before: list[str], after: list[str]) -> str:
-    """Diff: removed lines (-), then added lines (+), with two lines of context.
+    """Return a diff of two graph texts: removed lines (-), then added lines (+), with two lines of context.
 
-    Every line of a graph is unique, and unchanged lines keep their order, so no search for the longest match is needed:
-    the time is linear in the lines.
+    Lines of a graph are unique and unchanged lines keep their order, so the diff takes linear time.
     """
     went, came = set(before) - set(after), set(after) - set(before)
     lines: list[str] = []

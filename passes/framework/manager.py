@@ -1,4 +1,4 @@
-"""Runs the passes over a graph in their order, and reports what each did or why it did nothing."""
+"""Runs the passes over a graph in order and reports what each did, or why it did nothing."""
 
 from __future__ import annotations
 
@@ -20,29 +20,25 @@ from compiled_engine.passes.framework.verifier import copy_of, verify_rewrites
 
 
 class ContractError(RuntimeError):
-    """An enabled pass matched less often than it must."""
+    """An enabled pass matched less often than its contract requires."""
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """The report of one pass on one graph.
-
-    `applied` False: it was not run, for `reason`. `contract`: required matches. `diff`: the graph's text before and
-    after. `verified`: number of rewrites whose results were compared and equal. `notes`: see PassResult.
-    """
+    """The report of one pass on one graph."""
 
     name: str
     enabled: bool
-    applied: bool
+    applied: bool  # False: not run, for `reason`
     reason: str = ""
     matches: int = 0
-    contract: int = 0
+    contract: int = 0  # required matches
     near_misses: tuple[str, ...] = ()
     seconds: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
-    diff: str = ""
-    verified: int = 0
+    diff: str = ""  # of the graph's text
+    verified: int = 0  # rewrites whose results were compared and equal
     notes: tuple[str, ...] = ()
 
     @staticmethod
@@ -61,11 +57,11 @@ def run_passes(
     strict: bool = False,
     verify: bool = False,
 ) -> tuple[PassReport, ...]:
-    """Run the enabled passes, in the order of `passes`, where they apply and pay; rewrites `graph` in place.
+    """Run the enabled passes in the order of `passes`, rewriting `graph` in place; returns a report per known pass.
 
-    Returns a report for each known pass. `profile`: what was measured on the device; without one every pass that
-    applies runs. Raises ContractError when a required pass, in strict mode any pass, matched less often than its
-    contract, and VerificationError in verify mode when a rewrite computes something else.
+    A pass is skipped where it does not apply, or where `profile`, the device's measurements, shows a loss. Raises
+    ContractError if a required pass (in strict mode any pass) falls short of its contract, and VerificationError in
+    verify mode if a rewrite computes a different result.
     """
     reports = []
     text = graph_text(graph)
@@ -86,7 +82,7 @@ def run_passes(
 
 
 def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]) -> None:
-    """Raise ContractError for an applied pass that matched less often than its contract."""
+    """Raise ContractError for a pass that matched less often than its contract."""
     for report in reports:
         if report.matches < report.contract:
             raise ContractError(
@@ -120,7 +116,7 @@ def _run(
     device: torch.device,
     verify: bool,
 ) -> tuple[PassReport, list[str]]:
-    """text: of the graph. Returns the report, and the text of what the graph is now."""
+    """Return the report, and the text of the rewritten graph. text: of the graph before."""
     before = copy_of(graph) if verify else None
     start = time.perf_counter()
     result = graph_pass.run(graph)
@@ -151,9 +147,9 @@ def _run(
 
 
 def pass_uuid(graph_pass: GraphPass) -> str:
-    """Digest of the source of the module that defines a pass: part of the cache key.
+    """Return the digest of the pass's module source for the cache key, or the pass's own `uuid`.
 
-    A pass without a source file (in a notebook) has a `uuid` of its own.
+    Raises ValueError for a pass with neither, such as one written in a notebook.
     """
     if graph_pass.uuid is not None:
         return graph_pass.uuid

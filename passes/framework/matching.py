@@ -1,4 +1,4 @@
-"""Reading and writing FX graphs: what every pass does with them."""
+"""Helpers to match patterns in FX graphs and to insert calls."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def rewrite_calls(
     target: Callable[..., Any],
     rewrite: Callable[[fx.Graph, fx.Node], Sequence[Replacement] | str | None],
 ) -> PassResult:
-    """Rewrite the patterns that contain a call of `target`, then erase unused nodes.
+    """Rewrite each pattern around a call of `target`, then erase unused nodes.
 
-    rewrite: called for each. It inserts the fused op and returns the replacements, or the reason why a candidate did
-    not match, or None for any other call.
+    `rewrite` is called for each such call. It inserts the fused op and returns the replacements, returns the reason if
+    a candidate did not match, or None if the call is unrelated.
     """
     matches, near_misses = 0, []
     replacements: list[Replacement] = []
@@ -42,19 +42,19 @@ def rewrite_calls(
 
 
 def arg(node: fx.Node, index: int) -> Any:
-    """A call's argument; FX declares it as a union too wide to work with."""
+    """Return a positional argument of a call, untyped: FX's union type is too wide to work with."""
     return node.args[index]
 
 
 def named(call: fx.Node) -> dict[str, Any]:
-    """A call's arguments by the names in its op's schema, with defaults where the call leaves them out."""
+    """Return a call's arguments by their schema names, defaults included."""
     op: Any = call.target
     names = [argument.name for argument in op._schema.arguments]
     return _defaults(op) | dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
 def change(call: fx.Node, **arguments: Any) -> None:
-    """Give a call other arguments, by the names in its op's schema."""
+    """Replace arguments of a call, given by their schema names."""
     call.args, call.kwargs = _in_order(call.target, named(call) | arguments), {}
 
 
@@ -63,12 +63,12 @@ def _defaults(op: Any) -> dict[str, Any]:
 
 
 def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Positional arguments of a call. Raises KeyError for a missing one."""
+    """Return a call's positional arguments. Raises KeyError for a missing one."""
     return tuple(arguments[each.name] for each in op._schema.arguments)
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
-    """The mode of the first fake tensor in a value or nested sequence of values."""
+    """Return the mode of the first fake tensor in a value or nested sequence."""
     return next(leaf.fake_mode for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor))
 
 
@@ -77,7 +77,7 @@ def is_call(node: object, *targets: Callable[..., Any]) -> bool:
 
 
 def through_cast(node: Any) -> Any:
-    """The value before a dtype conversion, or the node itself: fp32 graphs have no casts where bf16 ones do."""
+    """Return the value before a dtype conversion, or the node itself: bf16 graphs have casts that fp32 graphs lack."""
     return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
 
 
@@ -86,7 +86,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def user_through_cast(node: fx.Node) -> fx.Node | None:
-    """The only user, looking through a dtype conversion."""
+    """Return the only user, looking through a dtype conversion."""
     user = only_user(node)
     if user is not None and is_call(user, aten._to_copy.default):
         return only_user(user)
@@ -94,13 +94,13 @@ def user_through_cast(node: fx.Node) -> fx.Node | None:
 
 
 def other_factor(product: fx.Node, factor: object) -> Any:
-    """The other operand of a multiplication that `factor` (possibly through a cast) is one of."""
+    """Return the other operand of a multiplication by `factor`, which may be cast first."""
     left, right = arg(product, 0), arg(product, 1)
     return right if through_cast(left) is factor or left is factor else left
 
 
 def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """Return both orders of a product's operands; an empty list for other nodes."""
+    """Return both orders of a product's operands, or an empty list for other nodes."""
     if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
         return []
     left, right = product.args
@@ -108,7 +108,7 @@ def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A call at the graph's insertion point, with its fake value computed."""
+    """Insert a call at the graph's insertion point, and compute its fake value."""
     node = graph.call_function(target, args)
     values = fx.map_arg(args, lambda argument: argument.meta["val"])
     with fake_mode_of(values):
@@ -117,8 +117,9 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 
 def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
-    """`emit` with arguments by the names in the op's schema, with defaults for missing ones. Names that the op does not
-    have are ignored, so that an op may take the arguments of another.
+    """`emit` with arguments by schema name; missing ones take their defaults.
+
+    Names that the op does not have are ignored, so arguments of another op can be passed on.
     """
     return emit(graph, op, *_in_order(op, _defaults(op) | dict(arguments)))
 
@@ -130,7 +131,7 @@ def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:
 
 
 def always_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Return whether two sizes are equal for every value that they may have."""
+    """Return whether two sizes are equal for all values of their symbols."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a quarter of a second
 
     return statically_known_true(a == b)

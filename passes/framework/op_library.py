@@ -1,8 +1,8 @@
-"""Declares ops: what computes an op on each kind of device, and what passes and the compiler may know of it.
+"""Declarations of ops: their implementations per device, and the properties that passes and the compiler read.
 
-An op of a pass is opaque to Inductor, with a kernel for GPUs and a reference for CPUs (`define_op`). An op that was
-registered elsewhere, by ATen or by a user, is declared by `declare_op`. Passes and compiler read declarations; neither
-has a list of names.
+`define_op` defines a pass's op, which is opaque to Inductor, with a kernel for GPUs and a reference for CPUs.
+`declare_op` describes an op registered elsewhere, by ATen or a user. Passes and the compiler consult declarations
+instead of lists of names.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
-# The format of a weight that is stored as it is multiplied.
+# Weight format: stored in the dtype it is multiplied in.
 PLAIN = "plain"
-# The format of a weight that is stored as codes with scales, see LinearScheme.
+# Weight format: stored as codes with scales, see LinearScheme.
 QUANTISED = "quantised"
 
 _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
@@ -26,35 +26,27 @@ _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
 
 @dataclass(frozen=True)
 class LinearArguments:
-    """The arguments of an op that computes x @ weight^T + bias, by their names in its schema.
-
-    transposed: the op takes weight^T. format: how the weight is stored; an op that takes a quantised one has further
-    arguments scales_RC, zeros_RC, input_scale_1 and scheme. alone: arguments with the values that they have where the
-    call computes a linear and nothing else.
-    """
+    """Schema names of the arguments of an op that computes x @ weight^T + bias."""
 
     x: str
     weight: str
     bias: str | None = None
-    format: str = PLAIN
-    transposed: bool = False
-    alone: tuple[tuple[str, Any], ...] = ()
+    format: str = PLAIN  # PLAIN, or QUANTISED: the op then also takes scales_RC, zeros_RC, input_scale_1 and scheme
+    transposed: bool = False  # the op takes weight^T
+    alone: tuple[tuple[str, Any], ...] = ()  # argument values with which the call is nothing but a linear
 
 
 @dataclass(frozen=True)
 class OpDeclaration:
-    """direct: a piece with the op may run as generated Python, since Inductor could only call the op too. call: the
-    function that this Python calls in place of the op, which costs the host less. launches: whether a call launches
-    anything; a view does not. linear: the arguments of an op that is a linear. reference: plain torch that Inductor
-    compiles in place of the op on a device without its kernel. lone: as direct, in a piece that has nothing else which
-    Inductor could fuse the op with."""
+    """Properties of an op that decide how it is matched and compiled."""
 
-    direct: bool = False
-    call: Callable[..., Any] | None = None
-    launches: bool = True
-    linear: LinearArguments | None = None
+    direct: bool = False  # A piece with the op may run as generated Python: Inductor could do no more than call the op.
+    call: Callable[..., Any] | None = None  # called by generated Python in place of the op, at less host time
+    launches: bool = True  # a call launches kernels; False for views
+    linear: LinearArguments | None = None  # set for an op that is a linear
+    # Plain torch that Inductor compiles in place of the op on devices without its kernel.
     reference: Callable[..., Any] | None = None
-    lone: bool = False
+    lone: bool = False  # `direct`, but only in a piece without ops that Inductor could fuse this one with
 
 
 def _view(call: Callable[..., Any] | None = None) -> OpDeclaration:
@@ -99,11 +91,11 @@ def define_op(
     reference: Callable[..., Any] | None = None,
     linear: LinearArguments | None = None,
 ) -> OpOverload:
-    """Define compiled_engine::<schema>, functional, and return the op. `fake` gives the results' shapes and dtypes;
-    reference, linear: see OpDeclaration.
+    """Define the functional op compiled_engine::<schema> and return it.
 
-    Straight into torch's dispatcher, which costs several microseconds a call; torch.library.custom_op costs several
-    times that. See `implementation` for calls that go past it.
+    fake: returns the results' shapes and dtypes. reference, linear: see OpDeclaration. The op is registered directly in
+    torch's dispatcher, where a call costs several microseconds; torch.library.custom_op costs several times that.
+    `implementation` gives the function to call without any dispatch.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -118,22 +110,24 @@ def define_op(
 
 
 def declare_op(op: OpOverload, declaration: OpDeclaration) -> None:
-    """Declare an op that was not made by `define_op`. Raises ValueError if it is declared otherwise already."""
+    """Declare an op not made by `define_op`. Raises ValueError if it has a different declaration already."""
     if _DECLARED.setdefault(op, declaration) != declaration:
         raise ValueError(f"op is {op}, which is declared as {_DECLARED[op]}; allowed: one declaration of an op")
 
 
 def declaration_of(op: object) -> OpDeclaration:
-    """The declaration of an op, or of a call's target; an empty one for anything that was never declared."""
+    """Return the declaration of an op or call target; an empty one if there is none."""
     return _DECLARED.get(op, _NOTHING) if isinstance(op, OpOverload) else _NOTHING
 
 
 def references() -> dict[OpOverload, Callable[..., Any]]:
-    """Each op that has a reference, with it."""
+    """Return the references of all ops that have one."""
     return {op: declared.reference for op, declared in _DECLARED.items() if declared.reference is not None}
 
 
 def implementation(op: OpOverload, device_type: str) -> Callable[..., Any]:
-    """The function that generated Python calls for an op on a kind of device, past torch's dispatcher where that is
-    possible; the op itself if it was neither made by `define_op` nor declared with a `call`."""
+    """Return the function that generated Python calls for an op on a device type.
+
+    Bypasses torch's dispatcher for ops made by `define_op` or declared with a `call`; others are returned as they are.
+    """
     return declaration_of(op).call or op.py_kernels.get(_KEYS[device_type], op)

@@ -1,7 +1,7 @@
-"""The description of a parameter of a graph: read from a checkpoint, packed from several, or computed from others.
+"""Describes a graph's parameters: read from a checkpoint, packed from several, or computed from others.
 
-Passes put descriptions on a graph's placeholders, the plan keeps them as JSON, and the loader allocates and fills what
-they name. So what a pass has packed or computed follows from the checkpoint each time that weights are read.
+Passes put descriptions on placeholders, the plan stores them as JSON, and the loader allocates and fills the tensors.
+Packed and computed parameters are therefore rebuilt from the checkpoint whenever weights are read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework import rounding
 
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
-# Roles of a quantised weight of a checkpoint: its codes, their scales, and the scale of the linear's inputs.
+# Roles of the parts of a checkpoint's quantised weight: codes, their scales, and the scale of the linear's inputs.
 CODES, SCALES, INPUT_SCALE = QUANTISED = ("codes", "scales", "input_scale")
-# The role of factors of the codes in an FP8 KV cache: no tensor of the model, filled by the loader.
+# Role of the scales of an FP8 KV cache: not a tensor of the model, filled by the loader.
 KV_SCALES = "kv_scales"
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
 Steps = tuple[tuple[str, float | str], ...]
@@ -27,7 +27,7 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
     "to": lambda tensor, dtype: tensor.to(getattr(torch, dtype)),
-    # Make from a weight that is quantised while it is loaded; operand: its scheme.
+    # Quantise a weight while it is loaded; operand: its scheme.
     "codes": rounding.weight_codes,
     "scales": rounding.weight_scales,
     # Repeat each row this many times, for scales of smaller tiles.
@@ -38,25 +38,24 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor that a rank keeps on its device, with the shape and dtype that it has there.
+    """A tensor that a rank keeps on its device, with its shape and dtype there.
 
-    Without members it is a tensor of the model, under the model's name. role: a weight is read from the checkpoint, a
-    buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and its pass fills it. The
-    QUANTISED roles are the parts of a quantised weight in a checkpoint; they are named `weight name.role`. KV_SCALES
-    are those of a layer's keys and values, [2, K]. scheme: how a weight is quantised, as text. shard: the part of the
-    undivided tensor; None for all of it. With members it contains their rows, and they are views of it. With `make` it
-    is the result of these steps on those rows, and members have memory of their own only if they are named elsewhere
-    too.
+    Without members it is a tensor of the model, under the model's name. With members it packs their rows, and the
+    members are views of it. With `make` it is the result of these steps on the packed rows; members then have memory of
+    their own only if they are named elsewhere too.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    # WEIGHT: read from the checkpoint. BUFFER: has the model's values. KEPT: starts as zeros and is filled by its pass.
+    # CODES, SCALES and INPUT_SCALE: parts of a checkpoint's quantised weight, named `weight name.role`. KV_SCALES: of a
+    # layer's keys and values, [2, K].
     role: str = WEIGHT
     members: tuple[Parameter, ...] = ()
     make: Steps = ()
-    shard: Shard | None = None
-    scheme: str = ""
+    shard: Shard | None = None  # part of the undivided tensor; None: all of it
+    scheme: str = ""  # how a weight is quantised, as text
     kind: ClassVar[str] = "parameter"
 
     @staticmethod
@@ -74,25 +73,25 @@ class Parameter:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     def leaves(self) -> Iterator[Parameter]:
-        """Yield the tensors of the model that it consists of, or is made of."""
+        """Yield the model's tensors that the parameter is packed or made from."""
         if not self.members:
             yield self
         for member in self.members:
             yield from member.leaves()
 
     def renamed(self, rename: Callable[[str], str]) -> Parameter:
-        """Return the same description with other names for it and its members."""
+        """Return the description with other names for the parameter and its members."""
         return replace(self, name=rename(self.name), members=tuple(m.renamed(rename) for m in self.members))
 
     def divided(self, shards: Mapping[str, Shard]) -> Parameter:
-        """Return the same description with these shards, by name, of the tensors that it consists of."""
+        """Return the description with the model's tensors sharded. shards: by name."""
         if not self.members:
             return replace(self, shard=shards.get(self.name))
         return replace(self, members=tuple(member.divided(shards) for member in self.members))
 
     @staticmethod
     def from_json(item: Mapping[str, Any]) -> Parameter:
-        """Read the fields of `dataclasses.asdict` as JSON has them."""
+        """Read the JSON form of `dataclasses.asdict`."""
         shard = item["shard"]
         if shard is not None:
             sections = tuple(Section(*section) for section in shard["sections"])
@@ -107,7 +106,7 @@ class Parameter:
 
 
 def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
-    """Describe the members' rows one below another. Raises ValueError if members differ in more than their rows."""
+    """Describe the members' rows stacked. Raises ValueError if members differ in more than their number of rows."""
     if len({(member.shape[1:], member.dtype) for member in members}) != 1:
         shapes = ", ".join(f"{member.shape} {member.dtype}" for member in members)
         raise ValueError(f"the members of {name} must agree in all but their rows, got {shapes or 'none'}")
@@ -116,7 +115,7 @@ def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
 
 
 def made(parameter: Parameter, step: str, operand: float | str, result: torch.Tensor) -> Parameter:
-    """Describe the result of one more step; result: a tensor of its shape and dtype, which may be fake."""
+    """Describe what one more step makes of the parameter. result: a tensor of its shape and dtype, may be fake."""
     base = parameter if parameter.make else replace(parameter, members=(parameter,), shard=None)
     name = f"{parameter.name}.{step}({operand})"
     shape, dtype = tuple(result.shape), _name(result.dtype)
@@ -124,7 +123,7 @@ def made(parameter: Parameter, step: str, operand: float | str, result: torch.Te
 
 
 def compute(parameter: Parameter, leaf: Callable[[Parameter], torch.Tensor]) -> torch.Tensor:
-    """Compute the value of a parameter. leaf: returns the values of the model's tensors."""
+    """Compute the value of a parameter. leaf: returns the value of a tensor of the model."""
     if not parameter.members:
         return leaf(parameter)
     parts = [compute(member, leaf) for member in parameter.members]

@@ -1,6 +1,6 @@
-"""The measured profile of a device: gains of passes, and tiles of kernels. Shipped as JSON files.
+"""Measured device profiles, shipped as JSON files: gains of passes and tiles of kernels.
 
-`compiled-engine tune` writes them. A device without a profile uses the defaults: every applicable pass is run.
+`compiled-engine tune` writes them. Without a profile every applicable pass runs, with default tiles.
 """
 
 from __future__ import annotations
@@ -19,42 +19,40 @@ from compiled_engine.passes.framework.graph_pass import CompileRange
 PROFILES = Path(__file__).parent / "profiles"
 
 
-# A linear: tokens (most of a bucket), rows and columns of its weight, and whether it ends in silu * up.
+# A linear: largest token count of its bucket, rows and columns of its weight, and whether it ends in silu * up.
 LinearKey = tuple[int, int, int, bool]
 
-# Most tokens of the buckets of earlier profiles' products, which do not say where a bucket begins.
+# Upper ends of the product buckets in older profiles, which do not record the lower ends.
 EARLIER_BUCKETS = (128, 256, 288, 352, 384, 1024, 1152, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """Fields of ProductTiles, the fastest for `first` to `last` tokens times a weight [num_rows, k]; gated: rows are of
-    gate and up."""
+    """The fastest tiles for `first` to `last` tokens times a weight [num_rows, k]."""
 
     first: int
     last: int
     num_rows: int
     k: int
-    gated: bool
-    tiles: dict[str, Any]
+    gated: bool  # the rows are those of gate and up
+    tiles: dict[str, Any]  # fields of ProductTiles
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The profile of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, the
-    smallest over all measured shapes; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
-    hopper_tiles, products: fields of HopperTiles and of ProductTiles, where these kernels are the fastest.
-    """
+    """The measured profile of one GPU model."""
 
     device: str
+    # Pass name -> {tokens: microseconds that the pass saves in a step}, the smallest over all measured shapes.
     gains_us: dict[str, dict[int, float]]
-    noise_us: float
-    tiles: dict[LinearKey, dict[str, int]]
+    noise_us: float  # a gain below minus this is a loss
+    tiles: dict[LinearKey, dict[str, int]]  # fields of the small-batch kernels' Tiles
+    # fields of HopperTiles, where that kernel is fastest
     hopper_tiles: dict[LinearKey, dict[str, int]] = field(default_factory=dict)
-    products: tuple[MeasuredProduct, ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()  # where Hopper's kernel for many tokens is fastest
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
-        """Return None if the pass is faster or was not measured, otherwise the measured loss."""
+        """Return the measured loss of a pass in the range; None if it is faster or was not measured."""
         measured = {
             tokens: gain for tokens, gain in self.gains_us.get(pass_name, {}).items() if tokens in compile_range
         }
@@ -66,7 +64,7 @@ class DeviceProfile:
         return f"it is slower on {self.device}: {-gain:.1f} microseconds in a step of {tokens} tokens"
 
     def product(self, num_tokens: int, num_rows: int, k: int, gated: bool) -> dict[str, Any] | None:
-        """Return the fields of ProductTiles for a product, None where another kernel is faster."""
+        """Return the fields of ProductTiles for a product; None where another kernel is faster."""
         shape = num_rows, k, gated
         return next(
             (p.tiles for p in self.products if p.first <= num_tokens <= p.last and (p.num_rows, p.k, p.gated) == shape),
@@ -75,24 +73,23 @@ class DeviceProfile:
 
 
 def profile_path(device_name: str) -> Path:
-    """The file of a device's profile: nvidia_h200.json for an NVIDIA H200."""
+    """Return the file of a device's profile: nvidia_h200.json for an NVIDIA H200."""
     return PROFILES / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
 
 
 def profile_of(device: torch.device) -> DeviceProfile | None:
-    """The profile of a GPU; None for one without, and for a CPU, where every pass that applies is run."""
+    """Return a GPU's profile; None if it has none, and for CPUs, where every applicable pass runs."""
     return load_profile(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @cache
 def load_profile(device_name: str) -> DeviceProfile | None:
-    """The profile of a device, None if it was never measured."""
+    """Return a device's profile; None if it was never measured."""
     path = profile_path(device_name)
     return parse_profile(path.read_text()) if path.exists() else None
 
 
 def parse_profile(text: str) -> DeviceProfile:
-    """A profile from its JSON."""
     data: dict[str, Any] = json.loads(text)
     gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
     tiles, hopper_tiles = (

@@ -1,6 +1,6 @@
-"""Random values for a graph's inputs: a valid batch, a filled cache, and weights of ordinary size.
+"""Random inputs of a graph: a valid batch, a filled KV cache, and weights of ordinary magnitude.
 
-A pass's step tensor contains padding, with which the pass changes no token.
+Step tensors of passes contain padding, which changes no token.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MOST_CONTEXT = 24
 
 
 class RandomInputs:
-    """A random batch. A name always has the same value, so both sides of a rewrite get the same numbers."""
+    """A random batch. A name always has the same value, so both sides of a rewrite read equal numbers."""
 
     def __init__(self, graph: fx.Graph, num_tokens: int, device: torch.device, scale: float):
-        """Decodes first, then one prompt with the tokens that are left; the first token is written nowhere.
+        """Make a batch of decodes, then one prompt with the remaining tokens; the first token is not cached.
 
-        scale: of embeddings, matrices and biases. A small one makes hidden states in which an eps counts.
+        scale: of embeddings, matrices and biases; if small, hidden states are so small that a norm's eps matters.
         """
         self._scale = scale
         self._generator = torch.Generator(device="cpu").manual_seed(num_tokens)
@@ -50,19 +50,19 @@ class RandomInputs:
         sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
         asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
         self._arguments |= padding_of((*asked, TOKEN_TYPES), sizes, device)
-        if "rows_R" in placeholders:  # of states of recurrences, as far as these go
+        if "rows_R" in placeholders:  # state rows of recurrences; requests beyond them have none
             sources = map(source_of, placeholders.values())
             num_rows = min(s.shape[0] for s in sources if isinstance(s, Parameter) and s.role == KEPT)
             rows_R = torch.arange(sizes["requests"], dtype=torch.int32)
             rows_R[num_rows:] = -1
             self._arguments["rows_R"] = rows_R.to(device)
-        for name, node in placeholders.items():  # rows of a callable's own, such as hidden states
+        for name, node in placeholders.items():  # other inputs with a row per token, such as hidden states
             if source_of(node).kind == "argument" and name not in self._arguments:
                 fake = node.meta["val"]
                 self._arguments[name] = self._normal((num_tokens, *fake.shape[1:]), fake.dtype)
 
     def of(self, placeholder: fx.Node) -> Any:
-        """The value of a graph input."""
+        """Return the value of a graph input."""
         source = source_of(placeholder)
         if isinstance(source, Source):
             value = self._arguments[source.name]
@@ -70,16 +70,16 @@ class RandomInputs:
         return compute(source, self.parameter) if source.make else self.parameter(source)
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
-        """Scale 1 keeps the size of values in products with matrices; the weights of norms are around 1."""
+        """Return a parameter's value. With scale 1, matrices preserve magnitudes and norm weights are around 1."""
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
             if parameter.role == CODES:
                 largest = torch.finfo(parameter.torch_dtype).max
-                value = (100 * value).clamp(-largest, largest)  # beyond, torch 2.11 makes NaN of them
+                value = (100 * value).clamp(-largest, largest)  # torch 2.11 converts larger ones to NaN
             elif parameter.role == SCALES:  # over three decades
                 value = value.exp() / 1e3 * self._scale
-            elif parameter.role == INPUT_SCALE:  # of linears that may be merged
+            elif parameter.role == INPUT_SCALE:  # equal, so that linears may be merged
                 value = torch.full_like(value, 0.02)
             elif parameter.role == KV_SCALES:
                 value = (0.3 * value).exp()
@@ -95,7 +95,7 @@ class RandomInputs:
         return torch.randn(sizes, generator=self._generator).to(self._device, dtype)
 
     def _cache(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return normal keys and values; of 8 bits as the writing kernels round them."""
+        """Return normal keys and values; those of 8 bits are rounded as the writing kernels do."""
         if not is_coded(dtype):
             return self._normal(shape, dtype)
         cache = torch.zeros(tuple(int(size) for size in shape), dtype=dtype, device=self._device)

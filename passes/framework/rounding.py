@@ -1,7 +1,7 @@
-"""Rounding to codes and scales, and back: the one formula that loader, references and kernels follow.
+"""Quantisation to 8-bit codes with scales and back: the formula that loader, references and kernels share.
 
-A scale is the largest magnitude of its tile over the element's largest value, in fp32, and a value's code is what the
-value over its scale rounds to. A tile of zeros has a small scale, never zero.
+A tile's scale, in fp32, is its largest magnitude over the element type's largest value; a code is the value over its
+scale, rounded. A tile of zeros has a small scale, never zero.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ SMALLEST_MAXIMUM = 2.0**-24
 
 
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """The scales [R, C] in fp32, one for each tile."""
+    """Return the scales [R, C] in fp32, one per tile."""
     N, K = values_NK.shape
     rows, columns = rounding.rows or N, rounding.columns or K
     magnitudes = F.pad(values_NK.float().abs(), (0, -K % columns, 0, -N % rows))
     largest_RC = magnitudes.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
-    # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, which rounds twice.
+    # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, which rounds twice.
     return largest_RC.clamp_min(SMALLEST_MAXIMUM) / torch.full_like(largest_RC, rounding.largest)
 
 
 def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """The codes [N, K]; values beyond the largest become the largest."""
+    """Quantise values [N, K] to codes [N, K]; out-of-range values are clamped."""
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     return scaled_NK.clamp(-rounding.largest, rounding.largest).to(rounding.dtype)
 
 
 def decode(codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """The values [N, K] in fp32."""
+    """Dequantise codes to fp32 values [N, K]."""
     return codes_NK.float() * spread(scales_RC, rounding, *codes_NK.shape)
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Spread the scales over this many rows and columns; a dimension with one scale stays 1."""
+    """Repeat the scales to [num_rows, num_columns]; a dimension with one scale stays 1."""
     for dim, size, tile in ((0, num_rows, rounding.rows), (1, num_columns, rounding.columns)):
         if tile > 1 and scales_RC.shape[dim] > 1:
             scales_RC = scales_RC.repeat_interleave(tile, dim).narrow(dim, 0, size)
@@ -44,7 +44,7 @@ def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_colum
 
 
 def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """The scales of smaller tiles, of which each lies in one of the stored ones; values stay as they are."""
+    """Return the scales for smaller tiles, each within one stored tile; values do not change."""
     scales_RC = scales.reshape(stored.grid(num_rows, num_columns))
     for dim, size in ((0, num_rows), (1, num_columns)):
         old, new = ((stored.rows, kept.rows), (stored.columns, kept.columns))[dim]
@@ -57,25 +57,25 @@ def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int
 def round_inputs(
     x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [T, K] of a linear's inputs, and their scales [T, C], or [1, 1] if the scale is static."""
+    """Quantise a linear's inputs: codes [T, K] and scales [T, C], or [1, 1] for a static scale."""
     scales = static_1.view(1, 1) if static_1 is not None else scales_of(x_TK, rounding)
     return codes_of(x_TK, scales, rounding), scales
 
 
 def weight_codes(weight: torch.Tensor, scheme: str) -> torch.Tensor:
-    """The codes of a weight [N, K], or one [E, N, K] of whole tiles, that is quantised while it is loaded."""
+    """Return the codes of a weight [N, K], or [E, N, K] of whole tiles, that is quantised while loading."""
     rounding, weight_NK = LinearScheme.parse(scheme).weight, weight.flatten(0, -2)
     return codes_of(weight_NK, scales_of(weight_NK, rounding), rounding).view(weight.shape)
 
 
 def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return the scales, [R, C] or [E, R, C]."""
+    """Return the scales [R, C], or [E, R, C], of a weight that is quantised while loading."""
     scales_RC = scales_of(weight.flatten(0, -2), LinearScheme.parse(scheme).weight)
     return scales_RC.unflatten(0, (*weight.shape[:-2], -1))
 
 
 def the_same(values_S: torch.Tensor, names: str) -> torch.Tensor:
-    """The first of values that are the same. Raises ValueError for others, with the names of what they belong to."""
+    """Return the common value of input scales, [1]. Raises ValueError if they differ. names: their linears."""
     if (values_S != values_S[0]).any():
         raise ValueError(
             f"the scales of the inputs of {names} are {values_S.tolist()}; they can be merged where these are the same:"

@@ -1,11 +1,10 @@
-"""Executes what a pass rewrote, before and after, on random inputs, and compares both with an fp32 oracle.
+"""Verifies a pass: runs each rewritten region before and after on random inputs and compares both with an fp32 oracle.
 
-The graph before the pass is run once, as a whole, on random inputs. Each replacement is then a small region: from the
-value that was replaced back to values which both sides have, and both start from the numbers recorded there. A value
-that stayed but is computed from something else than before, which the pass did not report, is checked too. This is
-done twice, with ordinary weights and with tiny ones (where an eps begins to count). The oracle is the region before
-the pass in fp32, with casts to narrower dtypes left out: the rewrite may be as far from it as the original is, and a
-little more.
+The graph before the pass runs once as a whole. Each replacement then defines a region: from the replaced value back to
+values that both graphs share, where both sides start from the recorded numbers. Values that kept their name but are
+computed from something else, which the pass did not report, are checked too. Everything runs twice, with ordinary
+weights and with tiny ones, where a norm's eps matters. The oracle is the original region in fp32 without casts to
+narrower dtypes; the rewrite's error may be about as large as the original's.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from compiled_engine.passes.framework.matching import aten, is_call
 from compiled_engine.passes.framework.parameter import compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 
-# Largest error of the rewrite relative to the original's, and tolerance in units in the last place of a row's largest
-# value, for sums in another order.
+# Allowed error of the rewrite relative to the original's, and, for another order of summation, in units in the last
+# place of a row's largest value.
 FACTOR = 2.0
 ULPS = {torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
-# All results of a row of fewer may cancel out, so it is forgiven what the mean row is.
+# In narrower rows all results may cancel out, so they are measured against the mean row.
 NARROW = 8
-# The most tokens that are run; a larger range is checked at its low end and here.
+# Larger ranges are checked at their low end and at this token count.
 MOST_TOKENS = 128
 SCALES = (1.0, 1e-3)
 
-# Calls with uninitialised results: the tensor that they are modelled on may change.
+# Calls with uninitialised results: the argument that gives their shape may differ.
 ALLOCATIONS = (aten.empty_like.default, aten.empty.memory_format)
 
 Values = dict[fx.Node, Any]
@@ -45,15 +44,15 @@ class _Run:
 
     inputs: RandomInputs
     values: Values
-    snapshots: dict[tuple[fx.Node, fx.Node], torch.Tensor]
+    snapshots: dict[tuple[fx.Node, fx.Node], torch.Tensor]  # (tensor, op that mutates it) -> the tensor before
 
 
 class VerificationError(RuntimeError):
-    """A rewrite computes something else than what it replaced."""
+    """A rewrite computes a different result than the code it replaced."""
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """The graph as it is now, with the same names; what `verify_rewrites` compares with."""
+    """Return a copy of the graph with the same node names, for `verify_rewrites`."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -66,18 +65,16 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 def verify_rewrites(
     name: str, before: fx.Graph, after: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
 ) -> int:
-    """Check every replacement of pass `name`, and what it changed unreported, at both ends of the range.
+    """Check all replacements and unreported changes of pass `name` at both ends of the range; returns their number.
 
-    Returns how many were checked.
-
-    Raises VerificationError naming the value, the number of tokens and how far off it is.
+    Raises VerificationError with the value, the number of tokens and the error.
     """
     old_by_name = {node.name: node for node in before.nodes}
     present = set(after.nodes)
     replaced = {r.after: old_by_name[r.before] for r in result.replacements if r.after in present}
     named = [(new, old_by_name[new.name]) for new in present if new.name in old_by_name]
     stayed = {new: old for new, old in named if new.target == old.target}
-    same = replaced | stayed  # what took another value's place, and stayed itself, has its own value
+    same = replaced | stayed  # a node that stayed and also replaced another has its own value
     replaced |= _unreported(before, after, stayed | replaced)
     _check_inputs_and_writes(name, before, after, same, replaced)
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
@@ -90,10 +87,7 @@ def verify_rewrites(
 
 
 def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Values that must have stayed the same although the pass did not say so: after -> before.
-
-    They are the calls that stayed with other arguments, and what the graph returns.
-    """
+    """Return unreported nodes whose values must be equal, after -> before: calls with changed arguments, results."""
     kept = {new: old for new, old in same.items() if new.op == "call_function" and new.name == old.name}
     changed = {
         new: old
@@ -105,14 +99,14 @@ def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node])
 
 
 def _arguments(node: fx.Node, same: dict[fx.Node, fx.Node]) -> Any:
-    """A call's arguments as the corresponding nodes of the graph before."""
+    """Return a call's arguments as the corresponding nodes of the original graph."""
     return fx.map_arg((node.args, node.kwargs), lambda argument: same.get(argument, argument))
 
 
 def _check_inputs_and_writes(
     name: str, before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]
 ) -> None:
-    """Check what no comparison of values shows: inputs with another source, removed or added writes."""
+    """Check what comparing values cannot show: inputs with another source, and added or removed writes."""
     for new, old in same.items():
         if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
             raise VerificationError(f"pass {name}: input {new.name} has another source than before")
@@ -125,7 +119,7 @@ def _check_inputs_and_writes(
 
 
 def run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple[fx.Node, fx.Node], torch.Tensor]]:
-    """Every value of the graph; and for each (tensor, op that mutates it) what the tensor was before."""
+    """Return all values of the graph, and each mutated tensor as it was before: (tensor, mutating op) -> value."""
     values: Values = {}
     snapshots = {}
     for node in graph.nodes:
@@ -151,7 +145,7 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
     expected = _execute(old_inner, {leaf: value(leaf, leaf) for leaf in old_leaves})
     oracle = _execute(old_inner, {leaf: _widened(value(leaf, leaf)) for leaf in old_leaves}, wide=True)
-    # A parameter that the pass has derived from another is computed, not taken from what it replaced.
+    # A parameter that the pass derived from another is computed, not taken from the value it replaced.
     derivation = new.op == "placeholder" and same[new].op != "placeholder"
     found = _execute(
         new_inner, {leaf: value(None if derivation and leaf is new else same.get(leaf), leaf) for leaf in new_leaves}
@@ -163,8 +157,10 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
 
 def _region(node: fx.Node, known: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(known values and graph inputs, calls in order) that the node is computed from and with. With a tensor that the
-    region allocates come the calls that write to it."""
+    """Return the leaves (shared values and inputs) and the calls, in order, that compute the node.
+
+    Includes the calls that write to tensors allocated in the region.
+    """
     leaves: set[fx.Node] = set()
     inner: set[fx.Node] = set()
     pending = [node]
@@ -193,13 +189,12 @@ def _execute(calls: Iterable[fx.Node], leaves: Values, wide: bool = False) -> Va
 
 
 def run_call(node: fx.Node, values: Values) -> Any:
-    """Make the call on these values of its arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def mutated(node: fx.Node) -> dict[str, fx.Node]:
-    """The tensors that a call writes to, by the op's name for them."""
+    """Return the tensors that a call writes to, by schema name."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     arguments = node.target._schema.arguments
@@ -213,8 +208,7 @@ def mutated(node: fx.Node) -> dict[str, fx.Node]:
 def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
-    """The tensors to compare: the values, unless calls have none, and the tensors that the regions wrote to and did not
-    allocate."""
+    """Return the tensors to compare: the values, unless the call only writes, and outer tensors that regions write."""
     written, rewritten = (
         {name: node for call in inner for name, node in mutated(call).items() if node not in inner}
         for inner in (old_inner, new_inner)
@@ -226,12 +220,12 @@ def _results(
 
 
 def _widened(value: Any) -> Any:
-    """Return values in fp32. Codes of 8 bits stay: kernels multiply them as they are."""
+    """Convert to fp32, except 8-bit codes, which kernels multiply as they are."""
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in ULPS else value
 
 
 def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
-    """Return None if `found` is about as near to the oracle as `expected`, row by row; otherwise the difference."""
+    """Compare row by row: None if `found` is about as close to the oracle as `expected`, otherwise the difference."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
     if not expected.is_floating_point() or not expected.numel():

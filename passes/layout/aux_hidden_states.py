@@ -1,8 +1,8 @@
-"""The hidden states that enter chosen layers become further outputs of the graph, for a head that drafts from them.
+"""Returns the hidden states that enter chosen layers as further graph outputs, for a draft head.
 
-EAGLE-3 (Li, Wei, Zhang and Zhang, 2025) reads the residual stream in front of three layers. No model file knows of it:
-the first op of a layer with a parameter is a norm, or a linear in models that norm behind their linears, and the value
-is what this op reads.
+EAGLE-3 (Li, Wei, Zhang and Zhang, 2025) reads the residual stream before three layers. Model files need no change for
+it: a layer's first op with a parameter is a norm, or a linear in post-norm models, and its input is the value to
+return.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from compiled_engine.passes.norm.norms import norm_of
 
 
 def layer_stack(names: Iterable[str]) -> str:
-    """Return the path of the layers of a model with parameters of these names: the one with the most numbers behind it.
-    The empty path if no name has a number."""
+    """Return the path of a model's layers: the one with the most different numbers after it in parameter names.
+
+    Empty if no name has a number.
+    """
     numbers: dict[str, set[str]] = defaultdict(set)
     for name in names:
         if found := re.match(r"(?P<path>.+?)\.(?P<number>\d+)\.", name):
@@ -33,9 +35,9 @@ def layer_stack(names: Iterable[str]) -> str:
 
 
 class AuxHiddenStates(GraphPass):
-    """layers: those whose inputs are returned, in the order of the new outputs, [T, D] each.
+    """Appends the inputs of the given layers, [T, D] each, to the graph's outputs.
 
-    Comes after the layers are repeated and divided, and before all passes that fuse.
+    Runs after layers are repeated and sharded, and before all fusing passes.
     """
 
     name = "aux_hidden_states"
@@ -67,8 +69,7 @@ class AuxHiddenStates(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check that nothing else goes from the layers before an output to the layers from there on. Raises
-        VerificationError for an output that is not all that its layer gets from them."""
+        """Check that each returned value is the only one that crosses into its layer. Raises VerificationError."""
         path = _stack(graph)
         for layer, aux_hidden_state in zip(
             self._layers, arg(graph.output_node(), 0)[-len(self._layers) :], strict=True
@@ -81,9 +82,9 @@ class AuxHiddenStates(GraphPass):
         return len(self._layers)
 
     def _entering(self, graph: fx.Graph, prefix: str) -> fx.Node | str:
-        """Return the value that the layer with these parameters reads, or why there is none that is known."""
+        """Return the value that enters the layer with this parameter prefix, or why it was not found."""
         placeholders = graph.find_nodes(op="placeholder")
-        # For each parameter of the layer, and each value of these alone, the parameters in it.
+        # Values computed from parameters of the layer alone -> these parameters.
         own = {node: {node} for node in placeholders if is_parameter(node) and _name(node).startswith(prefix)}
         first: fx.Node | None = None
         read: set[fx.Node] = set()
@@ -110,8 +111,10 @@ def _stack(graph: fx.Graph) -> str:
 
 
 def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
-    """The values that layers before this one compute and the others, or what comes behind them, read. What is computed
-    from `aux_hidden_state` counts as a part of its layer."""
+    """Return values computed in layers before this one that later layers or the graph's end read.
+
+    Values computed from `aux_hidden_state` count as part of its layer.
+    """
     numbered = re.compile(rf"{re.escape(path)}\.(?P<number>\d+)\.")
     early: set[fx.Node] = set()
     late: set[fx.Node] = set()

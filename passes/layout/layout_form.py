@@ -1,6 +1,6 @@
-"""A value as a view of another: which of its dimensions are those of a core, in which order, and which are one long.
+"""Forms: a value as a view of another one, its core, with dimensions permuted and dimensions of size one added.
 
-`normalise_layout` follows values through a graph in this form, so that batches of one and transpositions cost nothing.
+`normalise_layout` follows values through a graph as forms, which removes batch dimensions of one and transpositions.
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ Size = int | torch.SymInt
 
 @dataclass(frozen=True)
 class Form:
-    """A value as a view of `core` with `dims`: for each of its dimensions that of the core, None for size one.
-
-    Each dimension of the core occurs once.
-    """
+    """A value as a view of `core`, each of whose dimensions occurs once in `dims`."""
 
     core: fx.Node
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # for each dimension of the value, the core's dimension; None: size one
 
     @classmethod
     def of(cls, value: fx.Node) -> Form:
-        """The value as it is."""
+        """Return the value as its own core."""
         fake = value.meta["val"]
         return cls(value, tuple(range(fake.dim())) if isinstance(fake, torch.Tensor) else ())
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The core's dimensions in the order of the value."""
+        """The core's dimensions in the value's order."""
         return tuple(dim for dim in self.dims if dim is not None)
 
     @property
@@ -50,7 +47,7 @@ class Form:
         return len(self.dims)
 
     def sizes(self) -> tuple[Size, ...]:
-        """Sizes of the value's dimensions."""
+        """Return the value's shape."""
         shape = self.core.meta["val"].shape
         return tuple(1 if dim is None else shape[dim] for dim in self.dims)
 
@@ -61,7 +58,7 @@ def unsqueezed(form: Form, dim: int) -> Form:
 
 
 def squeezed(form: Form, dim: int) -> Form | None:
-    """Remove a dimension; None if it is one of the core's."""
+    """Remove a dimension of size one; None if it is one of the core's."""
     dim %= form.rank
     return Form(form.core, (*form.dims[:dim], *form.dims[dim + 1 :])) if form.dims[dim] is None else None
 
@@ -71,9 +68,9 @@ def permuted(form: Form, order: Sequence[int]) -> Form:
 
 
 def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tuple[int | None, ...]] | None:
-    """Convert a reshape of the value to one of its core: the core's new sizes (None if unchanged) and the new dims.
+    """Convert a value's reshape to one of its core: the core's new sizes (None if unchanged), and the new dims.
 
-    None if dimensions would be merged that are not adjacent in the core.
+    Returns None if it would merge dimensions that are not adjacent in the core.
     """
     new_of: dict[int, list[int]] = {}  # first core dimension of a group -> the value's new dimensions from it
     merged: set[int] = set()
@@ -109,7 +106,7 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
 
 
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]] | None:
-    """The fewest dimensions of each shape that hold the same elements, from the left; None if that is undetermined."""
+    """Pair the smallest groups of dimensions with equal element counts, from the left; None if sizes leave it open."""
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -136,7 +133,7 @@ def _product(shape: Sequence[Size], places: list[int]) -> Size:
 
 
 def _is_less(left: Size, right: Size) -> bool:
-    """Return whether the left product must grow first: it is smaller, or lacks a symbolic size of the other."""
+    """Return whether the left product must grow first: it is smaller, or only the right one has a symbolic size."""
     return left < right if isinstance(left, int) and isinstance(right, int) else isinstance(left, int)
 
 

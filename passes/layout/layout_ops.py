@@ -1,4 +1,4 @@
-"""Ops other than views on values in forms: the equivalent op on the cores."""
+"""Applies ops other than views to values in forms: emits the equivalent op on their cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from compiled_engine.passes.framework.matching import arg, aten, fake_mode_of, is_call
 from compiled_engine.passes.layout.layout_form import Form
 
-# Op -> the place of its dimension, or dimensions, among its arguments.
+# Op -> position of its dimension argument.
 _BY_DIMENSION = {
     aten.slice.Tensor: 1,
     aten.split.Tensor: 2,
@@ -25,7 +25,10 @@ _BY_DIMENSION = {
 
 
 class LayoutOps:
-    """`form` returns a value's form, `ordered` one with an ordered core, `view` a view of a core."""
+    """Follows ops through forms.
+
+    form: returns a value's form. ordered: converts a form to one with an ordered core. view: emits a view of a core.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class LayoutOps:
         self.graph, self.form, self.ordered, self.view = graph, form, ordered, view
 
     def follow(self, node: fx.Node) -> Form | None:
-        """Emit the computation of the core and return the form of the node's value; None for an unknown op."""
+        """Emit the op on the core and return the form of the node's value; None for an unknown op."""
         if is_call(node, aten.cat.default):
             return self._cat(node)
         if is_call(node, aten.stack.default):
@@ -70,7 +73,7 @@ class LayoutOps:
         if None in dims:
             return None
         last = len(form.order) - 1
-        named = [-1 if dim == last else dim for dim in dims]  # as textbook code names them
+        named = [-1 if dim == last else dim for dim in dims]  # as in textbook code
         args[0], args[place] = form.core, named if several else named[0]
         kept = form.dims
         if several and not (len(args) > 2 and args[2]):  # a reduction that drops its dimensions
@@ -127,7 +130,7 @@ class LayoutOps:
         }
         everything = sorted(set().union(*places.values()))
         covering = next((place for place in places.values() if len(place) == len(everything)), None)
-        # Where no operand has them all, tokens come first, as everywhere.
+        # If no operand has all dimensions, tokens come first, as everywhere.
         sizes = node.meta["val"].shape
         tokens_first = sorted(everything, key=lambda position: isinstance(sizes[position], int))
         order = sorted(everything, key=covering.__getitem__) if covering else tokens_first
@@ -138,7 +141,7 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
-        """The core with dimensions in this order, and ones where it has none and others before it."""
+        """Return the core with its dimensions in this order, with ones inserted after its first where it lacks some."""
         own = [place[position] for position in order if position in place]
         if own != sorted(own):
             core = self.view(aten.permute.default, core, own)
@@ -156,7 +159,7 @@ class LayoutOps:
 
 
 def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
-    """A call of the node's op on other arguments, with its keywords."""
+    """Emit a call of the node's op on other arguments, with its keywords."""
     given = {name: value for name, value in node.kwargs.items() if not _says_nothing(node, name)}
     new = graph.call_function(node.target, args, given)  # type: ignore[arg-type]
     values, keywords = fx.map_arg((args, given), lambda argument: argument.meta["val"])
@@ -166,7 +169,7 @@ def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
 
 
 def _says_nothing(node: fx.Node, name: str) -> bool:
-    """Return whether a conversion's keyword names the value's present property, as `type_as` does."""
+    """Return whether a conversion's keyword names a property that the value already has, as `type_as` does."""
     if not is_call(node, aten._to_copy.default):
         return False
     return name == "layout" or (name == "device" and node.kwargs[name] == arg(node, 0).meta["val"].device)

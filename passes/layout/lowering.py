@@ -1,4 +1,4 @@
-"""Passes that make a graph of foreign code one like the textbook's, before any other; none can be switched off."""
+"""Passes that convert a foreign model's graph to the textbook form before all other passes. They cannot be disabled."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 from compiled_engine.passes.norm.norms import is_scaled_by_root
 from compiled_engine.recurrence.op import VALUES
 
-# Arithmetic on a parameter alone is done when weights are loaded: Gemma's 1 + weight, a weight in another dtype.
+# Arithmetic on a parameter alone moves to weight loading: Gemma's 1 + weight, a weight in another dtype.
 #
-# Why: textbook norms multiply by their weight; that others add one to it first is a matter of how they are stored. The
-# result is an input of the graph, a parameter that the loader makes of the one in the checkpoint.
+# Why: textbook norms multiply by their weight; adding one to it first only concerns how weights are stored. The result
+# becomes an input of the graph, a parameter that the loader computes from the checkpoint's.
 
 _STEPS = {aten.add.Tensor: "add", aten.mul.Tensor: "mul", aten._to_copy.default: "to"}
 
@@ -70,9 +70,9 @@ def _operand(node: fx.Node) -> float | str:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Return whether the node is a constant plus or times a vector of parameters, or a cast of one.
+    """Return whether the node casts a vector parameter, or adds a constant to it or multiplies it by one.
 
-    A norm's operations on its weight are part of the norm.
+    Operations that a norm applies to its weight belong to the norm and do not count.
     """
     last = node
     while (user := only_user(last)) is not None and is_call(user, aten.add.Tensor, aten._to_copy.default):
@@ -89,18 +89,17 @@ def _is_derivation(node: fx.Node) -> bool:
     return constants and is_vector and not set(node.kwargs) - {"dtype"}
 
 
-# Attention of foreign code becomes the engine's op, which writes into a buffer that it is given.
+# A foreign model's attention becomes the engine's op, which writes into a given buffer.
 #
-# Why: a trace of foreign code is made functional, so it holds attention as a function of its arguments
-# (compiled_engine/attention/op.py). The cache that the op writes to is an input that nothing else reads.
+# Why: traces of foreign code are functionalised, so attention is a pure function of its arguments in them
+# (compiled_engine/attention/op.py). The cache that the op writes to is an input with no other reader.
 
 
 class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each layer's cache, since every layer with a cache attends; without caches, for each
-        attention."""
+        """Expect a match per KV cache, as every layer with a cache attends, and per attention without a cache."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -118,14 +117,14 @@ class ForeignAttention(GraphPass):
         return PassResult(matches)
 
 
-# Recurrences become the engine's ops likewise, which write to their states.
+# Recurrences likewise become the engine's ops, which write to their states.
 
 
 class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each state."""
+        """Expect a match for each recurrent state."""
         inputs = graph.find_nodes(op="placeholder")
         return sum(1 for node in inputs if node.users and is_parameter(node) and parameter_of(node).role == KEPT)
 
@@ -153,7 +152,7 @@ def _buffer_like(graph: fx.Graph, given: fx.Node) -> fx.Node:
     return out
 
 
-# The placeholders of these in a trace cannot be executed, so they cannot be compared.
+# The ops that these passes replace only stand in for others in a trace. They cannot be executed, nor verified.
 _FIRST: tuple[GraphPass, ...] = (ForeignAttention(), Recurrences())
 _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
 
@@ -161,7 +160,7 @@ _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
 def lower(
     graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
 ) -> tuple[PassReport, ...]:
-    """Rewrite a graph of foreign code in place. Raises what `run_passes` raises."""
+    """Rewrite a foreign model's graph in place. Raises what `run_passes` raises."""
     recurs = any(node.target in VALUES for node in graph.nodes)
     reports: tuple[PassReport, ...] = ()
     for every, verified in ((_FIRST, False), (_THEN, verify)):

@@ -1,8 +1,7 @@
-"""Ops that return their input unchanged are taken out: multiplications by one, casts to the same dtype, views of the
-same shape.
+"""Removes ops that return their input unchanged: multiplications by one, casts and views that change nothing.
 
-Why: textbook code is general (a rope scaling factor that is 1, a cast that a dtype does not need), and what is left
-of that in the graph hides patterns from the passes that follow. Inductor would fuse most of it.
+Why: textbook code is general (a rope scaling factor of 1, a cast that a dtype does not need), and the no-ops that it
+leaves in the graph hide patterns from later passes. Inductor would fuse most of them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class NoOpElimination(GraphPass):
 
 
 def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
-    """The input whose value, shape, strides and dtype the node has, if it is a no-op."""
+    """Return the input that a no-op equals in value, shape, strides and dtype; None for other nodes."""
     if is_call(node, aten.cat.default):
         full = [part for part in arg(node, 0) if 0 not in part.meta["val"].shape]
         return full[0] if len(full) == 1 and _alike(full[0].meta["val"], node.meta["val"]) else None

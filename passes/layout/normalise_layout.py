@@ -1,9 +1,9 @@
-"""Convert the layout of foreign code to the textbook's: no batch of one, heads after tokens.
+"""Converts foreign code to the textbook's layout: no batch dimension of one, tokens before heads.
 
-Why: code of transformers computes [1, T, D] and attends with [1, H, T, d]; the other passes, and the kernels, use [T,
-D] and [T, H, d]. Each value is followed as a view of a core without dimensions of size one (layout_form.py); such views
-and transpositions then cost nothing. An unknown op gets the original value: correct, but not recognised by other
-passes.
+Why: transformers computes [1, T, D] and attends over [1, H, T, d]; the other passes and the kernels use [T, D] and [T,
+H, d]. Each value is followed as a view of a core without dimensions of size one (layout_form.py), so views and
+transpositions become free. An unknown op gets its original inputs: the result is correct, but other passes do not
+recognise the op.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value with a batch dimension of one in front."""
+        """Expect a match for each value with a leading batch dimension of one."""
         return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -68,7 +68,7 @@ class _Normalisation:
         return self.forms.get(value) or Form.of(value)
 
     def ordered(self, form: Form) -> Form:
-        """The same value with a core whose dimensions are in the order of the value's."""
+        """Return the form with a core whose dimensions are in the value's order."""
         if form.is_ordered:
             return form
         core = self._view(aten.permute.default, form.core, list(form.order))
@@ -76,7 +76,7 @@ class _Normalisation:
         return Form(core, tuple(None if dim is None else next(places) for dim in form.dims))
 
     def _view(self, target: Any, core: fx.Node, *arguments: Any) -> fx.Node:
-        """A view of a core, made once, right behind it."""
+        """Emit a view right after its core, once per distinct view."""
         key = (target, core, str(arguments))
         if key not in self.views:
             with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
@@ -84,7 +84,7 @@ class _Normalisation:
         return self.views[key]
 
     def _whole(self, value: fx.Node) -> fx.Node:
-        """The value as it was."""
+        """Return the value in its original layout."""
         if value not in self.forms:
             return value
         form = self.ordered(self.forms[value])
@@ -95,7 +95,7 @@ class _Normalisation:
         return core
 
     def _follow(self, node: fx.Node) -> Form | None:
-        """The form of the node's value, with the ops that compute its core; None for an unknown op."""
+        """Emit the ops that compute the core, and return the form of the node's value; None for an unknown op."""
         target, args = node.target, node.args
         if node.op == "output" or not args or not _are_tensors(node):
             return None
@@ -124,7 +124,7 @@ class _Normalisation:
         return self.ops.follow(node)
 
     def _expanded(self, node: fx.Node, form: Form) -> Form | None:
-        """Dimensions of size one that grow become dimensions of the core."""
+        """Expand the core: dimensions of size one that grow become dimensions of it."""
         wanted = node.meta["val"].shape
         if len(wanted) != form.rank:
             return None
@@ -161,7 +161,7 @@ class _Normalisation:
         sizes, dims = found
         if sizes is None:
             return Form(form.core, dims)
-        # A size that is not known is given as a value of the graph, or as -1 where it is the only one.
+        # A symbolic size is given as a value of the graph, or as -1 if it is the only one.
         given = {str(size): argument for size, argument in zip(wanted, node.args[1], strict=True)}  # type: ignore[arg-type]
         arguments = [size if isinstance(size, int) else given.get(str(size)) for size in sizes]
         if None in arguments or arguments.count(-1) > 1:
@@ -171,7 +171,7 @@ class _Normalisation:
 
 
 def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
-    """Return whether a tensor of these strides has a view of these sizes."""
+    """Return whether a tensor with these strides can be viewed with these sizes."""
     try:
         with fake_mode_of(fake):
             fake.view(sizes)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
 
 
 def _are_tensors(node: fx.Node) -> bool:
-    """Return whether the node's inputs and results are tensors, or lists of them."""
+    """Return whether the node's results are tensors."""
     made = node.meta.get("val")
     return isinstance(made, torch.Tensor) or (
         isinstance(made, list | tuple) and all(isinstance(item, torch.Tensor) for item in made)
@@ -189,7 +189,7 @@ def _are_tensors(node: fx.Node) -> bool:
 
 
 def _has_batch(node: fx.Node) -> bool:
-    """Return whether the value is a tensor with a first dimension of one, followed by others."""
+    """Return whether the value is a tensor of several dimensions with a first one of size one."""
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor) and value.dim() > 1 and isinstance(value.shape[0], int) and value.shape[0] == 1

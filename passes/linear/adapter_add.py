@@ -1,18 +1,17 @@
-"""The op that adds the requests' adapters to the result of a linear.
+"""The op that adds LoRA adapters to the result of a linear: y[t] + B[s] A[s] x[t], where s is token t's adapter slot.
 
-y[t] + B[s] A[s] x[t], where s is the slot of token t's adapter: a token has one adapter or none. Slots hold A and B at
-the largest rank; `ranks_SM` says how much of that each adapter uses, so a batch may mix ranks. What is beyond counts as
-zero. A scale is multiplied into B when an adapter is placed.
+A token has one adapter or none. Slots hold A and B at the largest rank and `ranks_SM` has the ranks in use, so a batch
+may mix ranks. The adapter's scale is multiplied into B when the adapter is loaded into a slot.
 
-There are two kernels: the first (shrink) computes z = A x for all members of a merged linear at once, the second
-(expand) adds B z. Few tokens and many have kernels of their own. Nothing is sorted or counted on the host, and the
-grids depend on shapes alone, so CUDA graphs hold them.
+Two kernels run: shrink computes z = A x for all members of a merged linear at once, expand adds B z. Small and large
+batches have different kernels. The host sorts and counts nothing and grids depend on shapes alone, so CUDA graphs can
+hold the kernels.
 
-What depends on slots alone is asked for before a kernel waits for the one before it. That is allowed since slots are
-parameters, and a kernel that starts no other early writes the tokens' slots; every program waits before it ends.
+Kernels load what depends on slots alone before waiting for the previous kernel (programmatic dependent launch). This is
+safe because slots are parameters, and the kernel that writes the tokens' slots does not let the next one start early;
+every program waits before it ends.
 
-The grouping by slots follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al.,
-arXiv:2311.03285).
+Grouping by slot follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al., arXiv:2311.03285).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from compiled_engine.passes.linear.adapter_operands import Operands
 from compiled_engine.passes.linear.adapter_tile_kernels import WINDOWS, add_by_tile, choose_tiles
 from compiled_engine.passes.linear.adapter_token_kernels import add_by_token
 
-# Up to this many tokens, a program has one.
+# Up to this many tokens, each program handles one token.
 FEW_TOKENS = 16
-# The most tokens of each way to add; there is one more for more tokens.
+# Largest token count of each kernel configuration; beyond the last there is one more.
 TOKEN_COUNTS = (FEW_TOKENS, *WINDOWS)
 
 
@@ -41,11 +40,12 @@ def reference(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """y + B[slot] A[slot] x for each token; y where the slot is negative. What a token's adapter does not use never
-    reaches its sum, where zero would not be enough: zero times NaN is NaN.
+    """Return y + B[slot] A[slot] x for each token, and y where the slot is negative.
 
-    x_TK, y_TN: input and result of a linear, which consists of M members with these sizes. a_SRK: for each slot and
-    member `rank` rows, of which the first ranks_SM count, int32. b_SNR: [slots, N, rank]. slots_T: int32.
+    Unused ranks are sliced off: multiplying by zeros would let NaN through.
+
+    x_TK, y_TN: input and result of a linear that merges M members with these sizes. a_SRK: `rank` rows per slot and
+    member. b_SNR: [slots, N, rank]. ranks_SM: ranks in use, int32. slots_T: int32.
     """
     rank, ends = b_SNR.shape[2], list(accumulate(sizes))
     out_TN = y_TN.clone(memory_format=torch.contiguous_format)
@@ -70,7 +70,7 @@ def launch(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """The kernels behind `reference`."""
+    """Compute `reference` with the kernels."""
     operands = Operands(y_TN.contiguous(), x_TK.contiguous(), a_SRK, b_SNR, ranks_SM, slots_T, sizes)
     num_slots, rows, k = a_SRK.shape
     if len(y_TN) <= FEW_TOKENS:
@@ -83,7 +83,7 @@ def _fake(y_TN: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(y_TN, memory_format=torch.contiguous_format)
 
 
-# Not taken apart for Inductor on a CPU: which matrices are multiplied depends on the tokens' slots.
+# Without a reference for Inductor on CPUs: the matrices to multiply depend on the values of slots.
 adapter_add = define_op(
     "adapter_add(Tensor y_TN, Tensor x_TK, Tensor a_SRK, Tensor b_SNR, Tensor ranks_SM, Tensor slots_T, int[] sizes)"
     " -> Tensor",

@@ -1,4 +1,4 @@
-"""What the kernels of adapter_add are given: its arguments, and the tiles of a merged linear's members."""
+"""Operands of the adapter_add kernels, and the tiling of a merged linear's members."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import triton.language as tl
 
 from compiled_engine.kernels.launch_arguments import cdiv
 
-# Elements of a load.
+# Elements per load.
 VECTOR = tl.constexpr(8)
 
 
 class Operands(NamedTuple):
-    """The arguments of the op."""
+    """The arguments of adapter_add."""
 
     y_TN: torch.Tensor
     x_TK: torch.Tensor
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 
 def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Where members and their tiles of `width` results begin and end, and how many tiles there are."""
+    """Return where members and their tiles of `width` results begin and end, and the number of tiles."""
     ends = tuple(accumulate(sizes))
     last_tiles = tuple(accumulate(cdiv(size, width) for size in sizes))
     return {"BEGINS": (0, *ends[:-1]), "ENDS": ends, "FIRST_TILES": (0, *last_tiles[:-1])}, last_tiles[-1]
@@ -38,7 +38,7 @@ def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int,
 def member_of(
     tile: tl.tensor, BEGINS: tl.constexpr, ENDS: tl.constexpr, FIRST_TILES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The member that a tile of WIDTH results belongs to, the tile's first result, and the end of the member's."""
+    """Return the member that a tile of WIDTH results belongs to, the tile's first result, and the member's end."""
     member, begin, end = tile * 0, tile * WIDTH, tile * 0 + ENDS[0]
     for each in tl.static_range(1, len(ENDS)):
         of_later = tile >= FIRST_TILES[each]

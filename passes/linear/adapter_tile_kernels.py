@@ -1,12 +1,12 @@
-"""Adapters of many tokens: a program has a window of tokens and one of its slots.
+"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window.
 
-A program gathers the tokens of its slot and multiplies them on tensor cores. So it reads A and B for several tokens at
-once, and nothing of other slots' tokens. A window has a program for each slot that there may be; where its tokens have
-fewer slots, as those of a prompt, programs that would idle take their part of a slot's tokens. What a program will read
-of A or B is prefetched into the L2 cache before it waits for the kernel before it.
+A program gathers its slot's tokens and multiplies them on tensor cores, so that A and B are read once for several
+tokens, and other slots' tokens are not read. Each window has a program per possible slot. If its tokens have fewer
+slots, as in a prompt, the spare programs share the slots' tokens. Programs prefetch their part of A or B into the L2
+cache before waiting for the previous kernel.
 
-Where windows are many, each has one program, which goes through the window's slots. There is usually one, since prompts
-are long.
+With many windows, each has one program that loops over the window's slots; prompts are long, so there is usually one
+slot.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, nex
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.linear.adapter_operands import VECTOR, Operands, member_of, tiles_of_members
 
-# By the most tokens: a window's, then a program's columns of x, results and warps of expand.
+# Largest token count -> tokens per window, columns of x per program, results per program and warps of expand.
 WINDOWS = {32: (32, 512, 128, 4), 64: (64, 512, 256, 8), 512: (128, 1024, 128, 4)}
-# Programs for the slots of a window, and elements of a tile of B, at most.
+# Upper bounds of programs per window and of elements per tile of B.
 MOST_TURNS, MOST_ELEMENTS = 16, 16384
 NO_SLOT = tl.constexpr(1 << 30)  # larger than any slot
 
 
 @triton.jit
 def _ask_for_lines(address: tl.tensor, wanted: tl.tensor) -> None:
-    """Prefetch the lines at these addresses into the L2 cache where they are wanted, and do not wait."""
+    """Prefetch the wanted cache lines into L2 without waiting."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -64,8 +64,10 @@ def shrink_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (WINDOW tokens, one of TURNS for their slots and a tile of rows of A, split of K):
-    z[split, token, member * RANK + r] of a slot's tokens."""
+    """Program (window of tokens, one of TURNS and a tile of A's rows, split of K) of shrink.
+
+    Writes z[split, token, member * RANK + r] for the tokens of its slots.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     ROWS: tl.constexpr = RANK * MEMBERS
@@ -117,8 +119,11 @@ def shrink_kernel(
 def _share_of(
     turn: tl.tensor, lowest: tl.tensor, end: tl.tensor, TURNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The first slot of a program of TURNS that divide the slots from `lowest` to `end`; which part of the slot's
-    tokens it has, and of how many parts: more than one if slots are fewer than programs."""
+    """Divide the slots from `lowest` to `end` among TURNS programs.
+
+    Returns a program's first slot, its part of that slot's tokens, and the number of parts: more than one if there are
+    fewer slots than programs.
+    """
     num_slots = tl.maximum(end - lowest, 1)
     place = turn % num_slots
     return lowest + place, turn // num_slots, (TURNS - place + num_slots - 1) // num_slots
@@ -128,7 +133,7 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """BLOCK_T tokens of the slot from its `first` one on, and which of them there are; all places of a small window."""
+    """Return BLOCK_T tokens of the slot, from its `first` one on, and a mask; a small window is not packed."""
     if BLOCK_T == WINDOW:
         return token_W, own_W
     else:
@@ -146,7 +151,7 @@ def _used(
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> tl.tensor:
-    """Whether the slot's adapter uses these rows of A."""
+    """Return whether the slot's adapter uses these rows of A."""
     rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < RANK * MEMBERS, other=0)
     return row_R % RANK < rank_R
 
@@ -176,10 +181,10 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (WINDOW tokens, NUM_BLOCKS tiles of a member's results, one of TURNS): y + B z of a slot's tokens.
+    """Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS) of expand: y + B z.
 
-    Tokens without an adapter are those of slot -1. BEGINS, ENDS: of each member's results. FIRST_TILES: the first
-    program of each member. BLOCK_R: RANK or a power of two beyond.
+    Tokens without an adapter have slot -1. BEGINS, ENDS: bounds of each member's results. FIRST_TILES: each member's
+    first program. BLOCK_R: RANK rounded up to a power of two.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -206,7 +211,7 @@ def expand_kernel(
         num_own = tl.sum(own_W.to(tl.int32), 0)
         rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
         used_R = r_R < rank
-        # In steps of a vector: a mask that ends anywhere takes loads apart.
+        # Masked in steps of a vector: a mask that may end anywhere prevents vector loads.
         asked_R = (r_R // VECTOR * VECTOR < rank) & (r_R < RANK)
         for first in tl.range(part * BLOCK_T, num_own, parts * BLOCK_T, num_stages=1):
             token_T, own_T = _chosen(token_W, own_W, first, WINDOW, BLOCK_T)
@@ -234,27 +239,23 @@ def expand_kernel(
 
 
 class Tiles(NamedTuple):
-    """How tokens are divided when a program has several.
+    """Tile sizes of the kernels for many tokens."""
 
-    window: tokens among which a program looks for those of its slot. turns: programs that divide a window's slots among
-    them. tokens, rows, results: of a tile. columns: of x that a program multiplies, `step` of them at a time. blocks:
-    tiles of results that a program adds in turn.
-    """
-
-    window: int
-    turns: int
+    window: int  # tokens among which a program looks for those of its slot
+    turns: int  # programs per window, which share its slots
+    # Of a tile: tokens, rows of A, results.
     tokens: int
     rows: int
-    columns: int
-    step: int
+    columns: int  # of x per program
+    step: int  # columns multiplied at a time
     stages: int
     results: int
-    blocks: int = 1
+    blocks: int = 1  # tiles of results that a program adds in turn
     expand_warps: int = 4
 
 
 def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
-    """rows: of a slot's A. rank: the largest."""
+    """Choose the tile sizes. rows: of a slot's A, all members together. rank: the largest."""
     most = next((most for most in WINDOWS if num_tokens <= most), None)
     rows, results = min(64, _block(rows)), max(16, MOST_ELEMENTS // _block(rank))
     if dtype == torch.float32:  # no tensor cores, and twice the bytes
@@ -269,7 +270,7 @@ def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, 
 
 
 def _turns(window: int, num_slots: int) -> int:
-    """Programs for all slots, and for all tokens if they have one slot."""
+    """Return the programs per window: enough for all slots, and for all tokens if they share one slot."""
     return min(max(num_slots, window // 16), MOST_TURNS)
 
 
@@ -300,7 +301,7 @@ def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
         **dependent,
     )
     members, result_tiles = tiles_of_members(sizes, tiles.results * tiles.blocks)
-    turns = 1 if tiles.turns == 1 else tiles.turns + 1  # tokens without an adapter are one more
+    turns = 1 if tiles.turns == 1 else tiles.turns + 1  # one more for tokens without an adapter
     out_TN = torch.empty_like(y_TN)
     expand_kernel[(windows, result_tiles, turns)](
         *(y_TN, z, b_SNR, ranks_SM, slots_T, out_TN, num_tokens),

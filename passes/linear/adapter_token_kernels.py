@@ -1,7 +1,7 @@
-"""Adapters of few tokens: a program has one token.
+"""Adapter kernels for few tokens: each program handles one token.
 
-All that a program reads follows from the token's slot, and is asked for at once: time is latency here. A program loads
-its part of A or B into registers before it waits for the kernel before it.
+All its addresses follow from the token's slot, so its loads are issued at once: latency dominates here. A program loads
+its part of A or B into registers before waiting for the previous kernel.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, nex
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.linear.adapter_operands import VECTOR, Operands, member_of, tiles_of_members
 
-# Elements of A or B that a program reads, and results at most.
+# Elements of A or B per program, and the most results per program.
 ELEMENTS, RESULTS = 8192, 256
-# With slots of up to this rank a program has fewer rows of A and more columns.
+# Up to this rank, a program has fewer rows of A and more columns.
 LOW_RANK = 32
 
 
@@ -37,7 +37,7 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, split of K, tile of a member's ranks): z[split, token, member * RANK + r] of the ranks in use."""
+    """Program (token, split of K, tile of a member's ranks): z[split, token, member * RANK + r] for ranks in use."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     TILES: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
@@ -85,8 +85,10 @@ def expand_token_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, tile of a member's results): y + B z. BLOCK_S, BLOCK_R: powers of two that NUM_SPLITS and RANK
-    do not exceed."""
+    """Program (token, tile of a member's results): y + B z.
+
+    BLOCK_S, BLOCK_R: NUM_SPLITS and RANK rounded up to powers of two.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     MEMBERS: tl.constexpr = len(ENDS)
@@ -97,7 +99,7 @@ def expand_token_kernel(
     slot = tl.load(slots_ptr + token)
     rank = tl.load(ranks_ptr + slot * MEMBERS + member, mask=slot >= 0, other=0)
     r_R = tl.arange(0, BLOCK_R)
-    # In steps of a vector: a mask that ends anywhere takes loads apart.
+    # Masked in steps of a vector: a mask that may end anywhere prevents vector loads.
     asked_R = (r_R // VECTOR * VECTOR < rank) & (r_R < RANK)
     b_NR = tl.load(
         b_ptr + (slot * N + result_N[:, None]).to(tl.int64) * RANK + r_R[None, :],

@@ -1,11 +1,11 @@
-"""Each linear gets the requests' LoRA adapters: what A and B of a token's slot yield is added to its result.
+"""Adds the requests' LoRA adapters to each linear: B(Ax) with A and B from the slot of the token's adapter.
 
-It runs right after merge_linears, so that q, k and v, or gate and up, share one product with A, and before the passes
-that put a linear's neighbours into its kernel: the sum belongs before an activation and after a norm. Where a linear's
-input is divided among ranks, so are the columns of A, and the sum over ranks that follows the linear completes both.
+The pass runs right after merge_linears, so that q, k and v, or gate and up, share one product with A, and before the
+passes that fuse a linear with its neighbours: the sum belongs after a norm and before an activation. If a linear's
+input is sharded, the columns of A are too, and the linear's all-reduce completes both.
 
-The slots are kept parameters, which the runner fills: `site_of` names them. The pass is part of callables of its own
-(see graphs/compiler/signature.py), so a step without an adapter runs the code that there is without the pass.
+Slots are kept parameters, filled by the runner (see `site_of`). The pass only runs in a separate variant of the forward
+(graphs/compiler/signature.py), so steps without adapters run unchanged code.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from compiled_engine.passes.framework.verifier import VerificationError, differe
 from compiled_engine.passes.linear.adapter_add import TOKEN_COUNTS, adapter_add, reference
 from compiled_engine.passes.linear.linears import linear_of, multiplied_values, why_no_linear
 
-# The variant of the forward for steps in which a request has an adapter.
+# The forward's variant for steps in which a request has an adapter.
 ADAPTED = "adapted"
-# The row field with the slot of a request's adapter, -1 without one.
+# Row field: the slot of a request's adapter, -1 without one.
 ADAPTER_SLOT = "adapter_slot"
-# Suffixes of the kept parameters of a linear, after the name of its weight.
+# Suffixes of a linear's kept parameters, after its weight's name.
 MATRIX_A, MATRIX_B, RANKS = ".lora_a", ".lora_b", ".lora_ranks"
-# Most tokens of a check.
+# Most tokens in a check.
 _MOST_TOKENS = 32
 
 
@@ -58,7 +58,7 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect one linear for each value that matrices are multiplied with, as merge_linears leaves them."""
+        """Expect a match for each value multiplied by weight matrices: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -83,24 +83,26 @@ class Adapters(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check what the comparison of values, whose batches have no adapters, cannot show: that each linear has its
-        own slots and input, and the op's kernels on random slots. Raises VerificationError."""
+        """Check what comparing values cannot show, as verification batches have no adapters. Raises VerificationError.
+
+        Each linear must have its own slots and input, and the op's kernels must be right on random slots.
+        """
         for node in graph.find_nodes(op="call_function", target=adapter_add):
             _verify(node, min(compile_range.high, _MOST_TOKENS), device)
         return None
 
 
 def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[Parameter, ...] | None:
-    """Return the weights whose adapters a kept parameter holds, if it is a matrix A of this pass, else None.
+    """Return the weights whose adapters a kept parameter holds, if it is a matrix A of this pass, otherwise None.
 
-    described: the parameters of the same graph, by name. The weights are members of one linear, in their order.
+    described: the graph's parameters by name. The weights are the members of one linear, in order.
     """
     name = parameter.name.removesuffix(MATRIX_A)
     return _members(described[name]) if parameter.role == KEPT and name != parameter.name else None
 
 
 def slots_of(weight: Parameter, k: int, dtype: torch.dtype, config: AdapterConfig) -> tuple[Parameter, ...]:
-    """Describe the slots of a linear with inputs [T, K] of this dtype, kept parameters: A, B and ranks."""
+    """Describe the slots of a linear with inputs [T, K] of this dtype, as kept parameters: A, B and ranks."""
     slots, rank, members = config.max_loras, config.max_lora_rank, len(_members(weight))
     name = str(dtype).removeprefix("torch.")
     return (

@@ -1,7 +1,6 @@
-"""Weights of experts that are stored as 8-bit codes with scales: decoded in the kernels' registers, or to be multiplied
-by what does not know them.
+"""Quantised expert weights: 8-bit codes with scales, decoded in kernels' registers or by the op `experts_weight`.
 
-Inputs of experts are not rounded: few tokens are as fast, since weights are read as 8 bits, and results are nearer.
+Inputs of experts are not rounded. This is more accurate, and as fast with few tokens: reading the weights dominates.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.quantisation import Rounding
 
-# Columns of tiles that share a scale: a power of two, or whole rows.
+# Columns per scale: a power of two within these bounds, or whole rows.
 LEAST_COLUMNS, MOST_COLUMNS = 32, 256
-# The first compute capability that converts e4m3.
+# The first compute capability with conversions of e4m3.
 CAPABILITY = (8, 9)
-# A parameter's part of the name, with the projections whose rows it has.
+# Last part of a parameter's name -> the projections whose rows it holds.
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def projections_of(name: str) -> tuple[str, ...]:
-    """Return the projections whose rows a parameter of experts has, by its name; empty for any other parameter."""
+    """Return the projections whose rows an expert parameter of this name holds; empty for other parameters."""
     return _PROJECTIONS.get(name.rpartition(".")[2], ())
 
 
@@ -39,7 +38,7 @@ def scaled(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of codes from column k on, in fp32, times the scales of their tiles. scale_row: a row's of the scales."""
+    """Return rows of codes from column k on times their scales, in fp32. scale_row_N: the scales' row of each row."""
     ROWS: tl.constexpr = w_NK.shape[0]
     BLOCK_K: tl.constexpr = w_NK.shape[1]
     if TILE_COLUMNS == 0:
@@ -54,7 +53,7 @@ def scaled(
 
 
 def obstacle(rounding: Rounding, device: torch.device) -> str | None:
-    """Why the kernels do not take codes; None where they do, and on a CPU, where plain torch decodes them."""
+    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes any."""
     columns = rounding.columns
     if columns & (columns - 1) or (columns and not LEAST_COLUMNS <= columns <= MOST_COLUMNS):
         return f"tiles of {columns} columns are no power of two from {LEAST_COLUMNS} to {MOST_COLUMNS}"
@@ -64,13 +63,13 @@ def obstacle(rounding: Rounding, device: torch.device) -> str | None:
 
 
 def constants_of(scheme: str) -> dict[str, Any]:
-    """The kernels' constants for tiles of codes; without a scheme the weights are no codes."""
+    """Return the kernels' constants for a scheme; "" for weights that are not quantised."""
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
     return {"TILE_ROWS": rounding.rows, "TILE_COLUMNS": rounding.columns}
 
 
 def decoded(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, scheme: str) -> torch.Tensor:
-    """[E, N, K] in fp32."""
+    """Dequantise to [E, N, K] in fp32."""
     rounding = Rounding.parse(scheme)
     return torch.stack([decode(*each, rounding) for each in zip(codes_ENK, scales_ERC, strict=True)])
 

@@ -1,11 +1,11 @@
-"""A linear and silu * up of its halves become one op, which on Hopper is one kernel where that is faster.
+"""Fuses a linear and the silu * up of its halves into one op, which is one kernel on Hopper where that is faster.
 
-Why: a separate activation costs a launch, and a read of the linear's output, which is twice as wide as the result; the
-kernels also prefetch their weights before the preceding norm has ended. small_batch_linear does the same for fewer
-tokens. It runs after silu_mul, whose op it absorbs.
+Why: a separate activation costs a launch and reads the linear's output, twice as wide as the result. The kernels also
+prefetch weights before the preceding norm has ended. small_batch_linear does the same for fewer tokens. The pass runs
+after silu_mul, whose op it absorbs.
 
-The kernels are chosen at launch: one kernel if it is faster according to the device's profile, otherwise the library's
-product and a kernel for the activation.
+The kernels are chosen at launch: one kernel if the device's profile measured it faster, otherwise the library's product
+and a kernel for the activation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 def reference(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """[T, N / 2]: the activation of the first half of linear(x) times its second half."""
+    """Return activation(first half of linear(x)) * second half, [T, N / 2]."""
     return silu_mul.reference(torch.nn.functional.linear(x_TK, weight_NK, bias_N), activation)
 
 
 def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """The kernels behind `reference`."""
+    """Compute `reference` with the kernels."""
     products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if products is not None and bias_N is None:
         return hopper_product.hopper_product(x_TK, weight_NK, True, activation, products)

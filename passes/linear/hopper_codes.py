@@ -1,4 +1,4 @@
-"""Quantised linears of over 128 tokens on Hopper with tokens on the left of its products: what it takes; its launch."""
+"""Hopper kernel for quantised linears of over 128 tokens (the left operand): conditions, tiles, launch."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ GROUPS, COLUMNS = 2, 128
 
 @dataclass(frozen=True)
 class CodesTiles:
-    """A tile is two times `tokens` (64 or 128) tokens and `rows` (64 or 128) rows of the weight, gate and up counted
-    together. Columns pass in `stages` stages of 128. `together`: token tiles that take the same rows in turn."""
+    """A tile of 2 * `tokens` tokens and `rows` rows of the weight, gate and up counted together.
 
-    tokens: int
-    rows: int
+    Columns are processed in `stages` stages of 128.
+    """
+
+    tokens: int  # 64 or 128
+    rows: int  # 64 or 128
     stages: int
-    together: int = 8
+    together: int = 8  # token tiles that use the same rows in turn
 
 
-# Tiles, with what one costs where all multiprocessors have one: in microseconds for 32 steps, on an H100. The largest
-# have no registers left for scales of blocks.
+# Time of a tile with one on every multiprocessor, by whether scales are of blocks: microseconds for 32 steps on an
+# H100. The largest tiles leave no registers for block scales.
 _LARGE, _SQUARE, _NARROW = CodesTiles(128, 128, 4), CodesTiles(64, 128, 6), CodesTiles(64, 64, 8)
 COSTS = {False: {_LARGE: 28.1, _SQUARE: 16.6, _NARROW: 11.8}, True: {_SQUARE: 18.3, _NARROW: 13.3}}
 
-# Numbers of tokens among which a matrix of 1,024 rows or more has all of the tiles that it ever has.
+# Token counts that together select every tile that a matrix of at least 1,024 rows can get.
 TOKEN_COUNTS = (64, 128, 256, 384, 1024, 1152, 2048, 4096)
 
 
 @cache
 def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiprocessors: int) -> CodesTiles:
-    """The tiles with which the fewest rounds over all multiprocessors cost the least.
+    """Return the tiles with the least total time over rounds of all multiprocessors.
 
     num_rows: gate and up counted together. has_blocks: scales are of blocks, not of whole rows.
     """
@@ -51,7 +53,7 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
 
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
-    """Why the kernel does not take what Hopper's product does; None where it does."""
+    """Return why the kernel does not support a linear that Hopper's product kernel does; None if it does."""
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
     if weight.columns != input_columns:
@@ -73,10 +75,10 @@ def hopper_codes(
     dtype: torch.dtype,
     tiles: CodesTiles | None = None,
 ) -> torch.Tensor:
-    """The linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2] in `dtype`.
+    """Compute the linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
 
-    The weight is contiguous, K is a multiple of 16, and N of 8 or, with `gated`, of 16; see why_not_on_the_left. tiles:
-    by default those of codes_tiles.
+    The weight is contiguous, K a multiple of 16, and N of 8, or of 16 with `gated`; see why_not_on_the_left. tiles:
+    those of codes_tiles by default.
     """
     if tiles is None:
         many = multiprocessors(x_TK.device)
@@ -128,7 +130,7 @@ def hopper_codes(
 
 @cache
 def _boxes(tiles: CodesTiles, gated: bool) -> tuple[Box, Box, Box]:
-    """Boxes of the weight, of tokens and of results."""
+    """Return the TMA boxes of the weight, the tokens and the results."""
     from compiled_engine.kernels import hopper_codes_kernel as kernels
 
     rows, block = tiles.rows, kernels.BLOCK.value

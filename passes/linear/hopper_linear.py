@@ -1,4 +1,4 @@
-"""Linears of up to 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+"""Hopper kernel for linears of up to 128 tokens: where it is fastest by the profile, its tiles, its launch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS
 from compiled_engine.passes.framework.profile import DeviceProfile, load_profile
 from compiled_engine.passes.linear.quantised_product import Scaling
 
-# Conditions of both Hopper kernels of linears on the device and their tokens.
-
 
 def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | None:
-    """The device's profile, if it is a Hopper and the dtype has two bytes; otherwise None."""
+    """Return the profile of a Hopper device for dtypes of two bytes, otherwise None."""
     if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return load_profile(torch.cuda.get_device_name(device))
 
 
 def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
-    """The same rows where boxes of them can be copied: each is dense and begins at a multiple of 16 bytes."""
+    """Return the rows in a form that TMA can copy: dense, each starting at a multiple of 16 bytes."""
     if x_TK.stride(1) != 1 or x_TK.stride(0) * x_TK.element_size() % 16 or x_TK.data_ptr() % 16:
         return x_TK.clone(memory_format=torch.contiguous_format)
     return x_TK
@@ -39,8 +37,10 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def layout_of_boxes(bits: int, rank: int) -> Any:
-    """Return the layout in shared memory of boxes of elements of so many bits: the kernels' own, kept here, since
-    making one takes the host as long as a launch."""
+    """Return the shared-memory layout of boxes with elements of this many bits.
+
+    Cached, as creating a layout takes the host as long as a launch.
+    """
     from compiled_engine.kernels.hopper_linear_kernel import shared_layout
 
     return shared_layout(bits, rank)
@@ -48,7 +48,7 @@ def layout_of_boxes(bits: int, rank: int) -> Any:
 
 @cache
 def box_of_results(tokens: int, outputs: int) -> Box:
-    """Return a box of results of 16 bits, with this many side by side."""
+    """Return a TMA box of 16-bit results."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
@@ -57,40 +57,41 @@ def box_of_results(tokens: int, outputs: int) -> Box:
 
 @cache
 def columns_of_boxes(bits: int) -> int:
-    """Return the columns of a box."""
+    """Return the columns of a box with elements of this many bits."""
     from compiled_engine.kernels.hopper_linear_kernel import step_of
 
     return int(step_of(bits))
 
 
-# A launch takes the tiles measured for the smallest of these not below its number of tokens. Beyond, the library is
-# faster: its multiprocessors share tokens, which each of these programs reads itself.
+# A launch takes the tiles measured for the smallest bucket that holds its tokens. Beyond the last the library is
+# faster: its multiprocessors share tokens, whereas each program here reads all of them.
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
-# Most columns of a product of the tensor cores.
+# Most columns of a tensor-core product.
 MOST_COLUMNS = 128
-# A shape that was not measured takes the tiles of the nearest one that was, whose rows and columns each differ by at
-# most this factor. They stay as they are where AS_BUSY of the multiprocessors that were busy there are busy; with fewer
-# rows of a program LEAST_BUSY is enough.
+# An unmeasured shape takes the tiles of the nearest measured one, if rows and columns each differ by at most NEAR. The
+# tiles are kept if the share of busy multiprocessors is at least AS_BUSY of that of the measured shape. Otherwise
+# programs get fewer rows, and LEAST_BUSY is enough.
 NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """A program takes `groups` (1 to 3) times 64 / `parts` rows of the weight, with gate and up half of them each, and
-    up to `tokens` tokens, in `stages` stages of shared memory, each of `products` times `parts` (1, 2, or 4 unless gate
-    and up are there) times 64 columns. registers: of a thread, fewer than there are where the kernels before and after
-    it are to run on the same multiprocessor; 0: all."""
+    """A program's tile: `tokens` tokens and `groups` * 64 / `parts` weight rows, half of them a gate's if there is one.
 
-    groups: int
-    tokens: int
+    Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns.
+    """
+
+    groups: int  # 1 to 3
+    tokens: int  # at most
     stages: int
+    # Per thread; 0: as many as there are. Fewer let neighbouring kernels run on the same multiprocessor.
     registers: int = 0
-    parts: int = 1
+    parts: int = 1  # 1, 2, or 4 without gate and up
     products: int = 1
 
     @property
     def columns(self) -> int:
-        """Columns of a stage, of 16 bits."""
+        """Columns of a stage, for 16-bit elements."""
         return columns_of_boxes(16) * self.parts * self.products
 
     @property
@@ -98,23 +99,22 @@ class HopperTiles:
         return (64 * self.groups + self.parts * self.tokens) * self.products * 128
 
     def ending_bytes(self, gated: bool) -> int:
-        """Shared memory beside the stages, for results and the sums of parts."""
+        """Return the shared memory besides the stages, for results and the sums of parts."""
         outputs = 64 // self.parts // (2 if gated else 1)
         return self.groups * self.tokens * (2 * outputs + (256 if self.parts > 1 else 0))
 
     def share_of_busy(self, num_rows: int, num_sms: int) -> float:
-        """The share of multiprocessors that compute, on average, if each has one program of a weight at a time."""
+        """Return the average share of busy multiprocessors, with one program each at a time."""
         programs = cdiv(num_rows, 64 // self.parts * self.groups)
         return programs / (cdiv(programs, num_sms) * num_sms)
 
     def computing_registers(self) -> int:
-        """Registers of a computing thread."""
+        """Return the registers of a thread in a computing warp."""
         return computing_registers(self.groups, LINEAR_COPYING, self.registers or MOST)
 
 
 def registers_for(groups: int, columns: int) -> int:
-    """Return the registers of a thread: few, so that another program fits on the multiprocessor, unless a product of
-    the tensor cores has many columns."""
+    """Return the registers per thread, 0 for all: few for narrow products, so that two programs run at once."""
     if columns <= 32:
         return 64
     return 128 if groups == 1 else 0
@@ -124,7 +124,7 @@ def registers_for(groups: int, columns: int) -> int:
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
-    """See `tiles_for`, with the profile of a device."""
+    """Return `tiles_for` with the device's profile; None if it has none."""
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
 
@@ -132,8 +132,9 @@ def hopper_tiles(
 def tiles_for(
     profile: DeviceProfile, num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
-    kernel is faster, or nothing near was measured.
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together.
+
+    None if another kernel is faster, or no shape near enough was measured.
     """
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
     measured_shapes = (*profile.tiles, *profile.hopper_tiles)
@@ -146,7 +147,7 @@ def tiles_for(
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """The one of `shapes` whose rows and columns differ from those of `shape` by the smallest factors, up to NEAR."""
+    """Return the shape whose rows and columns differ by the smallest factors, each at most NEAR; None without one."""
 
     def factors(other: tuple[int, int]) -> list[float]:
         return [max(here / there, there / here) for here, there in zip(shape, other, strict=True)]
@@ -158,8 +159,10 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
 def _fitted(
     tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Tiles of the near shape for this one, see NEAR; None if too few multiprocessors would be busy, or if its rows or
-    columns do not divide into them."""
+    """Adapt the tiles of the near shape to this one, see NEAR.
+
+    None if too few multiprocessors would be busy, or if rows or columns are not divisible.
+    """
     num_rows, k = shape
     there = tiles.share_of_busy(near[0], num_sms)
     options = [tiles]
@@ -177,7 +180,7 @@ def _fitted(
 
 
 def _changed(tiles: HopperTiles, **fields: int) -> HopperTiles:
-    """Tiles with these fields, and the registers that these want."""
+    """Return the tiles with these fields, and registers to match."""
     tiles = replace(tiles, **fields)
     return replace(tiles, registers=registers_for(tiles.groups, tiles.parts * tiles.tokens))
 
@@ -193,14 +196,15 @@ def hopper_linear(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """linear(x), or with `gated` activation(gate) * up of its halves, plus the residual: [T, N] or [T, N / 2].
+    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus the residual: [T, N] or [T, N / 2].
 
-    The weight and the residual are contiguous, K is a multiple of 8, with several parts or products of 64 times
-    their number, and N of 8 or, with `gated`, of 16; T is at most that of the tiles. scaling: of codes of 8 bits, in
-    blocks of 128 columns or whole rows, for results of `dtype`; then K is a multiple of 16, with several parts or
-    products of 128 times their number.
+    Weight and residual are contiguous. K is a multiple of 8, and with several parts or products of 64 times their
+    number; N is a multiple of 8, or of 16 with `gated`; T is at most the tiles' tokens.
 
-    Raises ValueError for gate and up in four parts, of which a program would have too few rows each.
+    scaling: of 8-bit codes, per 128 columns or whole row, for results of `dtype`. K is then a multiple of 16, and with
+    several parts or products of 128 times their number.
+
+    Raises ValueError for gate and up in four parts, which would leave a program too few rows of each.
     """
     if gated and tiles.parts > 2:
         raise ValueError(f"parts is {tiles.parts}; allowed for gate and up: 1 or 2")
@@ -248,7 +252,7 @@ def hopper_linear(
 
 @cache
 def _boxes(tiles: HopperTiles, bits: int, gated: bool) -> tuple[Box, Box]:
-    """Boxes of the weight and of tokens."""
+    """Return the TMA boxes of the weight and of the tokens."""
     from compiled_engine.kernels import hopper_linear_kernel as ring
 
     parts, boxes, step = tiles.parts, tiles.parts * tiles.products, columns_of_boxes(bits)

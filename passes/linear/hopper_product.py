@@ -1,4 +1,4 @@
-"""Linears of over 64 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+"""Hopper kernel for linears of over 64 tokens: where it is fastest by the device's profile, tiles and launch."""
 
 from __future__ import annotations
 
@@ -19,37 +19,35 @@ from compiled_engine.passes.linear.hopper_linear import (
 )
 from compiled_engine.passes.linear.quantised_product import Scaling
 
-# Tiles are measured for the fewest and for the most tokens of a bucket. Buckets end at these numbers and at MANY; the
-# first begins after FEW. The library's time rises at multiples of 64 and of 128 tokens; 288 is two tiles of 144.
+# Tiles are measured for the fewest and the most tokens of a bucket. Buckets end at TOKEN_BUCKETS and at MANY; the first
+# begins after FEW. The library's time rises at multiples of 64 and of 128 tokens; 288 is two tiles of 144.
 FEW = 64
 TOKEN_BUCKETS = (96, 128, 192, 256, 288, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 2048, 4096)
 MANY = 1 << 20
 
 
-# Registers of a thread for sums, by the groups of warps: with more ptxas spills them.
+# Most registers of a thread for sums, by groups of warps; ptxas spills more.
 MOST_SUMS = {2: 192, 3: 128}
-# Most columns of a product of the tensor cores, by the groups of warps.
+# Most columns of a tensor-core product, by groups of warps.
 MOST_COLUMNS = {2: 256, 3: 128}
-# A part of 256 has two places of 128 tokens in shared memory; one of fewer than this after it takes the second away.
+# A part of 256 takes two places of 128 tokens in shared memory; a part smaller than this after it would leave one.
 LEAST_BESIDE_256 = 64
 
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """A tile is `groups` (2 or 3) times `rows` (64 or 128) rows of the weight, gate and up counted together, and as
-    many tokens as one to three `parts`, powers of two from 16 on, descending, the first 256 at most (128 with three
-    groups); after 256 the second is at least 64. A thread has registers for MOST_SUMS sums, which is
-    rows * tokens / 128. Columns pass in `stages` (2 or more) stages of 64. `together`: token tiles that take the same
-    rows one after another.
+    """A tile of `groups` * `rows` rows of the weight, gate and up counted together, and of sum(`parts`) tokens.
 
-    Raises ValueError for others.
+    Columns are processed in `stages` stages of 64. A thread needs rows * tokens / 128 registers for sums, at most
+    MOST_SUMS. Raises ValueError for other values than the comments allow.
     """
 
-    groups: int
-    rows: int
+    groups: int  # 2 or 3
+    rows: int  # 64 or 128
+    # One to three powers of two from 16 on, descending; at most 256, or 128 with three groups; after 256 at least 64.
     parts: tuple[int, ...]
-    stages: int
-    together: int = 8
+    stages: int  # at least 2
+    together: int = 8  # token tiles that use the same rows one after another
 
     def __post_init__(self) -> None:
         for name, allowed in (("groups", tuple(MOST_SUMS)), ("rows", (64, 128))):
@@ -78,7 +76,7 @@ class ProductTiles:
         return sum(self.parts)
 
     def computing_registers(self) -> int:
-        """Registers of a computing thread."""
+        """Return the registers of a thread in a computing warp."""
         return computing_registers(self.groups, PRODUCT_COPYING)
 
 
@@ -86,8 +84,9 @@ class ProductTiles:
 def product_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> ProductTiles | None:
-    """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
-    kernel is faster, or nothing was measured.
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together.
+
+    None if another kernel is faster, or the shape was not measured.
     """
     profile = hopper_profile(dtype, device) if num_tokens > FEW else None
     measured = None if profile is None else profile.product(num_tokens, num_rows, k, gated)
@@ -103,11 +102,11 @@ def hopper_product(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
+    """Compute linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
 
-    The weight is contiguous, K is a multiple of 8, and N of 8 or, with `gated`, of 16. scaling: of codes of 8 bits, in
-    blocks of 128 columns or whole rows, for results of `dtype`; then K is a multiple of 16, and tiles have two groups
-    and one part of up to 128 tokens.
+    The weight is contiguous, K a multiple of 8, and N of 8, or of 16 with `gated`. scaling: of 8-bit codes, per 128
+    columns or whole row, for results of `dtype`. K is then a multiple of 16, and the tiles have two groups and one part
+    of up to 128 tokens.
     """
     from compiled_engine.kernels import hopper_product_kernel as kernels  # Gluon takes a while to import
 
@@ -154,7 +153,7 @@ def hopper_product(
 
 @cache
 def _boxes(tiles: ProductTiles, bits: int, gated: bool, scaled: bool) -> tuple[Box, list[Box | None], list[Box | None]]:
-    """Boxes of the weight, and of tokens and results for each of three parts."""
+    """Return the TMA boxes of the weight, and those of tokens and of results for each of three parts."""
     from compiled_engine.kernels import hopper_product_kernel as kernels
 
     rows, block, step = tiles.rows // 2 if gated else tiles.rows, kernels.BLOCK.value, columns_of_boxes(bits)

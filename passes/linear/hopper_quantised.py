@@ -1,4 +1,4 @@
-"""Quantised linears on Hopper's own kernels: what these take, and their tiles by a rule."""
+"""Quantised linears on Hopper's own kernels: which are supported, and their tiles, which follow a rule."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from compiled_engine.passes.linear.hopper_linear import MOST_COLUMNS, TOKEN_BUCK
 from compiled_engine.passes.linear.hopper_product import ProductTiles
 from compiled_engine.quantisation import LinearScheme
 
-# Columns of a product of 8-bit codes on the tensor cores, and so of the tiles that may share a scale.
+# Columns per tensor-core product of 8-bit codes, and so the only supported columns per scale besides whole rows.
 COLUMNS = 128
-# Shared memory of a program, in bytes, without barriers.
+# Bytes of shared memory of a program, besides barriers.
 SHARED_MEMORY = 226 << 10
-# The share of multiprocessors that a launch should have programs for.
+# Share of multiprocessors that a launch should occupy.
 BUSY = 0.9
-# Most columns of the tensor cores' products where three groups of warps have registers for them.
+# Most columns of tensor-core products that fit the registers of three groups of warps.
 MOST_OF_THREE = 64
 
 
 def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Why Hopper's kernels do not take a linear; None where they do."""
+    """Return why Hopper's kernels do not support a linear; None if they do."""
     if scheme.inputs is None:
         return "its inputs are not rounded"
     input_columns = 0 if scheme.inputs.static else scheme.inputs.columns
@@ -37,10 +37,12 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
 
 @cache
 def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int) -> HopperTiles:
-    """Tiles for a [num_tokens, k] x [num_rows, k] product of codes: the largest of which every multiprocessor has one,
-    with as many stages as fit."""
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product of codes.
+
+    They are the largest that still occupy the multiprocessors, with as many stages as fit.
+    """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
-    # Two programs on a multiprocessor have registers for half as many columns.
+    # Two programs on a multiprocessor have registers for half the columns.
     most = MOST_COLUMNS if cdiv(num_rows, 32) <= num_multiprocessors else MOST_COLUMNS // 2
     two_parts = 2 * tokens <= most and k % (2 * COLUMNS) == 0
     forms = [(groups, 1) for groups in (3, 2, 1) if groups < 3 or tokens <= MOST_OF_THREE]
@@ -60,11 +62,11 @@ def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_
 
 
 def stages_of(tiles: HopperTiles, silu_mul: bool, k: int, memory: int) -> int:
-    """Stages of such tiles that fit this many bytes of shared memory, at most as many as there are steps."""
+    """Return how many stages fit this many bytes of shared memory, at most one per step."""
     steps = cdiv(k, COLUMNS * tiles.parts * tiles.products)
     return max(1, min((memory - tiles.ending_bytes(silu_mul)) // tiles.stage_bytes, steps))
 
 
-# Tiles for more tokens than those of TOKEN_BUCKETS. With 128 rows of the weight for each group of warps, the sums that
-# are added every 128 columns do not fit into registers.
+# Tiles for more tokens than TOKEN_BUCKETS has. Sums are added every 128 columns; with 128 rows of the weight per group
+# of warps they would not fit into registers.
 PRODUCT_TILES = ProductTiles(2, 64, (128,), 6)

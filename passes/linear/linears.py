@@ -1,7 +1,7 @@
-"""Linears as values: `linear_of` is the only recogniser of x @ weight^T + bias.
+"""Recognises linears: `linear_of` is the only matcher of x @ weight^T + bias.
 
-Declarations determine which ops are linears (op_library.py), so every pass recognises a quantised linear. A pass that
-handles only some formats of weights checks `format`.
+Declarations say which ops are linears (op_library.py), so every pass recognises a quantised linear. A pass that
+supports only some weight formats checks `format`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 @dataclass(frozen=True)
 class Quantised:
-    """The tensors of a quantised weight besides its codes, as parameters or None, and how weight and inputs are
-    rounded."""
+    """The other tensors of a quantised weight, besides its codes, and the scheme. The tensors are parameters."""
 
     scales: fx.Node
     zeros: fx.Node | None
@@ -35,51 +34,48 @@ class Quantised:
 
     @property
     def parameters(self) -> dict[str, fx.Node]:
-        """Return the existing tensors, by the name of the op's argument."""
+        """The existing tensors, by the op's argument names."""
         found = {"scales_RC": self.scales, "zeros_RC": self.zeros, "input_scale_1": self.input_scale}
         return {name: node for name, node in found.items() if node is not None}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The op's arguments for it."""
+        """The op's arguments for the quantised weight."""
         return {**self.parameters, "scheme": str(self.scheme)}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A call that computes x @ weight^T + bias. weight: a parameter [N, K], stored in `format`; bias: one [N], or None.
-
-    operand: the weight as the call has it, maybe transposed. quantised: for a weight of codes, None for any other.
-    """
+    """A call that computes x @ weight^T + bias."""
 
     node: fx.Node
     x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
+    weight: fx.Node  # parameter [N, K], stored in `format`
+    bias: fx.Node | None  # parameter [N], or None
     format: str
-    operand: fx.Node
-    quantised: Quantised | None = None
+    operand: fx.Node  # the weight as the call's argument, maybe transposed
+    quantised: Quantised | None = None  # None for a weight that is not quantised
 
     @property
     def is_known(self) -> bool:
-        """Return whether the weight is plain or quantised, the formats of our kernels."""
+        """Whether the engine has kernels for the weight's format: plain or quantised."""
         return self.format == PLAIN or self.quantised is not None
 
     @property
     def parameters(self) -> list[fx.Node]:
-        """Return all operands besides x."""
+        """All operands besides x."""
         beside = self.quantised.parameters.values() if self.quantised else ()
         return [self.weight, *beside, *([] if self.bias is None else [self.bias])]
 
 
 def linear_of(node: object) -> Linear | None:
-    """The linear that a call computes; None for anything else, see `why_no_linear`."""
+    """Return the linear that a call computes, otherwise None; see `why_no_linear`."""
     found = _match(node)
     return found if isinstance(found, Linear) else None
 
 
 def why_no_linear(node: object) -> str | None:
-    """Why a call of an op that is declared as a linear is none; None for a linear and for any other node."""
+    """Return why a call of a linear's op is not recognised as a linear; None for linears and unrelated nodes."""
     found = _match(node)
     return found if isinstance(found, str) else None
 
@@ -105,7 +101,7 @@ def _match(node: object) -> Linear | str | None:
 
 
 def _transposed(matrix: object) -> fx.Node | None:
-    """The operand of a transpose of a matrix, or of a matrix for each expert."""
+    """Return the operand of a transpose of the last two dimensions, otherwise None."""
     rank = matrix.meta["val"].dim() if isinstance(matrix, fx.Node) and is_call(matrix, *_TRANSPOSES) else 0
     if not isinstance(matrix, fx.Node) or rank < 2:
         return None
@@ -120,7 +116,7 @@ def _transposed(matrix: object) -> fx.Node | None:
 def emit_linear(
     graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None, quantised: Quantised | None = None
 ) -> fx.Node:
-    """A linear at the graph's insertion point, plain without `quantised`."""
+    """Emit a linear at the graph's insertion point, plain without `quantised`."""
     if quantised is not None:
         arguments = {"x_TK": x, "codes_NK": weight, "bias_N": bias, "zeros_RC": None, "input_scale_1": None}
         return emit_named(graph, torch.ops.compiled_engine.quantised_linear.default, arguments | quantised.arguments)
@@ -132,18 +128,17 @@ def emit_linear(
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """x @ weight^T + bias for each expert. weight: a parameter [E, N, K], or [E, K, N] if `transposed`, or a call of
-    experts_weight, [E, N, K]; bias: a parameter [E, N], or None. operand: the weight as the batched product has it."""
+    """x @ weight^T + bias for each expert."""
 
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node  # parameter [E, N, K], or [E, K, N] if transposed, or a call of experts_weight, [E, N, K]
     transposed: bool
-    bias: fx.Node | None
-    operand: fx.Node
+    bias: fx.Node | None  # parameter [E, N], or None
+    operand: fx.Node  # the weight as the batched product's argument
 
 
 def experts_linear_of(value: Any) -> ExpertsLinear | None:
-    """The linear of each expert that a batched product computes, with the bias that is added to it."""
+    """Return the linear of each expert that a batched product computes, with the bias added to it; otherwise None."""
     bias = None
     if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
         for product, row in (value.args, value.args[::-1]):
@@ -161,7 +156,7 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
 
 
 def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
-    """The linear, or the linear of each expert without its bias, that a call computes with rows of a weight."""
+    """Return the linear, or the experts' linear without its bias, that a call computes with a weight stored by rows."""
     if not is_call(node, aten.bmm.default):
         return linear_of(node)
     found = experts_linear_of(node)
@@ -169,11 +164,11 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
 
 
 def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:
-    """Values of tokens, with the number of matrices of parameters [N, K] that each is multiplied with: the contracts'
-    count. counts: whether a parameter does.
+    """Count for each value of tokens the weight matrices [N, K] that multiply it; contracts use these counts.
 
-    Every op that reads such a matrix and a value of tokens counts, whether `linear_of` recognises it or not. An op that
-    takes weight^T and reads a parameter as it is multiplies with a matrix [K, N], as GPT-2 does.
+    counts: whether a parameter is counted. Every op that reads such a matrix and a value of tokens counts, whether
+    `linear_of` recognises it or not. An op that takes weight^T but reads a parameter directly has a matrix [K, N], as
+    in GPT-2, and does not count.
     """
     readers: dict[fx.Node, fx.Node] = {}
     for parameter in filter(counts, graph.find_nodes(op="placeholder")):
@@ -194,7 +189,7 @@ def _takes_transpose(call: fx.Node) -> bool:
 
 
 def _is_of_tokens(node: fx.Node) -> bool:
-    """Return whether the node is a value [T, K], not a matrix of parameters."""
+    """Return whether the node is a value [T, K] rather than a matrix of parameters."""
     value = node.meta.get("val")
     is_matrix = isinstance(value, torch.Tensor) and value.dim() == 2 and value.is_floating_point()
     return is_matrix and not is_parameter(node) and not is_parameter(_transposed(node))

@@ -1,12 +1,11 @@
-"""Linears that read the same input become one: q, k and v; gate and up.
+"""Merges linears with the same input into one: q, k and v; gate and up.
 
-Why: at decode sizes a linear costs about its weights' bytes plus a launch, and one large matrix uses the memory
-bandwidth better than several small ones. The weights are packed before they are loaded, so the loader writes
-each once into its slice and no copy is ever made. silu_mul needs it, so a gate and its up are apart from others that
-read the same input, as those of attention do in parallel blocks.
+Why: in decode steps a linear costs about the read of its weights plus a launch, and one large matrix uses memory
+bandwidth better than several small ones. Weights are packed before loading: the loader writes each into its slice,
+without copies. silu_mul needs gate and up merged, so these are kept apart from other linears of the same input, such as
+attention's in parallel blocks.
 
-Of quantised weights codes and scales are packed, and scales are repeated where tiles of rows differ: nothing is rounded
-a second time.
+Quantised weights have codes and scales packed. Scales are repeated where row tiles differ, so nothing is rounded again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that several matrices are multiplied with."""
+        """Expect a match for each value that several weight matrices multiply."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -87,7 +86,7 @@ def _obstacle(group: list[Linear]) -> str | None:
 
 
 def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
-    """The group, or the two linears of a gated product, and the others if these are several."""
+    """Split off the two linears of a gated product; returns the groups that have several linears."""
     for gate in group:
         activation: Any = only_user(gate.node)
         product = only_user(activation) if is_call(activation, *ACTIVATIONS) else None
@@ -99,7 +98,7 @@ def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
 
 
 def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
-    """The linears by how their weights are stored and rounded; tiles of rows may differ."""
+    """Group the linears by weight format and scheme; the rows of their tiles may differ."""
     found: dict[Any, list[Linear]] = defaultdict(list)
     for linear in group:
         scheme = linear.quantised and linear.quantised.scheme
@@ -129,7 +128,7 @@ def _merge(graph: fx.Graph, group: list[Linear]) -> list[Replacement]:
 
 
 def _keep_views(value: fx.Node) -> None:
-    """Copy where a view of a linear's own rows is none of columns of a wider one."""
+    """Turn views into reshapes (copies) where the slice of the merged result does not allow the view."""
     for user in [user for user in value.users if is_call(user, aten.view.default)]:
         arguments = fx.map_arg(user.args, lambda node: node.meta["val"])
         with fake_mode_of(value.meta["val"]):
@@ -142,7 +141,7 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Return the other tensors of merged codes; None for plain weights."""
+    """Return the merged scales, zeros and input scale; None for plain weights."""
     if not group:
         return None
     rows = math.gcd(*(each.scheme.weight.rows for each in group))
@@ -159,7 +158,7 @@ def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | Non
 
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None = None) -> fx.Node:
-    """A placeholder for the parameters' concatenation along dimension 0. repeats: of each one's rows."""
+    """Insert a placeholder for the parameters concatenated along dimension 0. repeats: of each parameter's rows."""
     members = [parameter_of(parameter) for parameter in parameters]
     name = _packed_name(tuple(member.name for member in members))
     values = [parameter.meta["val"] for parameter in parameters]
@@ -176,7 +175,7 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """The placeholder for one of packed values that must be the same."""
+    """Reduce a placeholder of packed values, which must be equal, to one value."""
     source: Parameter = parameter_of(placeholder)
     placeholder.meta["val"] = placeholder.meta["val"][:1]
     step = ("the_same", source.name)
@@ -185,7 +184,7 @@ def _the_same(placeholder: fx.Node) -> fx.Node:
 
 
 def _packed_name(names: tuple[str, ...]) -> str:
-    """model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight"""
+    """Join names: model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
     split = [name.split(".") for name in names]
     steps = [
         column[0] if len(set(column)) == 1 else "{" + ",".join(column) + "}" for column in zip(*split, strict=True)

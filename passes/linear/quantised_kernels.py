@@ -1,8 +1,9 @@
-"""The kernels of quantised linears: which one computes what, and why not a faster one.
+"""Chooses the kernel of a quantised linear, with the reason why a faster one is not used, and launches it.
 
-A Hopper has kernels of its own, for few tokens at memory bandwidth, and for many. On other GPUs the library multiplies
-many tokens with scales of whole rows. Triton's product serves what these do not take, plain torch what no kernel takes.
-Inputs are rounded by a kernel before, which computes the norm as well, or they come as codes.
+Hopper has its own kernels: one at memory bandwidth for few tokens, others for many. On other GPUs torch._scaled_mm
+multiplies many tokens if scales are of whole rows. A Triton kernel covers the other cases, and plain torch what no
+kernel supports. A separate kernel rounds the inputs, and computes the norm before them; inputs may also arrive as
+codes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
 
 MOST_FEW = TOKEN_BUCKETS[-1]
-# Hopper's product of codes is the fastest with more tokens than this.
+# Beyond this many tokens, Hopper's product of codes is fastest.
 MOST_BEFORE_CODES = 64
 
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
@@ -59,7 +60,7 @@ def choose(
     scheme: LinearScheme,
     dtype: torch.dtype,
 ) -> Choice:
-    """The kernel of a [num_tokens, k] x [num_rows, k] product on a GPU, with silu_mul gate and up counted together."""
+    """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up."""
     if capability < CAPABILITY:
         return Choice(TORCH, f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8")
     reason = why_not_by_kernels(k, scheme)
@@ -83,14 +84,14 @@ def choose(
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
-    """Why plain torch must compute a linear of k columns; None where kernels do."""
+    """Return why plain torch must compute a linear of k columns; None if kernels can."""
     if not quantised_product.step_of(scheme):
         return f"its scales are of columns that are no multiple of {quantised_product.LEAST_COLUMNS} ({scheme})"
     return None if scheme.inputs is None else round_inputs.columns_obstacle(k, scheme.inputs)
 
 
 def library_obstacle(k: int, num_rows: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Why torch._scaled_mm does not take a linear; None where it does."""
+    """Return why torch._scaled_mm does not support a linear; None if it does."""
     if scheme.inputs is None:
         return "its inputs are not rounded"
     if (scheme.weight.rows, scheme.weight.columns) != (1, 0) or (scheme.inputs.columns and not scheme.inputs.static):
@@ -115,7 +116,7 @@ def launch(
     norm_offset: float,
     norm_wide: bool,
 ) -> torch.Tensor:
-    """[T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
+    """Compute the linear: [T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
     dtype, k = x_TK.dtype, codes_NK.shape[1]
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
@@ -143,7 +144,7 @@ def multiply(
     activation: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`launch` for inputs that are codes with scales [C, T]; without scales they are values that are not rounded."""
+    """Compute `launch` for codes with scales [C, T], or without scales for inputs that are not rounded."""
     kernel = _kernel_for(x_TK, codes_NK, silu_mul, bias_N, scheme, dtype)
     if kernel == HOPPER_CODES:
         scaling = scaling_of(scales_RC, inputs_CT, scheme)
@@ -169,7 +170,7 @@ def multiply(
 def ends_in_activation(
     x_TK: torch.Tensor, codes_NK: torch.Tensor, scheme: LinearScheme, bias_N: torch.Tensor | None, dtype: torch.dtype
 ) -> bool:
-    """Return whether the kernel of the product computes silu * up too, not a kernel after it."""
+    """Return whether the product's kernel also computes silu * up."""
     return _kernel_for(x_TK, codes_NK, True, bias_N, scheme, dtype) in _END_IN_ACTIVATION
 
 
@@ -207,7 +208,7 @@ def _on_hopper(
 
 
 def scaling_of(scales_RC: torch.Tensor, inputs_CT: torch.Tensor | None, scheme: LinearScheme) -> Scaling:
-    """The scales as kernels take them; those of the inputs as round_inputs.launch has made them."""
+    """Return the scales as kernels take them. inputs_CT: as returned by round_inputs.launch."""
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
     return Scaling(scales_RC, inputs_CT, weight.rows, weight.columns, input_columns)
@@ -223,9 +224,9 @@ def product(
     inputs_CT: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[T, N]: rounded(x) @ decoded weight^T + bias in plain torch, in fp32, rounded once to `dtype`.
+    """Compute rounded(x) @ decoded weight^T + bias, [T, N], in plain torch in fp32, rounded once to `dtype`.
 
-    inputs_CT: x are codes with these scales.
+    inputs_CT: scales of x, if x already is codes.
     """
     assert codes_NK.dtype == scheme.weight.dtype, codes_NK.dtype
     rounded_TK = x_TK.float()
@@ -244,7 +245,7 @@ def _library_product(
     bias_N: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    # Sums of fp8 products keep all of their bits only without fast accumulation.
+    # Fast accumulation would drop bits of the sums of fp8 products.
     return torch._scaled_mm(
         rounded_TK,
         codes_NK.t(),

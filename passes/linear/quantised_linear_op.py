@@ -1,7 +1,7 @@
-"""The op of a linear with a weight stored as codes with scales, and rounded inputs: reference and launch.
+"""The op of a linear with quantised weight and rounded inputs: reference and launch.
 
-Like small_batch_linear it may contain its fused neighbours. The reference is eager PyTorch on a CPU as well: it defines
-what every kernel computes, by the formula in rounding.py.
+Like small_batch_linear, it may absorb its neighbours. The reference is plain torch, also used on CPUs. It defines the
+result of every kernel, by the formula in rounding.py.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def reference(
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
 ) -> torch.Tensor:
-    """[T, M]: rounded(x) @ decoded weight^T + bias, the product in fp32, rounded once to the dtype of x.
+    """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
 
-    scheme: as text, see LinearScheme. input_scale_1: for static inputs. zeros_RC: None for symmetric codes, the only
-    ones today. input_scales_CT: x are codes with these scales, of round_inputs, for results of `dtype`; then there is
-    no norm. The others: see small_batch_linear, whose order of steps is the same.
+    scheme: text, see LinearScheme. input_scale_1: for static inputs. zeros_RC: always None, as only symmetric codes are
+    supported. input_scales_CT: scales of x if x is codes (see round_inputs), for results of `dtype` and without a norm.
+    Other arguments and the order of steps: see small_batch_linear.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if norm_weight_K is not None:
@@ -72,7 +72,7 @@ def launch(
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
 ) -> torch.Tensor:
-    """The kernels behind `reference`: see quantised_kernels."""
+    """Compute `reference` with the kernels of quantised_kernels."""
     after = bias_N, residual_TM, silu_mul, activation
     parsed = _parsed(scheme)
     if input_scales_CT is not None:
@@ -134,9 +134,9 @@ def gated_reference(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [T, M] and scales [C, T] of activation(gate) * up, the halves of a quantised linear of codes.
+    """Return the codes [T, M] and scales [C, T] of activation(gate) * up, the halves of a linear of codes.
 
-    dtype: in which the linear's results, and what is rounded, would be stored. static_1, rounding: see round_inputs.
+    dtype: of the linear's results and the activation before rounding. static_1, rounding: see round_inputs.
     """
     y_TM = reference(
         *(x_TK, codes_NK, scales_RC, None, None, bias_N, scheme),
@@ -160,7 +160,7 @@ def gated_launch(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels behind `gated_reference`: the kernel that rounds computes the activation unless the product does."""
+    """Compute `gated_reference` with kernels. The rounding kernel computes the activation unless the product's does."""
     parsed, out, columns = round_inputs.rounding_of(rounding), getattr(torch, dtype), codes_NK.shape[0] // 2
     by_kernel = round_inputs.why_not_by_kernel(columns, parsed, x_TK.device) is None
     weight = codes_NK, scales_RC, _parsed(scheme), bias_N, None

@@ -1,8 +1,8 @@
-"""Triton kernel of a quantised linear for any number of tokens: tiles of codes through the tensor cores.
+"""Triton kernel of a quantised linear for any number of tokens, on tensor cores.
 
-Products of a step's columns are added in fp32, since the tensor cores' sums of 8-bit products have fewer bits; scales
-of blocks are applied there, those of whole rows at the end. Hopper's own kernels are faster, and this one runs where
-they do not: other GPUs, sizes that cannot be copied in boxes, inputs that are not rounded.
+Tensor cores sum 8-bit products with fewer bits, so the products of each step of columns are added in fp32. Block scales
+are applied there, row scales at the end. The kernel runs where Hopper's faster kernels do not: other GPUs, sizes that
+TMA cannot copy, inputs that are not rounded.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
 from compiled_engine.quantisation import LinearScheme
 
-# Columns of a step: at least those of one product of the tensor cores.
+# Columns of a step: at least one tensor-core product.
 LEAST_COLUMNS, MOST_COLUMNS = 32, 128
-# From this many tokens on, tokens stand on the left of the tensor cores' products, which want 64 rows there.
+# From this many tokens on, tokens are the left operand of the tensor-core products, which needs 64 rows.
 TOKENS_FIRST = 64
 
 
 class Scaling(NamedTuple):
-    """The scales of a weight, [R, C], and of its inputs, transposed, [C, T]; None for inputs that are not rounded.
-
-    rows, columns: of the weight's tiles that share a scale; input_columns: of inputs that do; 0: all of them.
-    """
+    """The scales of a weight and of its inputs."""
 
     weights_RC: torch.Tensor
-    inputs_CT: torch.Tensor | None
+    inputs_CT: torch.Tensor | None  # transposed; None for inputs that are not rounded
     rows: int
     columns: int
-    input_columns: int
+    input_columns: int  # like rows and columns of the weight: the elements that share a scale; 0: all
 
     @property
     def input_stride(self) -> int:
@@ -84,10 +81,10 @@ def quantised_product_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, tokens): TOKENS tokens times ROWS rows of the weight.
+    """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x: codes, or values that are not rounded, [num_tokens, K]; codes: [N, K]; scales: see Scaling, with whole rows as
-    TILE_COLUMNS or INPUT_COLUMNS K. out, residual: [num_tokens, num_outputs].
+    x: [num_tokens, K], codes or unrounded values; codes: [N, K]; scales: see Scaling, with K as TILE_COLUMNS or
+    INPUT_COLUMNS for whole rows. out, residual: [num_tokens, num_outputs].
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -150,7 +147,7 @@ def quantised_product_kernel(
 
 
 def step_of(scheme: LinearScheme) -> int:
-    """The columns of a step: a power of two of which every tile has a whole number. 0 where that is too few."""
+    """Return the columns of a step, a power of two that divides every tile's columns; 0 if that is too few."""
     tiles = [scheme.weight.columns]
     if scheme.inputs is not None and not scheme.inputs.static:
         tiles.append(scheme.inputs.columns)
@@ -160,7 +157,7 @@ def step_of(scheme: LinearScheme) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens and rows of the weight, gate and up counted together, of a program, and its compilation."""
+    """Tokens and weight rows of a program, gate and up counted together, and its compilation."""
 
     tokens: int
     rows: int
@@ -169,7 +166,7 @@ class Tiles:
 
 
 def choose_tiles(num_tokens: int, num_rows: int, is_rounded: bool) -> Tiles:
-    """Tiles for [num_tokens, K] x [num_rows, K], by a rule."""
+    """Return the tiles for [num_tokens, K] x [num_rows, K], by a rule."""
     if num_tokens <= TOKENS_FIRST // 2:
         return Tiles(max(16, next_power_of_2(num_tokens)), 32 if num_rows <= 8192 else 64, 4, 4)
     if num_tokens <= 128 or not is_rounded:
@@ -189,9 +186,9 @@ def launch(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """[T, N] or, with silu_mul, [T, N / 2] in `dtype`: x times the weight, with what follows; see quantised_linear.
+    """Multiply x by the weight and apply what quantised_linear fuses: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
 
-    x: codes, or values where scaling.inputs_CT is None. The weight is contiguous; step: see step_of.
+    x: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: see step_of.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

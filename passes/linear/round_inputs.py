@@ -1,12 +1,12 @@
-"""Rounding of the inputs of quantised linears, a row a program, by the kernel that computes them: an RMSNorm, a
-residual sum and its norm, or silu(gate) * up. What comes from elsewhere is rounded alone.
+"""Rounds the inputs of quantised linears in the kernel that computes them: an RMSNorm, a residual sum and its norm, or
+silu(gate) * up. Other inputs are rounded by themselves. A program handles one row.
 
-Why: in plain torch the formula of rounding.py is five kernels and as many passes over the inputs. A kernel that has a
-row in registers computes the codes for the price of their scales, and neither writes 16 bits nor reads them again.
+Why: in plain torch, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel with the
+row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
 
-Scales are transposed, [C, T], and their rows have room for whole tiles of tokens, whose loads need no mask. Those of a
-graph have room for the largest tiles. Between kernels of one op it is that of the step's tile: a product of few tokens
-reads each row on its own, and four rows of 8 tokens are in one cache line.
+Scales are transposed, [C, T], and rows are padded to whole tiles of tokens, so loads need no mask. In a graph they are
+padded to the largest tile. Between kernels of one op the step's tile is enough: products of few tokens read each row
+separately, and four rows of 8 tokens fit a cache line.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from compiled_engine.passes.linear import silu_mul
 from compiled_engine.passes.norm import residual_rms_norm, rms_norm
 from compiled_engine.quantisation import Rounding
 
-# Columns of a row that a program holds, at most.
+# Most columns of a row in a program.
 MOST_COLUMNS = 1 << 16
-# With more tokens, a program that norms nothing has a part of a row at a time, of so many columns at most.
+# Beyond FEW_TOKENS, a program without norms processes its row in parts of LEAST_PART to PART_COLUMNS columns.
 FEW_TOKENS, PART_COLUMNS, LEAST_PART = 1024, 4096, 1024
 # Tokens of the products' smallest and largest tiles.
 LEAST_TILE, MOST_TILE = 8, 128
 # The first compute capability with e4m3.
 CAPABILITY = (8, 9)
 
-# The same device always has the same answer, which takes the host longer to ask for than to look up.
+# Cached, as asking costs the host more than a lookup.
 capability_of = cache(torch.cuda.get_device_capability)
 rounding_of = cache(Rounding.parse)
 
 
 @triton.jit
 def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """The codes of values that share a scale, or that each have one."""
+    """Return the codes of values. scale: one for all, or one per value."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
 def scale_of(largest: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr) -> tl.tensor:
-    """The scale of values whose largest one this is."""
+    """Return the scale for a largest magnitude."""
     largest = tl.maximum(largest, SMALLEST)
     return tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
 
@@ -72,10 +72,10 @@ def store_rounded(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
-    """Write the codes of a row in fp32 from column FIRST on, and the scale of each COLUMNS of its columns, or the
-    static one, or that of the row, which is stored already.
+    """Write the codes of a row in fp32 from column FIRST on, and the scale of each group of COLUMNS columns.
 
-    GROUPS * COLUMNS: a power of two. codes: [T, K]; scales: float32 [groups, scale_stride].
+    The scale is computed per group, or static, or `row_scale`, which is already stored. GROUPS * COLUMNS: a power of
+    two. codes: [T, K]; scales: float32 [groups, scale_stride].
     """
     offset_K = tl.arange(0, GROUPS * COLUMNS)
     column_K = FIRST + offset_K
@@ -119,10 +119,10 @@ def round_inputs_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): what the arguments name, rounded between two steps as the kernels for each are; see
-    store_rounded.
+    """Program (token): computes and rounds the row that the arguments describe; see store_rounded.
 
-    ACTIVATION: x is [T, 2 K], gate and up of each row; "": it is the row. inner_weight: of the norm of what is added.
+    Intermediate results are rounded as by the separate kernels. ACTIVATION: x is [T, 2 K], gate and up of each row; "":
+    x is the row. inner_weight: of the norm of the added value.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     column_K = tl.arange(0, GROUPS * COLUMNS)
@@ -157,7 +157,7 @@ def round_inputs_kernel(
 def _part_of_row(
     x_ptr: tl.tensor, FIRST: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """PART columns of a row from FIRST on, in fp32; zeros beyond the row."""
+    """Return PART columns of a row from FIRST on, in fp32; zeros beyond the row."""
     column_P = FIRST + tl.arange(0, PART)
     x_P = tl.load(x_ptr + column_P, mask=column_P < K, other=0.0).to(tl.float32)
     if ACTIVATION != "":
@@ -185,9 +185,11 @@ def round_parts_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): as round_inputs_kernel without norms, in parts of GROUPS * COLUMNS columns, which leaves
-    registers for more programs. WHOLE: the row has one scale. Where it is not static it is found first, and the row is
-    read again, from a cache."""
+    """Program (token): as round_inputs_kernel without norms, in parts of GROUPS * COLUMNS columns.
+
+    Parts leave registers for more programs. WHOLE: the row has one scale. Unless it is static it is computed first; the
+    row is then read again, from a cache.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -224,7 +226,7 @@ def round_parts_kernel(
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
-    """Why the kernel does not round inputs of k columns; None where it does."""
+    """Return why the kernel cannot round inputs of k columns; None if it can."""
     columns = 0 if rounding.static else rounding.columns
     if columns & (columns - 1):
         return f"inputs are rounded in {columns} columns, no power of two"
@@ -232,7 +234,7 @@ def columns_obstacle(k: int, rounding: Rounding) -> str | None:
 
 
 class Results(NamedTuple):
-    """The codes [T, K] and scales [C, T] of rows, and the constants with which kernels fill them."""
+    """Buffers for the codes and scales of rows, and the constants of the kernels that fill them."""
 
     codes_TK: torch.Tensor
     scales_CT: torch.Tensor
@@ -240,7 +242,7 @@ class Results(NamedTuple):
 
 
 def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
-    """Memory for the codes of T rows of K columns and their scales; tile: see empty_scales."""
+    """Allocate codes for T rows of K columns and their scales. tile: see empty_scales."""
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
     return Results(codes_TK, empty_scales(codes_TK, rounding, tile), dict(_constants(k, rounding)))
 
@@ -265,7 +267,10 @@ def _warps(columns: int) -> int:
 
 @cache
 def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
-    """Parts that end where rows do, if these can be divided into any but small ones; at least two of a wide row."""
+    """Return the constants of round_parts_kernel.
+
+    Parts divide rows evenly unless they would be small; wide rows have at least two.
+    """
     part = min(PART_COLUMNS, k & -k, next_power_of_2(k) // 2)
     if part < LEAST_PART:
         part = min(PART_COLUMNS // 2, next_power_of_2(k))
@@ -277,13 +282,15 @@ def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
 
 
 def tile_of(num_tokens: int) -> int:
-    """Return the tokens of a tile of products of this many tokens."""
+    """Return the tokens per tile in products of this many tokens."""
     return min(MOST_TILE, max(LEAST_TILE, next_power_of_2(num_tokens)))
 
 
 def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
-    """Memory [C, T] for the scales of codes, with C 1 for a scale of whole rows or a static one. Rows, the last one
-    too, have room for whole tiles of this many tokens, which kernels read."""
+    """Allocate scales [C, T] of codes; C is 1 for scales of whole rows and static ones.
+
+    Every row is padded to whole tiles of this many tokens, which kernels read.
+    """
     num_tokens, k = codes_TK.shape
     columns = 0 if rounding.static else rounding.columns
     room = (num_tokens + tile - 1) // tile * tile
@@ -291,11 +298,11 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
     whole = torch.empty((rows, room), dtype=torch.float32, device=codes_TK.device)
     if isinstance(num_tokens, int) and room == num_tokens:
         return whole
-    return whole.as_strided((rows, num_tokens), (room, 1))  # torch 2.11 does not know the size of a slice in a trace
+    return whole.as_strided((rows, num_tokens), (room, 1))  # torch 2.11 cannot trace the size of a slice
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
-    """Why plain torch rounds rows of k columns on a device; None where the kernel does, as Triton's interpreter can."""
+    """Return why plain torch must round rows of k columns on a device; None if the kernel can, interpreted or not."""
     capability = capability_of(device) if device.type == "cuda" else CAPABILITY
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8"
@@ -313,9 +320,9 @@ def launch(
     activation: str = "",
     tile: int = MOST_TILE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [T, K] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x, and their scales [C, T].
+    """Return the codes [T, K] and scales [C, T] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x.
 
-    They are those of rounding.round_inputs; a static scale is repeated for each token. tile: see empty_scales.
+    They equal those of rounding.round_inputs, with a static scale repeated for each token. tile: see empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
         x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile
@@ -381,7 +388,7 @@ def _launch(
 def by_formula(
     x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [T, K], whose rows follow each other, and scales [C, T] in plain torch."""
+    """Return the contiguous codes [T, K] and the scales [C, T], computed in plain torch."""
     codes_TK, scales_TC = rounded_by_torch(x_TK.contiguous(), rounding, static_1)
     return codes_TK, empty_scales(codes_TK, rounding).copy_(scales_TC.t())
 
@@ -396,7 +403,7 @@ def reference(
     norm_wide: bool = False,
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes [T, K] and scales [C, T] of what `launch` computes. rounding: what Rounding.parse reads."""
+    """Compute the codes [T, K] and scales [C, T] of `launch`. rounding: text that Rounding.parse reads."""
     if activation:
         x_TK = silu_mul.reference(x_TK, activation)
     if norm_weight_K is not None:
@@ -421,7 +428,7 @@ def _round_inputs(
 
 
 def fake_codes(x_TK: torch.Tensor, rounding: str, halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of x and scales without values; `halves`: of half as many columns."""
+    """Return uninitialised codes and scales of x. halves: with half as many columns."""
     num_tokens, k = x_TK.shape
     parsed = rounding_of(rounding)
     codes_TK = x_TK.new_empty((num_tokens, k // 2 if halves else k), dtype=parsed.dtype)
@@ -461,7 +468,7 @@ def sum_reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes [T, D] and scales [C, T] of residual_rms_norm's first result, and its second, the sum."""
+    """Return the codes [T, D] and scales [C, T] of residual_rms_norm's first result, and its second, the sum."""
     how = eps, offset, wide, inner_weight_D
     normed_TD, total_TD = residual_rms_norm.reference(x_TD, residual_TD, weight_D, *how)
     return *by_formula(normed_TD, rounding_of(rounding), static_1), total_TD
@@ -478,7 +485,7 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The kernel behind `sum_reference`."""
+    """Compute `sum_reference` with the kernel."""
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)
@@ -496,7 +503,7 @@ def fake_sum(
     rounding: str,
     *others: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of `sum_reference` without values."""
+    """Return uninitialised results of `sum_reference`."""
     return *fake_codes(x_TD, rounding), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
 
 

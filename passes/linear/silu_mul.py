@@ -1,7 +1,6 @@
-"""silu(gate) * up, or gelu(gate) * up, becomes one kernel that reads both halves of one linear in place.
+"""Computes silu(gate) * up, or gelu(gate) * up, in one kernel that reads both halves of one linear in place.
 
-Why: one pass over the widest activation of the model instead of two, and one launch; with few tokens small_batch_linear
-takes it in.
+Why: one pass over the model's widest activation, one launch. For few tokens, small_batch_linear absorbs the op.
 """
 
 from __future__ import annotations
@@ -71,20 +70,20 @@ def silu_mul_kernel(
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """silu, gelu, or gelu_tanh, gelu's approximation by a tanh."""
+    """Apply silu, gelu, or gelu_tanh, the tanh approximation of gelu."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def reference(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """The activation of the left half of each row times the right half."""
+    """Return the activation of the left half of each row, times the right half."""
     gate_TI, up_TI = gate_up_TI2.chunk(2, dim=-1)
     return activate(gate_TI, activation) * up_TI
 
 
 def launch(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """The kernel behind `reference`: [T, 2 I] -> [T, I]."""
+    """Compute `reference` with the kernel: [T, 2 I] -> [T, I]."""
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
@@ -114,8 +113,7 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """The number of products of an activation of whole tokens with another value that is no norm: the contracts'
-    count."""
+    """Count the products of an activation [T, I] with a value that is not a norm; contracts use this count."""
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
     return sum(
@@ -161,7 +159,7 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
 
 
 def _activation(call: fx.Node) -> str:
-    """The name that `activate` has for it."""
+    """Return the activation's name as `activate` takes it."""
     if is_call(call, aten.silu.default):
         return "silu"
     return "gelu_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"

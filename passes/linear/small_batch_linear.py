@@ -1,8 +1,8 @@
-"""Linears of small batches become one kernel each that reads the weight at memory bandwidth and is fused with its
-neighbours: the norm before it, and the silu * up or the residual add after it. Experts are fused in the same way.
+"""Turns each linear of a small batch into one kernel that reads the weight at memory bandwidth, fused with its
+neighbours: the norm before it, and the silu * up or residual add after it. Experts are fused in the same way.
 
-Why: with few tokens a linear costs its weight's bytes; the overhead of a general matrix product and the launches around
-it is most of a decode step. It runs last: it absorbs the ops of residual_rms_norm and silu_mul.
+Why: with few tokens a linear costs the read of its weight; most of a decode step is the overhead of general matrix
+products and of the launches around them. The pass runs last, as it absorbs the ops of residual_rms_norm and silu_mul.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, s
 
 @dataclass(frozen=True)
 class _Fused:
-    """A linear and its fused neighbours; `result` is the node whose value it then computes from `x`."""
+    """A linear and its fused neighbours: together they compute the value of `result` from `x`."""
 
     linear: Linear
     result: fx.Node
@@ -45,7 +45,7 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect one linear for each value that matrices are multiplied with, as merge_linears leaves them."""
+        """Expect a match for each value multiplied by weight matrices: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -77,12 +77,11 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """If only linears read a norm, each computes it itself; the sum before it, if any, is added by the preceding
-    linear.
+    """Absorb norms that only linears read into these linears, and the sum before a norm into the linear before it.
 
-    Returns replacements of sums that no linear could absorb, as separate additions, and of changed experts.
+    Returns the replacements of sums that no linear could absorb, as separate additions, and of changed experts.
     """
-    changed_experts: dict[fx.Node, fx.Node] = {}  # with what they compute now
+    changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
         if all(_takes(linears, user, norm) for user in norm.users):
             for user in list(norm.users):
@@ -94,7 +93,7 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
             continue
         arguments = named(norm)
         x, residual = arguments["x_TD"], arguments["residual_TD"]
-        if arguments["inner_weight_D"] is not None:  # the linear before cannot add what it is not the norm of
+        if arguments["inner_weight_D"] is not None:  # the addend is a norm of the linear's result, so it cannot add it
             continue
         if total is None:
             with graph.inserting_after(norm):
@@ -122,14 +121,14 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
 
 
 def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> bool:
-    """Return whether the user is a linear, or the op of experts, with the value as input."""
+    """Return whether the user is a linear or the experts op, with the value as its input."""
     return linears[user].x is value if user in linears else _is_experts(user) and user.args[0] is value
 
 
 def _take_in_norm(
     linears: dict[fx.Node, _Fused], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
 ) -> None:
-    """Let the user compute what a call of rms_norm with these arguments gives."""
+    """Let the user compute the norm of these arguments itself."""
     x, weight = norm["x_TD"], norm["weight_D"]
     how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}
     if user in linears:
@@ -148,7 +147,7 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 
 
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Replace the linear's result by the op; `new` maps values that were replaced before."""
+    """Replace the linear's result by the op. new: earlier replacements, old value -> new value."""
     arguments = {
         "x_TK": new.get(fused.x, fused.x),
         "weight_NK": fused.linear.weight,

@@ -1,6 +1,6 @@
-"""small_batch_linear on a CPU: one call of C++ for few tokens of float32, the reference for all else.
+"""small_batch_linear on CPUs: one C++ call for few tokens in float32, otherwise the reference.
 
-PyTorch's product of a few rows packs the weight each time; the kernel reads it in place, once.
+PyTorch's product of a few rows packs the weight on every call; the C++ kernel reads it once, in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def kernel_launch(
     activation: str | None,
     norm_offset: float,
 ) -> torch.Tensor | None:
-    """[T, M] as the op's reference has it, activation None for none; None where the kernel cannot do it."""
+    """Compute the op's reference, [T, M], with the C++ kernel; None if it does not support the case."""
     num_tokens, k = x_TK.shape
     row_stride, element_stride = x_TK.stride()
     num_rows = weight_NK.shape[0]
@@ -73,7 +73,7 @@ def kernel_launch(
 
 
 def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
-    """The reason why batches up to this many tokens need more than the C++ kernels; None if every fused op has one."""
+    """Return why batches up to this many tokens need more than the C++ kernels; None if every fused op has one."""
     if model.dtype != torch.float32:
         return f"they compute in float32, and dtype is {model.dtype}"
     if model.transformers is not None or model.experts.count:
@@ -92,7 +92,7 @@ def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
 
 
 def _kernel() -> CppFunction | None:
-    """The C++ function, None where there is no compiler for it."""
+    """Return the C++ function, or None without a compiler."""
     try:
         return _compiled()
     except CannotCompile:

@@ -1,8 +1,8 @@
-"""Triton kernel of the small-batch linear for a single token: a product of matrix and vector at memory bandwidth.
+"""Triton kernel of the small-batch linear for one token: a matrix-vector product at memory bandwidth.
 
-The weight depends on no earlier kernel, so each program loads its first columns before it waits for those
-(programmatic dependent launch). RMSNorm(x) @ W^T is (x * norm_weight) @ W^T times a factor, so the norm's sum of
-squares is collected on the way and nothing waits for it.
+The weight depends on no earlier kernel, so each program loads its first columns before waiting for the previous kernel
+(programmatic dependent launch). RMSNorm(x) @ W^T equals (x * norm_weight) @ W^T times a factor, so the norm's sum of
+squares is accumulated along the way.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def finish(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """Finish the product, rounded where the textbook rounds: activation(y) * up, or residual + y; then store it.
+    """Finish a product and store it: activation(y) * up, or residual + y, rounded where the textbook code rounds.
 
-    y, up: float32, of the shape of offsets and mask, as residual; up is read with SILU_MUL, residual with RESIDUAL
-    alone. With few tokens callers load the residual with the product's operands, to avoid a wait at the end.
+    y, up: float32, shaped like offsets, mask and residual. `up` is used only with SILU_MUL, `residual` only with
+    RESIDUAL. With few tokens, callers load the residual together with the product's operands to avoid a wait at the
+    end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:
@@ -51,7 +52,7 @@ def rows_of(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """[N, BLOCK_K] of the weight from column k on; zeros beyond its edges. Read once, so not kept in the cache."""
+    """Load [N, BLOCK_K] of the weight from column k on, with zeros beyond its edges. Read once, so evicted first."""
     column_K = k + tl.arange(0, BLOCK_K)
     pointers_NK = w_ptr + row_N[:, None].to(tl.int64) * K + column_K[None, :]
     if K % BLOCK_K == 0:
@@ -83,8 +84,7 @@ def one_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program: the results of ROWS rows. With SILU_MUL the weight has as many rows of gate as outputs, then as
-    many of up."""
+    """Program: the results of ROWS rows. With SILU_MUL, the weight has the rows of gate, then those of up."""
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     row_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     w_NK = rows_of(w_ptr, row_N, 0, num_outputs, K, BLOCK_K)

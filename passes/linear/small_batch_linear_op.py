@@ -1,7 +1,7 @@
-"""The op of small_batch_linear, a linear fused with its neighbours: reference and launch of kernels.
+"""The op of small_batch_linear, a linear fused with its neighbours: reference, tiles and launch.
 
-It is opaque to Inductor: kernel and tiles are chosen at launch, only by shapes, dtype and device. The tiles are those
-of the device's profile, or of a rule; nothing is tuned at start-up.
+The op is opaque to Inductor. Kernel and tiles are chosen at launch, by shapes, dtype and device alone. Tiles come from
+the device's profile or from a rule; nothing is tuned at start-up.
 """
 
 from __future__ import annotations
@@ -22,35 +22,30 @@ from compiled_engine.passes.linear.small_batch_linear_gemv import one_token_kern
 from compiled_engine.passes.linear.small_batch_linear_tiles import few_tokens_kernel
 from compiled_engine.passes.norm import rms_norm
 
-# A launch takes the tiles that were measured for the least of these that is not below its number of tokens.
+# A launch takes the tiles measured for the smallest bucket that holds its tokens.
 TOKEN_BUCKETS = (1, 8, 32, 64)
-# Before its wait, a kernel prefetches weights up to this many bytes into the L2 cache as a whole; of a larger weight
+# Before waiting, a kernel prefetches a weight of up to WHOLE_AHEAD_BYTES into the L2 cache as a whole. Of a larger one,
 # each program prefetches the first bytes of its part.
 WHOLE_AHEAD_BYTES = 16 << 20
 FIRST_AHEAD_BYTES = 16 << 10
-# Tiles of one launch that may be waiting for their splits.
+# Most tiles of a launch with split K.
 MAX_TILES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of a program, and its compilation. `tokens` 1 is the kernel for a single token.
+    """The tile sizes of a program, and its compilation."""
 
-    rows: of the weight (with silu * up an even number, half of them gate). A step takes `groups` times block_k
-    columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not a kernel before it; in
-    float16 it is always a kernel before it. ahead: steps of weights that a thread has under way in registers, where
-    they do not pass through shared memory; 0 where they do.
-    """
-
-    tokens: int
-    rows: int
+    tokens: int  # 1: the kernel for a single token
+    rows: int  # of the weight; even with silu * up, half of them gate
     block_k: int
-    groups: int = 1
+    groups: int = 1  # a step takes groups * block_k columns, with warps of its own for each group
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    # Compute the norm in this kernel rather than in one before it; ignored in float16, except for one token.
     norm_inside: bool = False
-    ahead: int = 0
+    ahead: int = 0  # Steps of weights that a thread loads ahead into registers; 0: weights go through shared memory.
 
     def __post_init__(self) -> None:
         if self.norm_inside and self.split_k > 1:
@@ -62,10 +57,10 @@ class Tiles:
 
 @cache
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
-    """Tiles for a [num_tokens, k] x [num_rows, k] product; with silu_mul num_rows counts gate and up together.
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product; with silu_mul, gate and up count together.
 
-    Tiles measured on a device of this name, or for any other device a rule from an NVIDIA H200, with less than 100 KiB
-    of shared memory.
+    They were measured on a device of this name. For other devices they follow a rule found on an NVIDIA H200, with less
+    than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -77,13 +72,13 @@ def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: 
     width = next_power_of_2(k)
     outputs = num_rows // 2 if silu_mul else num_rows
     if bucket == 1:
-        # Too few rows for large tiles to reach every multiprocessor want more warps.
+        # More warps make up for too few rows to occupy every multiprocessor.
         num_warps = 8 if outputs <= 4096 else 4
         return Tiles(1, rows=4 if silu_mul else 2, block_k=min(width, 2048), num_warps=num_warps)
     if bucket == 8:
         block_k = min(128 if silu_mul and k > 1024 else 256, max(16, width // 4))
         return Tiles(8, rows=32 if silu_mul else 16, block_k=block_k, groups=4, norm_inside=k <= 1024)
-    # With few outputs K is split, or most multiprocessors would have nothing to do.
+    # With few outputs K is split, or most multiprocessors would be idle.
     split_k = 1
     if not silu_mul and num_tokens <= bucket and k >= 1024:
         split_k = 4 if outputs <= 2048 else 2 if outputs <= 4096 else 1
@@ -105,10 +100,10 @@ def reference(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """[T, M]: linear(RMSNorm(x) * norm_weight), then silu(gate) * up of its halves, then plus the residual.
+    """Compute linear(RMSNorm(x) * norm_weight), then silu(gate) * up of its halves, then add the residual: [T, M].
 
-    Steps whose argument is None or False are omitted; M is N, or N / 2 with silu_mul. Rounds to the dtype of x
-    where the textbook model does. activation: in silu's place, see silu_mul; norm_offset, norm_wide: see rms_norm.
+    Steps whose argument is None or False are left out; M is N, or N / 2 with silu_mul. Rounds to the dtype of x where
+    the textbook model does. activation: used in place of silu, see silu_mul. norm_offset, norm_wide: see rms_norm.
     """
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
@@ -149,7 +144,7 @@ def launch(
     norm_wide: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """The kernels behind `reference`; x with rows of consecutive elements, the others contiguous."""
+    """Compute `reference` with the kernels. Weights must be contiguous."""
     if x_TK.stride()[1] != 1:
         x_TK = x_TK.contiguous()
     if residual_TM is not None and not residual_TM.is_contiguous():
@@ -168,7 +163,7 @@ def launch(
     outputs = num_rows // 2 if silu_mul else num_rows
     row_tiles, token_tiles = cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens)
     out_TM = x_TK.new_empty((num_tokens, outputs))
-    # The kernel for several tokens rounds x times its norm weight before the scale, which may be beyond float16.
+    # The kernel for several tokens rounds x * norm weight before applying the norm's scale; float16 may overflow there.
     norm_inside = tiles.tokens == 1 or (tiles.norm_inside and x_TK.dtype != torch.float16)
     if norm_weight_K is not None and not norm_inside:
         x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide), None
@@ -225,7 +220,7 @@ def launch(
 
 @cache
 def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int:
-    """The columns of each row that a program prefetches; 0 if rows are not aligned to 16 bytes."""
+    """Return the columns of each row that a program prefetches; 0 if rows are not aligned to 16 bytes."""
     if k * element_size % 16:
         return 0
     step = tiles.groups * tiles.block_k
@@ -237,7 +232,7 @@ def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int
 
 @cache
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Arrivals at each tile, zero between launches; one set for each stream, on which launches follow one another."""
+    """Return counters of finished splits per tile, zero between launches. A stream needs one set: it is serial."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 

@@ -1,9 +1,9 @@
-"""Gluon kernel of a linear for up to eight tokens: weights and tokens go from memory into the registers that the tensor
-cores read, 16 bytes at a time, without shared memory.
+"""Gluon kernel of a linear for up to eight tokens: operands go from memory into registers, without shared memory.
 
-Any order of the columns gives the same sums, so each thread multiplies the neighbours that it has loaded. The first
-weights are loaded before the kernel waits for earlier ones (programmatic dependent launch). K is split between the
-warps of a program, whose sums are added at the end.
+Threads load 16 bytes at a time in the layout that the tensor cores read. Any order of columns gives the same sums, so
+each thread multiplies the neighbouring columns that it loaded. The first weights are loaded before the kernel waits for
+the previous one (programmatic dependent launch). K is split between the warps of a program, whose sums are added at the
+end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 
-# Rows of the tensor cores' left operand, and how many of them are tokens.
+# Rows of the tensor cores' left operand, and how many of them hold tokens.
 LEFT = gl.constexpr(16)
 TOKENS = gl.constexpr(8)
-# Neighbours that a thread loads at once: 16 bytes.
+# Neighbouring elements per load of a thread: 16 bytes.
 WIDTH = gl.constexpr(8)
 
 
@@ -27,7 +27,7 @@ WIDTH = gl.constexpr(8)
 def _asked_for(  # type: ignore[no-untyped-def]
     tiles, w_ptr, offsets_GKN, step: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr
 ):
-    """The tiles followed by that of a step, if there is such a step."""
+    """Append the loaded weight tile of a step, if the step exists."""
     if step < STEPS:
         tiles = tiles + (gl.load(w_ptr + (offsets_GKN + step * STEP), eviction_policy="evict_first"),)  # noqa: RUF005
     return tiles
@@ -58,8 +58,10 @@ def register_linear_kernel(  # type: ignore[no-untyped-def]
     GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """Program: ROWS rows of the weight, with SILU_MUL half of them gate and half up; see few_tokens_kernel. Each of
-    GROUPS warps takes BLOCK_K columns of a step; the weights of AHEAD steps are under way at a time."""
+    """Program: ROWS rows of the weight, with SILU_MUL half of them gate and half up; see few_tokens_kernel.
+
+    Each of GROUPS warps takes BLOCK_K columns of a step. The weights of AHEAD steps are loaded ahead.
+    """
     OUTPUTS: gl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     STEP: gl.constexpr = GROUPS * BLOCK_K
     STEPS: gl.constexpr = K // STEP
@@ -68,7 +70,7 @@ def register_linear_kernel(  # type: ignore[no-untyped-def]
     left: gl.constexpr = gl.DotOperandLayout(0, sums, WIDTH)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, WIDTH)
     out: gl.constexpr = gl.SliceLayout(0, sums)
-    # Past the last output rows repeat.
+    # Rows past the last output repeat the last row.
     row_N = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, gl.SliceLayout(0, right)))
     row_N = gl.minimum(row_N, num_outputs - 1).to(gl.int64)
     group_G = gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, right)))

@@ -1,9 +1,9 @@
-"""Triton kernel of the small-batch linear for a few tokens: tiles of the weight through the tensor cores, once.
+"""Triton kernel of the small-batch linear for a few tokens: reads each weight tile once, through the tensor cores.
 
-Measures for a product that is bound by latency and bandwidth: the weight is loaded before the kernel waits for earlier
-ones (programmatic dependent launch): into shared memory if a program reads one tile of it, otherwise prefetched into
-the L2 cache, a large one in part. K is split between the warps of a program (GROUPS, a batched product whose sum stays
-on the chip) or between programs (SPLIT_K), so that few rows still reach every multiprocessor.
+The product is bound by latency and bandwidth. Weights are therefore loaded before the kernel waits for the previous one
+(programmatic dependent launch): into shared memory if a program reads a single tile, otherwise prefetched into the L2
+cache, in part if large. K is split between the warps of a program (GROUPS, a batched product summed on chip) or between
+programs (SPLIT_K), so that few rows still occupy every multiprocessor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 
 @triton.jit
 def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
-    """ROWS rows of the weight that the outputs from `first` on are made of; past the last output they repeat.
+    """Return the ROWS rows of the weight for the outputs from `first` on; past the last output they repeat.
 
-    With SILU_MUL the weight has num_outputs rows of gate, then as many of up: each gate is followed by its up.
+    With SILU_MUL the weight has num_outputs rows of gate, then as many of up; here each gate row precedes its up row.
     """
     row_N = tl.arange(0, ROWS)
     if SILU_MUL:
@@ -31,7 +31,7 @@ def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SI
 
 @triton.jit
 def _ask_into_l2(ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """One thread prefetches num_bytes from ptr on, both multiples of 16, and does not wait."""
+    """Prefetch num_bytes from ptr on with one thread, without waiting; both are multiples of 16."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -54,7 +54,7 @@ def _ask_for_rows(
     ROWS: tl.constexpr,
     SILU_MUL: tl.constexpr,
 ) -> None:
-    """Ask for COLUMNS columns from k on of the rows that weight_rows names; whole rows lie side by side."""
+    """Prefetch COLUMNS columns from k on of the rows of weight_rows; whole rows are contiguous."""
     SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     for half in tl.static_range(2 if SILU_MUL else 1):
@@ -69,7 +69,7 @@ def _ask_for_rows(
 
 @triton.jit
 def _columns(k: tl.tensor, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """Columns from k on: [1, BLOCK_K], or, for each group its own, [GROUPS, 1, BLOCK_K]."""
+    """Return the column indices from k on: [1, BLOCK_K], or for several groups [GROUPS, 1, BLOCK_K], a block each."""
     if GROUPS == 1:
         return (k + tl.arange(0, BLOCK_K))[None, :]
     else:
@@ -85,7 +85,7 @@ def _tile(
     EVEN: tl.constexpr,
     POLICY: tl.constexpr,
 ) -> tl.tensor:
-    """[R, BLOCK_K] or [GROUPS, R, BLOCK_K] of the rows at row_ptr_R; zeros where mask_R is not set and from K on."""
+    """Load [R, BLOCK_K] or [GROUPS, R, BLOCK_K] of the rows at row_ptr_R; zeros where mask_R is unset and from K on."""
     if len(columns.shape) == 3:
         row_ptr_R = row_ptr_R[None, :]
         mask_R = None if mask_R is None else mask_R[None, :]
@@ -121,7 +121,7 @@ def _product(
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """acc + W x^T (ROWS_FIRST) or acc + x W^T, and squares + the sum of x's squares; NORM scales x by its weight."""
+    """Return acc + W x^T (ROWS_FIRST) or acc + x W^T, and squares + the sums of x * x; NORM scales x by its weight."""
     if NORM:
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, len(x.shape) - 1)
@@ -141,7 +141,7 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store a split's share; whether this is the last of its tile to do so. The counter is 0 before and after."""
+    """Store a split's partial sum; returns whether it is the last of its tile. The counter is 0 before and after."""
     tl.store(partial_ptr_TN + tl.program_id(1) * (y_TN.shape[0] * y_TN.shape[1]), y_TN)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
@@ -154,8 +154,9 @@ def _leave_partial(
 def _sum_of_partials(
     partial_ptr_TN: tl.tensor, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Sum in the order of the splits, whichever finished last; bypass the L1 cache, which does not see other programs'
-    writes.
+    """Sum the splits in a fixed order, whichever finished last.
+
+    Bypasses the L1 cache, which does not see other programs' writes.
     """
     y_TN = tl.zeros([TOKENS, ROWS], tl.float32)
     for split in tl.static_range(SPLIT_K):
@@ -197,12 +198,12 @@ def few_tokens_kernel(
     """Program (rows, split, tokens): TOKENS tokens times ROWS rows of the weight, over one of SPLIT_K parts of K.
 
     x: [num_tokens, K]; w: [N, K]; out: [num_tokens, num_outputs]. partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS];
-    counter_ptr: int32 [tiles]. COLUMNS_AHEAD: number of a program's columns prefetched into the L2 cache before the
-    wait. NORM goes with SPLIT_K 1.
+    counter_ptr: int32 [tiles]. COLUMNS_AHEAD: a program's columns prefetched into the L2 cache before the wait. NORM
+    requires SPLIT_K 1.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-    # The tensor cores want 64 rows on the left: tokens where there are as many, else rows of the weight.
+    # Tensor cores need 64 rows on the left: tokens if there are as many, otherwise rows of the weight.
     ROWS_FIRST: tl.constexpr = TOKENS < 64
     LEFT: tl.constexpr = ROWS if ROWS_FIRST else TOKENS
     RIGHT: tl.constexpr = TOKENS if ROWS_FIRST else ROWS
@@ -228,7 +229,7 @@ def few_tokens_kernel(
     offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
     mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
     residual_TM = None
-    if RESIDUAL and TOKENS < 64:  # with more it would take registers from the product
+    if RESIDUAL and TOKENS < 64:  # with more tokens it would take registers from the product
         residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
     if GROUPS == 1:
         acc = tl.zeros([LEFT, RIGHT], tl.float32)

@@ -1,7 +1,7 @@
-"""LayerNorm, with the residual add before it where there is one, becomes one kernel that returns both results.
+"""Fuses LayerNorm, and the residual add before it if there is one, into one kernel that returns both results.
 
-Why: as with residual_rms_norm, both read and write the hidden state. Inductor fuses the same, but its kernel cannot
-start before the one in front of it has ended, and in small batches that is most of what it takes.
+Why: as with residual_rms_norm, both read and write the hidden state. Inductor finds the same fusion, but its kernel
+cannot start before the previous one has ended, which is most of its time in small batches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layer_norm_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its row; residual, weight and bias may be None, and without a residual nothing is summed."""
+    """One program per token. Residual, weight and bias may be None; without a residual no sum is stored."""
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
     if weight_ptr is not None:
@@ -78,7 +78,10 @@ def reference(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(LayerNorm(x + residual) * weight + bias, x + residual); what is None is left out, and the sum is empty then."""
+    """Return (LayerNorm(x + residual) * weight + bias, x + residual).
+
+    Without weight or bias that operation is left out; without a residual the sum is empty.
+    """
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     normed_TD = torch.nn.functional.layer_norm(total_TD, (x_TD.shape[-1],), weight_D, bias_D, eps)
     return normed_TD, x_TD.new_empty(0) if residual_TD is None else total_TD
@@ -91,7 +94,7 @@ def launch(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind `reference`."""
+    """Compute `reference` with the kernel."""
     x_TD = x_TD.contiguous()
     normed_TD, total_TD = _fake(x_TD, residual_TD)
     hidden_size = x_TD.shape[-1]
@@ -130,7 +133,7 @@ class LayerNorm(GraphPass):
     name = "layer_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each LayerNorm of whole tokens, computed by ATen or op by op."""
+        """Expect a match for each LayerNorm over hidden states [T, D], computed by ATen or op by op."""
         native = graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
         of_tokens = [norm for norm in native if arg(norm, 0).meta["val"].dim() == 2]
         return len(of_tokens) + sum(map(is_deviation, scaled_by_roots(graph)))
@@ -153,7 +156,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """rsqrt: the root in a norm that is computed op by op, or in anything else."""
+    """Fuse a LayerNorm computed op by op, if this root is part of one."""
     scaled: Any = only_user(rsqrt)
     centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
     if not is_deviation(centred) or centred.meta["val"].dim() != 2:
@@ -166,11 +169,10 @@ def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] |
 
 
 def _fuse(graph: fx.Graph, value: fx.Node) -> list[Replacement]:
-    """Put the op in the place of a norm."""
     norm = norm_of(value)
     assert norm is not None
     total, addends = norm.x, _addends(norm.x)
-    # Others may read the sum before the norm does.
+    # Other ops may read the sum before the norm does.
     with graph.inserting_before(value) if addends is None else graph.inserting_after(total):
         fused = emit(graph, layer_norm, *(addends or (total, None)), norm.weight, norm.bias, norm.eps)
     with graph.inserting_after(fused):
@@ -186,7 +188,7 @@ def _fuse(graph: fx.Graph, value: fx.Node) -> list[Replacement]:
 
 
 def _addends(total: Any) -> tuple[fx.Node, fx.Node] | None:
-    """x and residual if the value is their sum, with no reader before the norm."""
+    """Return (x, residual) if the value is their sum in equal shape and dtype, otherwise None."""
     if not is_call(total, aten.add.Tensor) or total.kwargs or len(total.args) != 2:
         return None
     like = total.meta["val"]

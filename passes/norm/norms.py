@@ -1,4 +1,4 @@
-"""Norms as values: `norm_of` is the only recogniser of RMSNorm and LayerNorm, computed op by op or by one of ATen's."""
+"""Recognises norms: `norm_of` is the only matcher of RMSNorm and LayerNorm, whether computed op by op or by ATen."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _NATIVE = aten.native_layer_norm.default
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm(x) * (offset + weight), or, if centred, LayerNorm(x) * weight + bias; over the last dimension of x.
+    """RMSNorm(x) * (offset + weight), or if centred LayerNorm(x) * weight + bias, over the last dimension of x.
 
-    wide: see rms_norm.reference. A weight and a bias are parameters; only a LayerNorm may be without.
+    Weight and bias are parameters; RMSNorm always has a weight.
     """
 
     x: fx.Node
     weight: fx.Node | None
     eps: float
     offset: float = 0.0
-    wide: bool = False
+    wide: bool = False  # see rms_norm.reference
     bias: fx.Node | None = None
     centred: bool = False
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """eps, offset and wide."""
+        """(eps, offset, wide)."""
         return self.eps, self.offset, self.wide
 
 
 def norm_of(value: object) -> Norm | None:
-    """The norm that a value is; None for anything else, see `why_no_norm`."""
+    """Return the norm that a value is the result of, otherwise None; see `why_no_norm`."""
     found = _match(value)
     return found if isinstance(found, Norm) else None
 
 
 def why_no_norm(value: object) -> str | None:
-    """Why a value that looks like a norm is none that is known; None for a norm and for any other value."""
+    """Return why a value that looks like a norm is not recognised; None for a norm and for unrelated values."""
     found = _match(value)
     return found if isinstance(found, str) else None
 
@@ -64,7 +64,7 @@ def _match(value: Any) -> Norm | str | None:
 def _rms_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, wide: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """value: product, rounded, which is weight * scaled, maybe rounded, which is wide * rsqrt."""
+    """Match an RMSNorm: value = weight * scaled, scaled = wide * rsqrt, cast or not. product: value before its cast."""
     x = through_cast(wide)
     size, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
     eps, squared = _mean_of_squares(rsqrt)
@@ -81,14 +81,14 @@ def _rms_norm(
     is_vector = is_parameter(parameter) and parameter.meta["val"].shape == (size,)
     if not is_vector or parameter.meta["val"].dtype not in ((dtype, torch.float32) if in_fp32 else (dtype,)):
         return "the weight of its norm is not a parameter of its dtype with an element for each of the last dimension"
-    # In a model of fp32 nothing is rounded; Gemma's norm is the same op there.
+    # Models in fp32 round nothing, so Gemma's norm is the same op there.
     return Norm(x, parameter, eps, offset, in_fp32)
 
 
 def _layer_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, deviation: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """LayerNorm without a bias that is computed in fp32, as Cohere's code does; arguments as of `_rms_norm`."""
+    """Match a LayerNorm without bias, computed in fp32 as in Cohere's code. Arguments as in `_rms_norm`."""
     wide: Any = deviation.args[0]
     x, weight = through_cast(wide), through_cast(weight)
     like = x.meta["val"]
@@ -119,20 +119,20 @@ def _native(norm: fx.Node) -> Norm | str:
 
 
 def rounded(product: fx.Node) -> fx.Node:
-    """The value that a product is rounded to before anything reads it; the product itself if it is not."""
+    """Return the value that a product is cast to before any use, or the product itself."""
     user = only_user(product)
     return user if user is not None and through_cast(user) is product else product
 
 
 def _weight_and_offset(weight: fx.Node) -> tuple[fx.Node, float]:
-    """(w, c) of w + c, w maybe converted; c is 0 where nothing is added."""
+    """Return (w, c) for the weight w + c, where w may be cast; c is 0 without an addition."""
     if is_call(weight, aten.add.Tensor) and not weight.kwargs and isinstance(weight.args[1], int | float):
         return through_cast(weight.args[0]), float(weight.args[1])
     return through_cast(weight), 0.0
 
 
 def _mean_of_squares(rsqrt: fx.Node) -> tuple[float, Any]:
-    """(eps, y) of rsqrt(mean(y ** 2) + eps) over the last dimension; y is None for any other root."""
+    """Return (eps, y) for rsqrt(mean(y ** 2) + eps) over the last dimension; y is None for any other root."""
     shifted: Any = arg(rsqrt, 0)
     if not is_call(shifted, aten.add.Tensor) or shifted.kwargs or not isinstance(shifted.args[1], float):
         return 0.0, None
@@ -142,25 +142,25 @@ def _mean_of_squares(rsqrt: fx.Node) -> tuple[float, Any]:
 
 
 def _averaged(mean: Any) -> Any:
-    """The value of which a value is the mean over the last dimension."""
+    """Return y if the value is mean(y) over the last dimension, otherwise None."""
     is_mean = is_call(mean, aten.mean.dim) and not mean.kwargs and mean.args[1:] == ([-1], True)
     return mean.args[0] if is_mean else None
 
 
 def _is_from_mean(value: Any, wide: fx.Node) -> bool:
-    """Return whether a value is wide - mean(wide)."""
+    """Return whether the value is wide - mean(wide)."""
     return is_deviation(value) and not value.kwargs and value.args[0] is wide and _averaged(value.args[1]) is wide
 
 
 def is_deviation(value: Any) -> bool:
-    """Return whether a value is a difference, as scaled by a LayerNorm."""
+    """Return whether the value is a difference, like that from the mean in a LayerNorm."""
     return is_call(value, aten.sub.Tensor)
 
 
 def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
-    """The value scaled in each norm of whole tokens, before widening: the contracts' count.
+    """Yield the value that each norm over hidden states [T, D] scales, before its cast to fp32; contracts count these.
 
-    Any reciprocal root of a value for each token counts, whether `norm_of` recognises the norm or not.
+    Every reciprocal root of a value per token counts, whether `norm_of` recognises the norm or not.
     """
     for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         if rsqrt.meta["val"].dim() == 2:
@@ -169,22 +169,22 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
 
 
 def is_scaled_by_root(value: Any) -> bool:
-    """Return whether a value is another times a reciprocal root, as in a norm."""
+    """Return whether the value is a product with a reciprocal root, as in a norm."""
     return any(is_call(root, aten.rsqrt.default) for _, root in factors(through_cast(value)))
 
 
 def is_sum(value: Any) -> bool:
-    """Return whether a value is the sum of two of its shape."""
+    """Return whether the value is the sum of two values of its shape."""
     return is_call(value, aten.add.Tensor) and all(
         isinstance(addend, fx.Node) and addend.meta["val"].shape == value.meta["val"].shape for addend in value.args
     )
 
 
 def has_normed_addend(total: fx.Node) -> bool:
-    """Return whether an addend of a sum is a value scaled by a root, times a weight."""
+    """Return whether an addend of the sum is a value scaled by a root and multiplied by a weight."""
     return any(map(is_scaled_and_weighted, total.all_input_nodes))
 
 
 def is_scaled_and_weighted(value: Any) -> bool:
-    """Return whether a value is another scaled by a root, times a weight."""
+    """Return whether the value is another one scaled by a root and multiplied by a weight."""
     return any(is_scaled_by_root(factor) for factor, _ in factors(through_cast(value)))

@@ -1,9 +1,8 @@
-"""Residual add and the RMSNorm that follows it become one kernel that returns both results; a norm of what is added
-(Gemma has one) is part of it.
+"""Fuses a residual add and the RMSNorm after it into one kernel that returns both; includes a norm of the added value.
 
-Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch; Inductor by itself finds
-the same fusion as two loops over the row, this kernel keeps the row in registers. With few tokens small_batch_linear
-takes both in.
+Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch. Inductor finds the same
+fusion with two loops over the row; this kernel keeps the row in registers. Gemma norms the added value. For few tokens,
+small_batch_linear absorbs both ops.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def residual_rms_norm_kernel(
 ) -> None:
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
-    # Weights come from far, and no kernel before this one writes them.
+    # Weights are read from HBM and no earlier kernel writes them, so they are loaded before the wait.
     weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
     if inner_weight_ptr is not None:
         inner_weight = tl.load(inner_weight_ptr + column, mask, other=0.0).to(tl.float32)
@@ -81,7 +80,7 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMSNorm(x + residual) * (offset + weight), x + residual), where x is normed first if it has a weight of its own.
+    """Return (RMSNorm(x + residual) * (offset + weight), x + residual); with an inner weight, x is normed first.
 
     offset, wide: of both norms, see rms_norm.
     """
@@ -100,7 +99,7 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind `reference`."""
+    """Compute `reference` with the kernel."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
@@ -141,7 +140,7 @@ class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each norm of a sum of whole tokens."""
+        """Expect a match for each norm of a sum of hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -149,7 +148,7 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """rsqrt: the root in a norm, or in anything else."""
+    """Fuse the RMSNorm and the addition before it, if this root is part of such a norm."""
     scaled: Any = user_through_cast(rsqrt)
     if not is_call(scaled, aten.mul.Tensor):
         return None
@@ -166,7 +165,7 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
         return "the addends differ in shape"
     if total.kwargs or any(a.meta["val"].dtype != total.meta["val"].dtype for a in (left, right)):
         return "the addends are scaled or differ in dtype"
-    # What goes by a branch was there before its result, whichever addend the code names first.
+    # The residual was computed before the branch's result, in whichever order the code adds them.
     residual, x = sorted((left, right))
     x, residual, inner_weight = _with_inner_norm(total, x, residual, norm)
     with graph.inserting_after(total):
@@ -184,7 +183,7 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
 def _with_inner_norm(
     total: fx.Node, x: fx.Node, residual: fx.Node, norm: Norm
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """(x, residual, weight): where one of the addends is a norm like that of the sum, x is what it norms."""
+    """Return (x, residual, inner weight): if an addend is a norm like that of the sum, x is that norm's input."""
     for normed, other in ((x, residual), (residual, x)):
         inner = norm_of(normed)
         if inner is not None and not inner.centred and only_user(normed) is total and inner.how == norm.how:

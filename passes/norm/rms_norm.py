@@ -1,7 +1,7 @@
-"""RMSNorm of a value that is not a residual sum becomes one kernel: a model's first norm, and what others have left.
+"""Replaces RMSNorms that do not follow a residual sum by one kernel: a model's first norm, and any that remain.
 
-Why: it is one read and one write of the hidden state. Without the pass Inductor makes the same of it; with it no
-pointwise op is left in the first piece, which then needs no compiling.
+Why: the norm is one read and one write of the hidden state. Inductor generates an equivalent kernel; with the pass, the
+first piece has no pointwise op left and needs no compilation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): RMSNorm(x) * weight of one row, rounded where the model rounds."""
+    """One program per token: RMSNorm(x) * weight of its row, rounded where the model rounds."""
     column_K = tl.arange(0, BLOCK_K)
     mask_K = column_K < K
     weight_K = tl.load(weight_ptr + column_K, mask=mask_K, other=0.0).to(tl.float32)
@@ -80,9 +80,9 @@ def rms_norm_kernel(
 def reference(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
 ) -> torch.Tensor:
-    """RMSNorm(x) * (offset + weight) over the last dimension of x, the norm in fp32 as the models compute it.
+    """Return RMSNorm(x) * (offset + weight) over the last dimension of x, with the norm in fp32 as in the models.
 
-    wide: the product with the weight is in fp32 too, and rounded after it (Gemma), else before it (Llama).
+    wide: multiply by the weight in fp32 and round after it (Gemma), otherwise round before it (Llama).
     """
     x_fp32 = x.float()
     normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
@@ -94,7 +94,7 @@ def reference(
 def launch(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
 ) -> torch.Tensor:
-    """The kernel behind `reference`; rows of consecutive elements."""
+    """Compute `reference` with the kernel. The elements of a row must be consecutive."""
     num_tokens, hidden_size = x_TD.shape
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     block = next_power_of_2(hidden_size)
@@ -133,7 +133,7 @@ class RMSNorm(GraphPass):
     name = "rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each norm of whole tokens that is neither of a sum, nor an addend of one, nor a LayerNorm."""
+        """Expect a match for each norm over hidden states [T, D], except LayerNorms and norms of a sum or an addend."""
         scaled = list(scaled_by_roots(graph))
         sums = list(filter(is_sum, scaled))
         inner = list(filter(has_normed_addend, sums))

@@ -1,9 +1,9 @@
-"""The sum over ranks, the residual add and the RMSNorm that follow a divided linear become one kernel.
+"""Fuses the all-reduce after a sharded linear, the residual add and the RMSNorm after it into one kernel.
 
-Why: at decode sizes each of the three takes little but its launch, and the synchronisation is most of the sum. Each
-rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then; a few rows go
-as in tagged_sum. With more than two ranks large batches keep the two-step sum, which moves fewer bytes, and the fused
-norm. With few tokens small_batch_linear would take the norm in otherwise: this runs before it.
+Why: in decode steps each of the three costs little more than its launch, and synchronisation dominates the all-reduce.
+Each rank writes its rows into the other ranks' memory, waits for theirs, and then has whole rows in registers. A few
+rows are sent as in tagged_sum. With more than two ranks, large batches keep the two-step all-reduce, which moves fewer
+bytes, and the fused norm. The pass runs before small_batch_linear, which would otherwise absorb the norm.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def all_reduce_residual_rms_norm_kernel(
     LARGEST: tl.constexpr = 0.0,
     SMALLEST: tl.constexpr = 0.0,
 ) -> None:
-    """Program (token), which is the slot of a PushBuffer. scales: normed are codes, see store_rounded."""
+    """Program (token), which is a slot of the PushBuffer. With scales, normed receives codes, see store_rounded."""
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
     column_D = tl.arange(0, BLOCK_D)
@@ -80,7 +80,7 @@ def all_reduce_residual_rms_norm_kernel(
         row_ptr = tl.multiple_of(rows_ptr + peer * D, 16)
         others_D = column_D < tl.where(peer == rank, 0, D)
         row_D = tl.load(row_ptr + column_D, others_D, other=0.0, cache_modifier=".cg")
-        reduced_D += tl.where(peer == rank, x_D, row_D).to(tl.float32)  # in one order on all ranks
+        reduced_D += tl.where(peer == rank, x_D, row_D).to(tl.float32)  # in the same order on all ranks
     reduced_D = reduced_D.to(x_ptr.dtype.element_ty).to(tl.float32)
     total_D = (reduced_D + residual_D).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + start + column_D, total_D, inside_D)
@@ -113,14 +113,14 @@ def all_reduce_residual_rms_norm_kernel(
 def reference(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMSNorm(total) * weight, total), where total = the sum of x over the ranks + residual."""
+    """Return (RMSNorm(total) * weight, total), where total is the sum of x over ranks + residual."""
     return residual_rms_norm.reference(all_reduce(x_TD), residual_TD, weight_D, eps)
 
 
 def launch(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind `reference` where the rows fit into the group's memory for it, else one for each part."""
+    """Compute `reference` with one kernel if the rows fit the group's push buffer, otherwise with separate ones."""
     pushed = current_group().pushed
     if pushed is not None and pushed.takes(x_TD):
         return push(pushed, x_TD, residual_TD, weight_D, eps)
@@ -130,7 +130,7 @@ def launch(
 def push(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks launch it together, each with as many rows."""
+    """Compute `reference` with the kernel. All ranks launch it together, with equally many rows."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
         return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
@@ -149,7 +149,7 @@ def _launch(
     total_TD: torch.Tensor,
     **rounding: Any,
 ) -> None:
-    """rounding: the arguments of the kernel for a norm that is rounded."""
+    """Launch the kernel. rounding: its arguments for a quantised norm."""
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
     all_reduce_residual_rms_norm_kernel[(num_tokens,)](
@@ -196,7 +196,7 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes [T, D] and scales [C, T] of the first result of `reference`, and its second; see round_inputs."""
+    """Return the codes [T, D] and scales [C, T] of `reference`'s first result, and its second; see round_inputs."""
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 
@@ -208,7 +208,7 @@ def rounded_launch(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The kernel behind `rounded_reference`, or two: see `launch`."""
+    """Compute `rounded_reference` with one kernel or separate ones, as `launch` does."""
     pushed, parsed = current_group().pushed, round_inputs.rounding_of(rounding)
     by_kernel = round_inputs.why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is None
     if by_kernel and pushed is not None and pushed.takes(x_TD):
@@ -225,7 +225,7 @@ def push_rounded(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`push` with the norm rounded; rows are never tagged."""
+    """Compute `push` with a quantised norm; rows are never tagged."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     num_tokens, hidden_size = x_TD.shape
     parsed = round_inputs.rounding_of(rounding)
@@ -252,7 +252,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each norm of a sum of whole tokens, unless an addend is normed first."""
+        """Expect a match for each norm of a sum of hidden states [T, D], unless an addend is normed first."""
         sums = filter(is_sum, scaled_by_roots(graph))
         return sum(1 for total in sums if not has_normed_addend(total))
 
@@ -271,7 +271,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
     if only_user(x) is not norm:
         return "something else reads the sum"
     if arguments["inner_weight_D"] is not None:
-        return None  # a norm of the sum comes first
+        return None  # the reduced value is normed before the residual add
     if arguments["offset"] or arguments["wide"]:
         return "the norm has an offset"
     with graph.inserting_before(norm):

@@ -1,8 +1,8 @@
-"""Executes every rank's share of a graph and compares it with the graph of the undivided model.
+"""Verifies tensor_parallel: runs every rank's share of a graph and compares it with the undivided model's graph.
 
-The undivided graph is run once on random inputs. Then each call of the divided graph is made for each rank, on its
-slices of the values recorded there, and must give its slice of what was recorded; a sum over the ranks must give the
-whole. Every call starts from recorded numbers, so errors do not add up. Slices follow from the shapes of both graphs.
+The undivided graph runs once on random inputs. Each call of the sharded graph then runs for each rank on its slices of
+the recorded values and must give its slice of the recorded result; an all-reduce must give the whole. As every call
+starts from recorded numbers, errors do not accumulate. Slices follow from the shapes in both graphs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def verify_ranks(
     compile_range: CompileRange,
     device: torch.device,
 ) -> int:
-    """Raises VerificationError naming the value, the number of tokens and how far off it is.
+    """Check every call on every rank, and return the number of all-reduces compared.
 
-    Returns how many sums over ranks were compared.
+    Raises VerificationError with the value, the number of tokens and the error.
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
@@ -75,10 +75,10 @@ def verify_ranks(
 
 
 class _Rank:
-    """The recorded values as a rank has them.
+    """The recorded values as one rank has them.
 
-    sums: by name, the original of each sum over the ranks. computed: values that are not slices of recorded ones.
-    packed: see _packed_values.
+    sums: originals of all-reduces, by name. computed: values that are no slices of recorded ones. packed: see
+    `_packed_values`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Rank:
         self._computed, self._packed = computed, packed
 
     def slice(self, node: fx.Node) -> Any:
-        """The rank's slice of a recorded value, or its part of a sum."""
+        """Return the rank's slice of a recorded value, or its part of a sum."""
         if node in self._computed:
             return self.compute(node)
         original = self._sums.get(node.name) or self._originals.get(node.name)
@@ -124,7 +124,7 @@ class _Rank:
             return value
         is_contiguous = value.is_contiguous()
         if local.dim() and (rows := _rows_of_a_token(local.shape[0])) > 1:
-            # Heads of all tokens in a row, as norms of heads have them.
+            # [tokens * heads, ...], as in norms of heads.
             heads = value.unflatten(0, (self._num_tokens, -1))
             parts = heads.shape[1] // rows
             value = heads.narrow(1, self._rank * parts // self._num_ranks * rows, rows).flatten(0, 1)
@@ -140,7 +140,7 @@ class _Rank:
 
 
 def _rows_of_a_token(size: int | torch.SymInt) -> int:
-    """The factor of the number of tokens in a size, such as 4 in 4 T; 1 if it is something else."""
+    """Return the factor of the token count in a size, such as 4 in 4 T; 1 for any other size."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     if expression is None or len(expression.free_symbols) != 1:
         return 1
@@ -150,7 +150,7 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """Values between a product with a divided input and the sum over ranks: each rank has a part of the sum."""
+    """Return the values between a product with a sharded input and the all-reduce: each rank has a part of the sum."""
     found: set[fx.Node] = set()
     for node in sums:
         before = node.all_input_nodes[:1]
@@ -163,7 +163,7 @@ def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Linear | ExpertsLinear]:
-    """Products whose last dimension has several sections, each divided by itself."""
+    """Return the products whose last dimension consists of sections that are sharded separately."""
     found = {}
     for node in graph.nodes:
         product = product_of(node)
@@ -176,8 +176,11 @@ def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Nod
 def _packed_values(
     graph: fx.Graph, products: Mapping[fx.Node, Linear | ExpertsLinear], shards: Mapping[str, Shard]
 ) -> dict[fx.Node, Shard]:
-    """Packed products with the shards of their weights, and what still has all of their sections side by side, such as
-    the convolution of a delta net's queries, keys and values, and its packed weight."""
+    """Return the values with several sections side by side, with their shards.
+
+    They are packed products and what follows from them, such as the convolution of a delta net's queries, keys and
+    values, and that convolution's packed weight.
+    """
     found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
     of_products = {product.weight for product in products.values()}
     for node in graph.find_nodes(op="placeholder"):
@@ -195,19 +198,19 @@ def _packed_values(
 
 
 def _total(shard: Shard) -> int:
-    """Rows or columns of all sections."""
+    """Return the rows or columns of all sections."""
     return sum(section.length for section in shard.sections)
 
 
 def _is_comparable(node: fx.Node) -> bool:
-    """Return whether a call's value is tensors that depend only on its arguments."""
+    """Return whether a call's values are tensors that depend only on its arguments."""
     is_call = node.op == "call_function" and not mutated(node)
     is_call = is_call and all(isinstance(value, torch.Tensor) for value in _each(node.meta.get("val")))
     return is_call and not any(mutated(user) and node in mutated(user).values() for user in node.users)
 
 
 def _each(value: Any) -> Sequence[Any]:
-    """The parts of a value that is several, such as that of a split; else the value."""
+    """Return the parts of a value with several, such as a split's; otherwise the value alone."""
     return value if isinstance(value, list | tuple) else (value,)
 
 

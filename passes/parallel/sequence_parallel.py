@@ -1,9 +1,9 @@
-"""Divide norms in long prefills: each rank normalises a share of the tokens, not all of them.
+"""Sequence parallelism for long prefills: each rank norms its share of the tokens instead of all of them.
 
-Why: a sum over ranks is a reduce-scatter and an all-gather anyway, as far as bytes go. Between the two each rank has
-its own rows of the sum; the residual add and the norm there read and write a rank's share of what they do after it
-(Korthikanti et al., 2022, arXiv:2205.05198). The residual stays divided from one norm to the next, so it has the shape
-of all rows, of which only a rank's own are valid. Norms whose sum has other readers are not changed.
+Why: an all-reduce moves as many bytes as a reduce-scatter and an all-gather. Between these two each rank holds its own
+rows, so the residual add and the norm read and write only a share (Korthikanti et al., 2022, arXiv:2205.05198). The
+residual stays sharded from one norm to the next: it has the shape of all rows, but only a rank's own are valid. Norms
+whose sum has other readers are left as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NORM = torch.ops.compiled_engine.residual_rms_norm.default
 
 
 class SequenceParallel(GraphPass):
-    """Runs only with `sequence_parallel=True`."""
+    """The pass, enabled by the option `sequence_parallel=True` only."""
 
     name = "sequence_parallel"
     requires = ("tensor_parallel", "residual_rms_norm")
@@ -37,7 +37,7 @@ class SequenceParallel(GraphPass):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each norm of a sum of whole tokens."""
+        """Expect a match for each norm of a sum of hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -61,21 +61,21 @@ class SequenceParallel(GraphPass):
 
 
 def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The partial sum of ranks and the residual, if the norm is of their sum."""
+    """Return the rank's partial sum and the residual if the norm is of their sum, otherwise None."""
     if is_call(norm, _SUMMED):
         return arg(norm, 0), arg(norm, 1)
     if not is_call(norm, _NORM):
         return None
     x, residual = arg(norm, 0), arg(norm, 1)
     if not is_call(x, all_reduce) and named(norm)["inner_weight_D"] is not None:
-        return None  # x is what is normed first
+        return None  # x is normed first, and no all-reduce
     if not is_call(x, all_reduce):
         x, residual = residual, x
     return (arg(x, 0), residual) if is_call(x, all_reduce) and only_user(x) is norm else None
 
 
 def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
-    """Return whether the sum with the residual is only the residual of other norms that will be divided."""
+    """Return whether the sum with the residual is used only as the residual of norms that are divided too."""
     totals = [item for item in norm.users if is_call(item, operator.getitem) and item.args[1] == 1]
     readers = [(total, user) for total in totals for user in total.users]
     return all(user in found and found[user][1] is total and found[user][0] is not total for total, user in readers)

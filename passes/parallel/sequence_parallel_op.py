@@ -1,8 +1,8 @@
-"""The sum over ranks, the residual add and the RMSNorm, divided by rows among the ranks.
+"""The op of sequence parallelism: all-reduce, residual add and RMSNorm, with rows divided among the ranks.
 
-Afterwards each rank has the normed rows of all ranks, but the sum with the residual only for its own rows, which is all
-that the next such op reads. If ranks can write each other's memory, one kernel does it: for each row the other ranks
-send their parts to the row's owner, and get the normed row back.
+Each rank gets the normed rows of all ranks, but the sum with the residual only for its own rows, which is all that the
+next such op reads. If ranks can write each other's memory, one kernel does everything: each row's parts are sent to its
+owner, which sends back the normed row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiled_engine.passes.framework.op_library import define_op
 from compiled_engine.passes.norm import residual_rms_norm, rms_norm
 from compiled_engine.passes.parallel import all_reduce_residual_rms_norm
 
-# With fewer tokens than this a step's sums are bound by latency, and an exchange of whole rows has one part of it less.
+# With fewer tokens latency dominates, and exchanging whole rows takes one message less.
 LEAST_TOKENS = 1024
 
 
@@ -46,7 +46,7 @@ def sequence_parallel_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token), which is the slot of a PushBuffer; ranks own the rows in turn."""
+    """Program (token), which is a slot of the PushBuffer; ranks own the rows in turn."""
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -112,8 +112,9 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of residual_rms_norm for the sum of x over the ranks; the second result only for this rank's rows,
-    with NaN in the others. residual_TD is not needed for other rows either.
+    """Return the results of residual_rms_norm for the sum of x over ranks.
+
+    The second result, and residual_TD, only need this rank's rows; the second result is NaN in the others.
     """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)
@@ -132,8 +133,10 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels of `reference`. The second result has other rows too if tokens are few, otherwise these are
-    uninitialised. All ops of a step have the same number of tokens, so they use the same rows.
+    """Compute `reference` with kernels.
+
+    Other ranks' rows of the second result are valid if tokens are few, otherwise uninitialised. All ops of a step have
+    equally many tokens, so their ranks own the same rows.
     """
     group, num_tokens = current_group(), x_TD.shape[0]
     norm = weight_D, eps, offset, wide, inner_weight_D
@@ -158,7 +161,7 @@ def push(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks launch it together, each with as many rows, of which rank r owns every num_ranks-th from r on."""
+    """Compute `reference` with one kernel that all ranks launch; rank r has every num_ranks-th row from r on."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape

@@ -1,12 +1,11 @@
-"""Turn a model of one rank's shape into that rank's share of a model that several ranks compute together.
+"""Inserts the collectives of tensor parallelism into the graph of one rank's share of a model.
 
-Why: a model that does not fit on one device, or needs the bandwidth of several. The model file is traced in the shape
-of one rank; this pass inserts the collectives: a sum over the ranks after each linear whose input is divided among them
-(attention's output, the second linear of the MLP, and experts once they are added up) and after the embedding, whose
-vocabulary is divided. Everything between two of them is computed by each rank separately. The logits stay divided, also
-for sampling. The rank is not in the graph: all ranks run the same code.
+Why: for models that do not fit on one device, or need the bandwidth of several. The model is traced with one rank's
+shapes. The pass adds an all-reduce after each linear with a sharded input (attention's output, the MLP's second linear,
+experts after their sum), and after the embedding, whose vocabulary is sharded. Ranks compute everything in between
+separately. Logits stay sharded, also for sampling. The graph does not contain the rank: all ranks run the same code.
 
-It changes the meaning of the graph, so it runs first and cannot be disabled.
+The pass changes the meaning of the graph, so it runs first and cannot be disabled.
 """
 
 from __future__ import annotations
@@ -50,20 +49,22 @@ vocabulary_part = define_op(
 
 
 class TensorParallel(GraphPass):
-    """shards: of all parameters of the model, as `parallel.shards` finds them.
+    """The pass for a model with these shards.
 
-    whole: the graph of the undivided model, with which `verify` compares; None if it is not to be called.
+    shards: of all parameters, see `parallel.shards`. whole: the undivided model's graph, needed by `verify` alone.
     """
 
     name = "tensor_parallel"
-    required = True  # a sum that is left out is a wrong result
+    required = True  # a missing all-reduce makes results wrong
 
     def __init__(self, shards: Mapping[str, Shard], num_ranks: int, whole: fx.Graph | None = None):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """A sum for each product whose input is divided, two a layer; one for the embedding if its vocabulary is and
-        token ids are looked up in it."""
+        """Expect two matches per layer, one for each product with a sharded input, and one for a sharded embedding.
+
+        The embedding counts only in graphs that look up token ids.
+        """
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))
         return divided_inputs + any(looks_up and s.dim == 0 and "embed" in name for name, s in self._shards.items())
@@ -80,7 +81,7 @@ class TensorParallel(GraphPass):
         return PassResult(len(replacements), replacements=tuple(replacements))
 
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        """The node that holds this rank's part of a sum, if `node` is one."""
+        """Return the node with this rank's part of a sum, if `node` makes one necessary."""
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
         if shard is not None and shard.divides_input:
@@ -97,7 +98,7 @@ class TensorParallel(GraphPass):
         return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare all ranks with the undivided model; see verify_ranks. Returns how many sums were compared."""
+        """Compare all ranks with the undivided model, see verify_ranks. Returns the number of all-reduces compared."""
         from compiled_engine.passes.parallel.rank_verifier import verify_ranks
 
         assert self._whole is not None
@@ -105,7 +106,7 @@ class TensorParallel(GraphPass):
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:
-    """The sum over the experts of their second products, times weights: what ranks have parts of."""
+    """Return the weighted sum over experts after their second product, of which each rank has a part, or None."""
     weighted = only_user(product)
     total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
     is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]
@@ -113,7 +114,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The sum over the ranks, in node's place for all that read it."""
+    """Insert the all-reduce of a node for all its users."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)

@@ -1,7 +1,7 @@
-"""Compares matrices of experts with the layout of the checkpoint, element by element and on every rank.
+"""Verifies quantise_experts: compares expert matrices with the checkpoint's layout, by element and on every rank.
 
-Each projection of each expert gets a random checkpoint: codes and scales according to its rules, undivided, or a weight
-that is quantised while it is loaded. The values that it represents are computed from the element's place alone.
+Each projection of each expert gets a random checkpoint: undivided codes and scales according to its rules, or a weight
+that is quantised while loading. The expected values are computed from each element's position alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 def verify_experts(
     before: fx.Graph, result: PassResult, quantisation: Quantisation, num_ranks: int, device: torch.device
 ) -> int:
-    """Check every replacement; returns how many. Raises VerificationError naming the matrix and how far off it is."""
+    """Check all replacements and return their number. Raises VerificationError with the matrix and the error."""
     originals = {node.name: node for node in before.nodes}
     weights = {parameter_of(node).name: parameter_of(node) for node in filter(is_parameter, before.nodes)}
     for replacement in result.replacements:
@@ -61,16 +61,16 @@ def verify_experts(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint, as one rank reads it; `weights` are all that it has, by name."""
+    """A random checkpoint as one rank reads it."""
 
     quantisation: Quantisation
-    weights: Mapping[str, Parameter]
+    weights: Mapping[str, Parameter]  # all weights, by name
     rank: int
     num_ranks: int
     device: torch.device
 
     def stands_for(self, weight: Parameter) -> torch.Tensor:
-        """Return this rank's part [E, N, K] of the values that a quantised weight represents, in fp32."""
+        """Return this rank's part of a quantised weight's values, [E, N, K] in fp32."""
         if self.quantisation.is_online:
             parts, tile = len(projections_of(weight.name)), self._local(weight)
             matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
@@ -83,7 +83,7 @@ class _Checkpoint:
         return self._of_rank(values, weight.shard)
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter without members."""
+        """Return this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == CODES:
             return self._of_rank(self._stacked(name, lambda codes, scales: codes), leaf.shard)
@@ -95,7 +95,7 @@ class _Checkpoint:
         return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
 
     def _stacked(self, name: str, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What `part` makes of the codes and scales of each projection: those of an expert one below the other."""
+        """Apply `part` to the codes and scales of each projection; an expert's results are stacked."""
         weight, rounding, projections = self.weights[name], self._rounding(name), projections_of(name)
         num_experts, num_rows, k = weight.shape if weight.shard is None else weight.shard.whole
         made = []
@@ -106,7 +106,7 @@ class _Checkpoint:
         return torch.cat(made).unflatten(0, (num_experts, -1))
 
     def _rounding(self, name: str) -> Rounding:
-        """Of each projection, as the rules state it for the first of them."""
+        """Return the rounding of all projections, as the rules state it for the first."""
         prefix = name.rpartition(".")[0]
         scheme = self.quantisation.scheme_of(f"{prefix}.0.{projections_of(name)[0]}")
         if scheme is None:
@@ -114,7 +114,7 @@ class _Checkpoint:
         return scheme.weight
 
     def _local(self, weight: Parameter) -> Rounding:
-        """The tiles of a weight that is quantised while it is loaded: each rank rounds what it reads."""
+        """Return the tiles of a weight that is quantised while loading: each rank quantises its own part."""
         rounding, (_, rows, columns) = self._rounding(weight.name), weight.shape
         divided = rounding.columns and weight.shard is not None and weight.shard.divides_input
         return Rounding(

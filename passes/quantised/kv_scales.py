@@ -1,7 +1,7 @@
-"""Attention over an FP8 cache gets the scales of its keys and values as a parameter.
+"""Gives attention over an FP8 cache the scales of its keys and values, as a parameter.
 
-A model's file knows nothing of them. The pass comes before the fusing ones, which hand the argument on. The parameter
-is filled with what the checkpoint states, and with 1 if it states nothing: see models/checkpoint/kv_scales.py.
+Model files need no change for them. The pass runs before fusing passes, which keep the argument. The parameter is
+filled from the checkpoint, or with 1 if the checkpoint has no scales: see models/checkpoint/kv_scales.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compiled_engine.passes.framework.parameter import KV_SCALES, Parameter
 
 class KVScales(GraphPass):
     name = "kv_scales"
-    required = True  # without the scales of a checkpoint keys and values are wrong
+    required = True  # keys and values are wrong without the checkpoint's scales
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         return len(graph.find_nodes(op="call_function", target=ATTENTION))

@@ -1,12 +1,12 @@
-"""Linears that the model's rules name compute with codes and scales in the place of a weight.
+"""Replaces the linears that the model's rules name by quantised ones.
 
-Why: with few tokens a linear costs its weight's bytes, and those of FP8 are half as many; with many, products of FP8
-are twice as fast. The model file stays as it is: the weight that it names is never on the device. Its codes and scales
-are parameters, which the checkpoint has, or which are made of its weight while it is loaded.
+Why: with few tokens a linear costs the read of its weight, which is half in FP8; with many, FP8 products are twice as
+fast. Model files need no change, and their weights never exist on the device: codes and scales are parameters, read
+from the checkpoint or made from its weight while loading.
 
-It changes what the graph computes, so it runs before the fusing passes and cannot be switched off. To them a quantised
-linear is a linear. It comes after tensor_parallel, so what it sees is a rank's share: tiles that share a scale are cut
-smaller where a share does not end with one, which leaves every value as it is.
+The pass changes what the graph computes, so it runs before the fusing passes, which see an ordinary linear, and cannot
+be disabled. It runs after tensor_parallel and sees a rank's share. Tiles that share a scale are cut smaller if the
+share does not end with one, which changes no value.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from compiled_engine.quantisation import LinearScheme, Quantisation
 
 class Quantise(GraphPass):
     name = "quantise"
-    required = True  # a rule that nothing follows is a wrong result
+    required = True  # ignoring a rule makes results wrong
 
     def __init__(self, quantisation: Quantisation, num_ranks: int = 1, before: fx.Graph | None = None):
-        """before: a copy of the graph, with which `verify` compares; None if it is not to be called."""
+        """Make the pass. before: a copy of the graph, needed by `verify` alone."""
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each matrix of parameters that the rules name and tokens are multiplied with, except
-        embeddings."""
+        """Expect a match for each weight matrix that the rules name and tokens are multiplied by, except embeddings."""
         inputs = graph.find_nodes(op="placeholder")
         weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
         return sum(not is_looked_up(weight) for weight in weights)
@@ -94,14 +93,14 @@ class Quantise(GraphPass):
 
 
 def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
-    """Return the scheme that the rules give a graph's input; None for what is no matrix of a linear, or not named."""
+    """Return the scheme that the rules give a graph input; None if it is not a linear's matrix, or not named."""
     if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
         return None
     return quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
 
 
 def is_looked_up(weight: fx.Node) -> bool:
-    """Return whether a parameter is an embedding as well, from which rows are looked up."""
+    """Return whether a parameter is also an embedding."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
 
 
@@ -109,7 +108,10 @@ _EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:
-    """Rows and columns at which tiles end: any part's rows, since linears are merged; columns of a share alone."""
+    """Return (rows, columns) that tiles must divide; 0: any.
+
+    Rows end at each sharded section, since linears are merged; columns end only where the share does.
+    """
     shard = weight.shard
     if shard is None or shard.dim is None:
         return weight.shape[0], 0
@@ -146,13 +148,15 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
 
 
 def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
-    """Return the part of the scales for a part of a weight [N, K], or [E, N, K] of which E is not divided, with tiles
-    that end where the part does."""
+    """Return the shard of the scales for a shard of a weight [N, K], or [E, N, K] with E undivided.
+
+    Tiles must end where the shard does.
+    """
     whole = *shard.whole[:-2], *scheme.weight.grid(*shard.whole[-2:])
     if shard.dim is None:
         return Shard(whole)
     tile = (scheme.weight.rows, scheme.weight.columns)[shard.dim - len(shard.whole)]
-    if not tile:  # every rank has the scales of whole rows
+    if not tile:  # scales of whole rows are on every rank
         return Shard(whole)
     return Shard(whole, shard.dim, tuple(Section(s.length // tile, s.parts) for s in shard.sections))
 
@@ -166,7 +170,7 @@ def _placeholder(graph: fx.Graph, parameter: Parameter, like: torch.Tensor) -> f
 
 
 def _erase_unused(graph: fx.Graph) -> None:
-    """Weights of which nothing is left but codes, and their transposes."""
+    """Erase the weights that codes replaced, and their transposes."""
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
         if is_parameter(node) and not node.users:

@@ -1,9 +1,8 @@
-"""Inputs of quantised linears are rounded by the kernel that computes them, and once for all linears that read them.
+"""Rounds the inputs of quantised linears in the kernel that computes them, once for all linears that read them.
 
-Why: a linear that rounds its own inputs reads 16 bits that another kernel has written just before. In a norm or behind
-silu(gate) * up the row is in registers, so what passes between the two is 8 bits, and a launch less. With few tokens
-small_batch_linear has taken norms into the linears, so it runs where that does not. It comes last: it takes in the ops
-of the other passes.
+Why: a linear that rounds its own inputs reads 16-bit values that another kernel has just written. A norm or silu(gate)
+* up has the row in registers, so only 8 bits pass between the two, with a launch less. The pass runs last, as it
+absorbs other passes' ops, and only in ranges without small_batch_linear, which moves norms into the linears.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from compiled_engine.passes.quantised.quantise import scheme_of
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 _ours = torch.ops.compiled_engine
-# Norms of sums, with the op that rounds the norm as well.
+# Norms of sums -> the op that also rounds the norm.
 _SUMS = {
     _ours.residual_rms_norm.default: residual_rms_norm_rounded,
     _ours.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm_rounded,
@@ -38,7 +37,7 @@ class QuantiseActivations(GraphPass):
     kernel_token_counts = TOKEN_COUNTS
 
     def __init__(self, quantisation: Quantisation | None = None):
-        """quantisation: the rules of the model, None for one without."""
+        """Make the pass. quantisation: the model's rules, None without."""
         self._quantisation = quantisation
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
@@ -58,7 +57,7 @@ class QuantiseActivations(GraphPass):
         order = {node: place for place, node in enumerate(graph.nodes)}
         replacements: list[Replacement] = []
         notes: list[str] = []
-        # A linear takes codes before it gives them.
+        # In graph order, so that a linear's inputs are rounded before its result.
         for (x, rounding, static), linears in sorted(readers.items(), key=lambda item: order[item[0][0]]):
             name, dtype = x.name, str(x.meta["val"].dtype).removeprefix("torch.")
             codes, scales, by = _rounded(graph, x, rounding, static, linears, replacements)
@@ -82,8 +81,10 @@ def _rounded(
     linears: list[fx.Node],
     replacements: list[Replacement],
 ) -> tuple[fx.Node, fx.Node, str]:
-    """The codes and scales of a value that these linears read, and where they are computed. Sums of a norm that it
-    replaces are added to `replacements`."""
+    """Emit the codes and scales of a value that these linears read; returns them and where they are computed.
+
+    Appends to `replacements` the sum of a norm that is replaced.
+    """
     how: dict[str, Any] = {"static_1": static, "rounding": str(rounding)}
     by = "alone"
     with graph.inserting_after(x):
@@ -112,7 +113,7 @@ def _rounded(
 def _in_sum(
     graph: fx.Graph, norm: fx.Node, how: dict[str, Any], replacements: list[Replacement]
 ) -> tuple[fx.Node, fx.Node]:
-    """The codes and scales of a norm of a sum, which its op gives with the sum."""
+    """Replace the norm of a sum by the op that also rounds it, and return its codes and scales."""
     with graph.inserting_before(norm):
         fused = emit_named(graph, _SUMS[norm.target], named(norm) | how)  # type: ignore[index]
     codes, scales, total = _items(graph, fused, 3)

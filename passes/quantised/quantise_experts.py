@@ -1,9 +1,9 @@
-"""Matrices of experts that the model's rules name are kept as codes and scales, which the kernels of experts decode.
+"""Keeps the expert matrices that the model's rules name as codes and scales, which the experts' kernels decode.
 
-Why: with few tokens a mixture of experts costs the bytes of the experts that are touched, and those of FP8 are half as
-many; and twice as many experts fit. A product reads what the op experts_weight decodes; the pass experts then gives
-codes and scales to its own op. Rules name each projection of each expert, as checkpoints do. As in `quantise`, what the
-pass sees is a rank's share, and tiles are cut smaller where a share does not end with one.
+Why: with few tokens a mixture of experts costs the read of the experts in use, which is half in FP8, and twice as many
+experts fit. The matrices become calls of experts_weight; the pass `experts` then passes codes and scales to its own op.
+As in checkpoints, rules name each projection of each expert. As in `quantise`, the pass sees a rank's share and cuts
+tiles smaller if the share does not end with one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class QuantiseExperts(GraphPass):
-    """Of textbook models; with the code of transformers, codes of experts are decoded when they are loaded."""
+    """The pass for textbook models. With transformers' model code, codes of experts are decoded while loading."""
 
     name = "quantise_experts"
-    required = True  # with its parameters the loader reads codes
+    required = True  # its parameters make the loader read codes
 
     def __init__(
         self, quantisation: Quantisation, device: torch.device, num_ranks: int = 1, before: fx.Graph | None = None
     ):
-        """before: a copy of the graph, with which `verify` compares; None if it is not to be called."""
+        """Make the pass. before: a copy of the graph, needed by `verify` alone."""
         self._quantisation, self._device, self._num_ranks, self._before = quantisation, device, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each matrix of experts that the rules name and the kernels take."""
+        """Expect a match for each expert matrix that the rules name and the kernels support."""
         return sum(isinstance(self._rounding(node), Rounding) for node in graph.find_nodes(op="placeholder"))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -58,7 +58,7 @@ class QuantiseExperts(GraphPass):
         return "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
 
     def _rounding(self, node: fx.Node) -> Rounding | str:
-        """Return how a matrix [E, N, K] of experts is rounded, or why it is not, "" for any other input."""
+        """Return the rounding of an expert matrix [E, N, K], or why it has none; "" for any other input."""
         if not is_parameter(node) or node.meta["val"].dim() != 3 or not projections_of(parameter_of(node).name):
             return ""
         weight, projections = parameter_of(node), projections_of(parameter_of(node).name)
@@ -71,7 +71,7 @@ class QuantiseExperts(GraphPass):
         (scheme,) = schemes
         if scheme is None:
             return f"stays in 16 bits: {self._quantisation.why_not(modules[0])}"
-        # Its rows are those of each projection, one below the other.
+        # The projections' rows are stacked.
         of_share = num_columns if weight.shard is not None and weight.shard.divides_input else 0
         rounding = LinearScheme(scheme.weight, None).dividing(num_rows // len(projections), of_share).weight
         reason = obstacle(rounding, self._device)

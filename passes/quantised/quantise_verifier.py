@@ -1,8 +1,8 @@
-"""Compares quantised linears with the layout of the checkpoint, element by element and on every rank.
+"""Verifies quantise: compares quantised linears with the checkpoint's layout, element by element and on every rank.
 
-Each weight gets a random checkpoint: codes and scales according to its rules, undivided, or a weight that is quantised
-while it is loaded. The values that it represents are computed from the element's place alone, as are rounded inputs; no
-code is shared with loading, retiling or rounding in the engine.
+Each weight gets a random checkpoint: undivided codes and scales according to its rules, or a weight that is quantised
+while loading. Expected values and rounded inputs are computed from each element's position alone, without the engine's
+code for loading, retiling or rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compiled_engine.passes.linear.linears import Linear, linear_of
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 NUM_TOKENS = 5
-# Relative to a row's largest result: sums have another order, and results are rounded to x's dtype.
+# Relative to a row's largest result: the order of summation differs, and results are rounded to x's dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 def verify_quantised(
     before: fx.Graph, result: PassResult, quantisation: Quantisation, num_ranks: int, device: torch.device
 ) -> int:
-    """Check every replacement; returns how many. Raises VerificationError naming the linear and how far off it is."""
+    """Check all replacements and return their number. Raises VerificationError with the linear and the error."""
     originals = {node.name: node for node in before.nodes}
     weights = {parameter_of(node).name: parameter_of(node) for node in filter(is_parameter, before.nodes)}
     for replacement in result.replacements:
@@ -52,16 +52,16 @@ def verify_quantised(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A random checkpoint, as one rank reads it; `weights` are all that it has, by name."""
+    """A random checkpoint as one rank reads it."""
 
     quantisation: Quantisation
-    weights: Mapping[str, Parameter]
+    weights: Mapping[str, Parameter]  # all weights, by name
     rank: int
     num_ranks: int
     device: torch.device
 
     def stands_for(self, name: str) -> torch.Tensor:
-        """Return this rank's part of the values that a quantised weight represents, in fp32."""
+        """Return this rank's part of a quantised weight's values, in fp32."""
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             weight = self.weights[name]
@@ -74,7 +74,7 @@ class _Checkpoint:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
 
     def read(self, leaf: Parameter) -> torch.Tensor:
-        """Return this rank's part of a parameter without members."""
+        """Return this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)
@@ -88,7 +88,7 @@ class _Checkpoint:
         return self._of_rank(self._random(leaf.name, shape).to(leaf.torch_dtype), leaf.shard)
 
     def _stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The undivided codes, and scales over three decades, as the rules state them."""
+        """Return the undivided codes, and scales over three decades, as the rules state them."""
         weight = self.weights[name]
         shape = weight.shape if weight.shard is None else weight.shard.whole
         return random_codes(name, shape, self._scheme(name).weight, self.device)
@@ -115,7 +115,7 @@ def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> to
 def random_codes(
     name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of this shape, and scales over three decades, which depend on the name alone."""
+    """Return codes of this shape and scales over three decades that depend on the name alone."""
     codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
     return codes.to(rounding.dtype), random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
 
@@ -132,7 +132,7 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
         static = checkpoint.input_scale(weight.name) if scheme.inputs.static else None
         codes, scales = rounded(x_TK, scheme.inputs, static)
         expected_TK = codes.float() * scales
-        # Away from where a code is as near as the next, so that an ulp of x decides nothing.
+        # Stay away from ties between two codes, where an ulp of x would decide.
         x_TK = torch.where(x_TK.abs() > expected_TK.abs().amax(), x_TK, expected_TK + (x_TK - expected_TK) / 4)
     expected_TN = expected_TK @ values_NK.t()
     arguments = {each: compute(parameter_of(node), checkpoint.read) for each, node in new.quantised.parameters.items()}
@@ -158,7 +158,7 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
 
 
 def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
-    """The tiles of a weight that is quantised while it is loaded: each rank rounds what it reads."""
+    """Return the tiles of a weight that is quantised while loading: each rank quantises its own part."""
     shard, (rows, columns) = weight.shard, weight.shape
     lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]
     divided = rounding.columns and shard is not None and shard.divides_input
@@ -170,7 +170,7 @@ def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
 
 
 def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
-    """The scheme of a weight, with inputs in the groups that a rank can see whole."""
+    """Return the weight's scheme, with inputs grouped so that a rank holds whole groups."""
     scheme = quantisation.scheme_of(weight.name.removesuffix(".weight"))
     assert scheme is not None
     divides = weight.shard is not None and weight.shard.divides_input
@@ -181,14 +181,14 @@ def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:
 
 
 def at_each_element(scales: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return the scale of each element, by its place."""
+    """Return the scale of each element, by its position."""
     rows = torch.arange(num_rows, device=scales.device) // (rounding.rows or num_rows)
     columns = torch.arange(num_columns, device=scales.device) // (rounding.columns or num_columns)
     return scales[rows[:, None], columns[None, :]]
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, and the scale of each element."""
+    """Return the codes, and the scale of each element."""
     rows, columns = rounding.grid(*values.shape)
     if static is None:
         place = at_each_element(
@@ -196,7 +196,7 @@ def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | Non
         )
         largest = torch.zeros(rows * columns, device=values.device)
         largest.scatter_reduce_(0, place.flatten(), values.abs().flatten(), "amax")
-        # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, and a tie would round the other way.
+        # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, and ties differ.
         scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)

@@ -1,8 +1,8 @@
-"""Products around a short convolution become part of its op: of its input with a factor, and of its result with a gate.
+"""Moves the products around a short convolution into its op: of its input with a factor, and of its result with a gate.
 
-Why: each would be a kernel of its own that reads and writes the whole activation, for a few multiplications. In a
-decode such a kernel takes as long to start as a small linear, and the linear after it cannot fetch its weight ahead.
-Without them no pointwise op is left in the pieces, which then need no compiling.
+Why: each product would be a kernel that reads and writes the whole activation for a few multiplications. In a decode
+step such a kernel takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without
+the products, pieces have no pointwise op left and need no compilation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GatedConvolution(GraphPass):
     name = "gated_convolution"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each convolution with a product on either side that can become part of it."""
+        """Expect a match for each convolution with a product that can move into it."""
         return sum(isinstance(_match(call), _Match) for call in graph.find_nodes(op="call_function", target=CONV_STATE))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -28,15 +28,15 @@ class GatedConvolution(GraphPass):
 
 
 class _Match(NamedTuple):
-    """operands: of the input's product; empty if it is none. product, gate: of the result with its gate, or None."""
+    """The products around a convolution."""
 
-    operands: tuple[fx.Node, ...]
-    product: fx.Node | None
+    operands: tuple[fx.Node, ...]  # of the input's product; empty without one
+    product: fx.Node | None  # of the result with its gate, or None
     gate: fx.Node | None
 
 
 def _match(call: fx.Node) -> _Match | str | None:
-    """The products of a convolution, why they stay, or None if it has none."""
+    """Return a convolution's products, or why they cannot move; None without any."""
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
     operands = next(iter(factors(x)), ())

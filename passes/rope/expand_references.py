@@ -1,7 +1,6 @@
-"""Decompose the fused ops to their plain-torch references on a device without our kernels.
+"""Decomposes fused ops to their plain-torch references on devices without the engine's kernels.
 
-Inductor's C++ backend then fuses them with their neighbours; the fused ops are Triton kernels, which it cannot compile
-there.
+Inductor's C++ backend then fuses the references with their neighbours; it cannot compile Triton kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from compiled_engine.passes.rope import rope_attend, rope_kv_write
 
 
 def expand_references(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of an ATen graph in which every fused op is its reference; placeholders keep their sources."""
+    """Return a copy of an ATen graph with every fused op decomposed; placeholders keep their sources."""
     placeholders = module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["val"] for node in placeholders]
     table: dict[Any, Any] = dict(references())
@@ -33,9 +32,9 @@ def expand_references(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
-    """A copy in which attention writes k and v again, so that the ops before it have no side effects.
+    """Return a copy in which attention writes k and v again, so that the ops before it have no side effects.
 
-    The two ops made by rope_kv_write must be decomposed together, which a table of decompositions cannot do.
+    rope_kv_write makes two ops that must be decomposed together, which a decomposition table cannot do.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
@@ -58,7 +57,7 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 
 
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
-    """q and k as the fused op with these arguments rotates them."""
+    """Emit q and k rotated as by the fused op with these arguments."""
     rotation = [arguments[name] for name in Rotation._fields]
     both = graph.call_function(rope_kv_write.reference, (arguments["q_THd"], arguments["k_TKd"], *rotation))
     return [graph.call_function(operator.getitem, (both, index)) for index in range(2)]

@@ -1,7 +1,7 @@
-"""cos and sin of every rotary angle become one kernel, from the positions.
+"""Computes cos and sin of all rotary angles from the positions in one kernel.
 
-Why: the textbook's outer product, doubling, cos, sin and casts are half a dozen small kernels in front of the first
-layer. They are computed once a step, so this saves microseconds, not more.
+Why: the textbook's outer product, doubling, cos, sin and casts are half a dozen small kernels before the first layer.
+They run once a step, so this saves only microseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rope_angles_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its position times each frequency, in the layout of the rotation, see `reference`."""
+    """One program per token: its position times each frequency, in the layout of the rotation, see `reference`."""
     pair = tl.arange(0, BLOCK)
     mask = pair < NUM_PAIRS
     frequency = tl.load(inv_freq_ptr + pair, mask=mask, other=0.0)
@@ -72,9 +72,9 @@ def rope_angles_kernel(
 def reference(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [T, 1, 2 p] in `dtype`, of positions times inverse frequencies, times the scale.
+    """Return (cos, sin) of positions times inverse frequencies, times the scale, [T, 1, 2 p] each in `dtype`.
 
-    layout: all frequencies twice ("halves"), each twice in a row ("pairs"), or [T, 1, p] of each once ("once").
+    layout: "halves" repeats all frequencies after each other, "pairs" each one in place; "once" none: [T, 1, p].
     """
     angles_Tp = positions_T[:, None].float() * inv_freq_p
     if layout == "halves":
@@ -88,7 +88,7 @@ def reference(
 def launch(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind `reference`; contiguous inputs."""
+    """Compute `reference` with the kernel."""
     num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[0]
     cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype, layout)
     rope_angles_kernel[(num_tokens,)](
@@ -127,7 +127,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each cosine."""
+        """Expect a match for each cosine."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -159,7 +159,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
         if with_heads:
             cos_value, sin_value = (user for user in heads if user is not None)
     with graph.inserting_before(cos):
-        # The first layout is left unsaid, as the op has it.
+        # "halves" is the op's default.
         how = cos_scale, cos_value.meta["val"].dtype, *([] if layout == "halves" else [layout])
         both = emit(graph, rope_angles, positions, inv_freq, *how)
         new = [emit_item(graph, both, index) for index in range(2)]
@@ -171,7 +171,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
 
 
 def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
-    """(an angle for each pair, layout) of a rotation's angles, or why they are not known."""
+    """Return (angle per pair, layout), or why the angles are not recognised."""
     if is_call(angles, aten.mul.Tensor):
         return angles, "once"
     if is_call(angles, aten.view.default, aten.reshape.default):
@@ -188,7 +188,7 @@ def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
 
 
 def _column_of(column: Any) -> fx.Node | None:
-    """The positions of which the value is a column of fp32: a cast and a dimension behind, in either order."""
+    """Return the positions behind an fp32 column made by a cast and an unsqueeze in either order, otherwise None."""
     steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
         steps.append(column.target)
@@ -200,7 +200,7 @@ def _column_of(column: Any) -> fx.Node | None:
 
 
 def _scaled(value: fx.Node) -> tuple[fx.Node, float]:
-    """The value after a multiplication with a constant and a cast, if they follow, and the constant."""
+    """Return the value after a multiplication by a constant and a cast, if present, and the constant."""
     scale = 1.0
     user = only_user(value)
     if user is not None and is_call(user, aten.mul.Tensor) and isinstance(user.args[1], float):

@@ -1,8 +1,8 @@
-"""Merge rope_kv_write and the attention after it into one op, which backends may run as one kernel.
+"""Merges rope_kv_write and the attention after it into one op, which backends may run as one kernel.
 
-Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run; with
-many, keys are not read while the first runs. Any other batch uses separate kernels: the choice is made when the op is
-called.
+Why: with few decodes, each of these kernels and the one that combines splits takes longer to start than to run. With
+many, separate kernels leave memory bandwidth unused while the first runs. The choice is made when the op is called;
+other batches use separate kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compiled_engine.passes.framework.matching import emit_named, is_call, named
 from compiled_engine.passes.rope import rope_kv_write
 from compiled_engine.passes.rope.rope_match import rotary_attentions
 
-# The op's arguments after the tensors that it writes: first those of the rotation.
+# Number of the rotation's arguments, which follow the tensors that the op writes.
 OF_ROTATION = len(Rotation._fields)
 
 
@@ -36,7 +36,7 @@ def rope_attend(
 ) -> None:
     """Compute rope_kv_write and attend, in one kernel if the backend has one for the batch.
 
-    others: the fields of Rotation, of Scoring and of AttentionInputs. The compiled forward calls this directly.
+    others: the fields of Rotation, Scoring and AttentionInputs. The compiled forward calls this function directly.
     """
     rotation, inputs = Rotation(*others[:OF_ROTATION]), inputs_of(others)
     scoring = Scoring(*without_inputs(others)[OF_ROTATION:])
@@ -54,7 +54,7 @@ def unfused(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
+    """Compute the op as two calls. attention: makes the second one, as `attend` or later with other inputs."""
     slot_mapping_T = inputs_of(others).slot_mapping_T
     kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K
     rotated_THd = rope_kv_write.rope_kv_write(

@@ -1,7 +1,7 @@
-"""q and k become one kernel from the linear to the cache: norm (Qwen3 has one), rotation, and the write of k and v.
+"""Fuses the norm (in Qwen3), rotation and KV cache write of q, k and v into one kernel.
 
-Why: at decode sizes these are a few kilobytes that a pointwise kernel or two and the write handle one after another,
-and each launch costs more than the work. Of attention what remains is `attend`, which reads the cache.
+Why: a decode step processes a few kilobytes here. One or two pointwise kernels and the cache write would run one after
+another, each costing more to launch than to execute. The rest of attention, `attend`, reads the cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from compiled_engine.passes.rope.rope_match import Rotated, match_rotation, rota
 
 
 def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k normed (where there is a weight) and rotated, rounded to their dtype after each op as the models do.
+    """Return q and k normed (if they have norm weights) and rotated, rounded after each op as in the models.
 
-    rotation: the fields of Rotation; cos and sin of each rotated element, or of each pair.
+    rotation: the fields of Rotation; cos and sin have a value per rotated element or per pair.
     """
     how = Rotation(*rotation)
     eps, cos_T1r, sin_T1r, interleaved = how.eps, how.cos_T1d, how.sin_T1d, how.interleaved
@@ -76,8 +76,8 @@ def rope_kv_write(
 ) -> torch.Tensor:
     """Norm and rotate q and k as `reference` does, store k and v at each token's slot, and return q [T, H, d].
 
-    q, k and v may be views of one tensor, with any strides of tokens and heads; the result is contiguous. Slot -1
-    stores nothing. kv_scales_2K: see Scoring. rotation: the fields of Rotation. The compiled forward calls this
+    q, k and v may be views of one tensor, with any token and head strides; the result is contiguous. Slot -1 stores
+    nothing. kv_scales_2K: see Scoring. rotation: the fields of Rotation. The compiled forward calls this function
     directly, without torch's dispatcher.
     """
     if q_THd.is_cuda:
@@ -113,7 +113,7 @@ class RopeKVWrite(GraphPass):
 
 
 def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
-    """The inputs of an attention's q and k, or the reason why the op cannot compute them."""
+    """Return the rotations of an attention's q and k, or why the op cannot compute them."""
     if attention.kwargs:
         return "it is called with keywords"
     rotated_q, rotated_k, v, cache, out = (arg(attention, i) for i in range(5))
@@ -139,7 +139,7 @@ def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
 
 
 def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
-    """The mismatch of shapes, strides or dtypes of the parts with the op, if any."""
+    """Return the first shape, stride or dtype that the op does not support; None if all are supported."""
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd) if not is_coded(value.dtype)}
@@ -159,12 +159,10 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
 
 
 def _equal(left: Sequence[int | torch.SymInt], right: Sequence[int | torch.SymInt]) -> bool:
-    """Return whether two shapes are equal for every size that they may have."""
     return len(left) == len(right) and all(map(always_equal, left, right))
 
 
 def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
-    """Put the two ops in attention's place."""
     found = _match(attention)
     if isinstance(found, str):
         return found
@@ -172,11 +170,11 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
     arguments = named(attention)
     out = arguments["out_THd"]
     if arguments["q_THd"] in out.all_input_nodes:
-        # The buffer must not come after the op: otherwise a piece with nothing else would be between it and attend.
+        # The buffer must be allocated before the op, or it would need a piece of its own between the op and attend.
         out.args = (q.x, *out.args[1:])
         out.kwargs = {**out.kwargs, "memory_format": torch.contiguous_format}
     with graph.inserting_before(attention):
-        # A rotation is linear: what it is multiplied with afterwards may come before.
+        # A rotation is linear, so a factor applied after it may be applied before.
         scaled = [r.x if r.scale is None else emit(graph, aten.mul.Tensor, r.x, r.scale) for r in (q, k)]
         eps, norm_offset, norm_wide = q.how
         arguments |= {

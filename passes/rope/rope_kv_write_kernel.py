@@ -1,7 +1,7 @@
-"""Triton kernel: norm and rotate the heads of q and k, and write k and v to the paged cache.
+"""Triton kernel: norms and rotates the heads of q and k, and writes k and v to the paged cache.
 
-It rounds where the textbook rounds: after the norm, after its weight, after each of the two products with cos and sin,
-and after their sum. So it returns what the separate ops return, up to the order in which the norm adds squares.
+It rounds where the textbook code rounds: after the norm, after its weight, after each product with cos and sin, and
+after their sum. Results equal those of the separate ops, up to the order in which the norm adds squares.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def rope_kv_write_kernel(
     NORM_LAST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program for TILE_H heads of q of one token, or for as many of k and v. The strides are those of tokens."""
+    """One program for TILE_H heads of one token, either of q or of k and v. Strides are those between tokens."""
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_TILES: tl.constexpr = (NUM_HEADS + TILE_H - 1) // TILE_H
     KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_H - 1) // TILE_H
-    # Neighbouring programs read one row, so that memory is read in order.
+    # Neighbouring programs share a token, so that memory is read in order.
     token = (tl.program_id(0) // (Q_TILES + KV_TILES)).to(tl.int64)
     tile = tl.program_id(0) % (Q_TILES + KV_TILES)
     cos_ptr += tl.multiple_of(token * cos_stride, STRIDE_MULTIPLE)
@@ -165,9 +165,9 @@ def launch(
     kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
-    """`compiled_engine.passes.rope.rope_kv_write.rope_kv_write` on CUDA. Compiled once for a model.
+    """Run rope_kv_write on CUDA. The kernel is compiled once per model.
 
-    Raises ValueError if the cache, or the elements of a head or of an angle, are not contiguous.
+    Raises ValueError if the cache, or the elements of a head or angle, are not contiguous.
     """
     how = Rotation(*rotation)
     cos_T1d, sin_T1d = how.cos_T1d, how.sin_T1d
@@ -208,8 +208,10 @@ def launch(
 def _constants(
     num_heads: int, head_dim: int, block: tuple[int, int, int], strides: tuple[tuple[int, ...], ...]
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """Programs of a token, strides of tokens, and what the kernel is compiled with. block: its slots, K/V heads and
-    elements that a head takes."""
+    """Return the programs per token, the token strides, and the kernel's compile-time arguments.
+
+    block: slots of a cache block, K/V heads, and elements per head.
+    """
     block_size, num_kv_heads, width = block
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
     token_strides = tuple(stride[0] for stride in strides)
@@ -232,7 +234,7 @@ def _constants(
 
 
 def tiles(num_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Heads of a program, pairs of a head (a power of two), and warps."""
+    """Return the heads per program, the pairs per head (a power of two), and the warps."""
     pairs = next_power_of_2(head_dim // 2)
     heads = min(next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
     return heads, pairs, max(1, heads * 2 * pairs // ELEMENTS_PER_WARP)

@@ -1,4 +1,4 @@
-"""Finds out how a query or key was rotated: which part of its heads, in which pairs, by which angles."""
+"""Recognises rotary embeddings of queries and keys: the rotated part of each head, its pairs, and the angles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_engine.attention.op import ATTENTION
 from compiled_engine.passes.framework.matching import always_equal, arg, aten, factors, is_call, through_cast
 from compiled_engine.passes.norm.norms import Norm, norm_of, why_no_norm
 
-# Ops allowed between an angle and a query that it rotates: arithmetic of rotations, and views.
+# Ops allowed between an angle and the query it rotates: the arithmetic of rotations, and views.
 _ROTATING = (
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default, aten.stack.default, aten.select.int),
     *(aten.slice.Tensor, aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten._to_copy.default),
@@ -23,34 +23,25 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The kind of rotation of heads; the last fields of Rotation.
+    """The kind of rotation; the last fields of Rotation."""
 
-    rotary_dim: number of rotated elements at the beginning of a head; 0 for all. interleaved: pairs are neighbours, not
-    elements half a head apart. wide: products and sum are in fp32 and rounded once, not each. norm_last: a norm, if
-    any, follows the rotation.
-    """
-
-    rotary_dim: int = 0
-    interleaved: bool = False
-    wide: bool = False
-    norm_last: bool = False
+    rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
+    interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
+    wide: bool = False  # products and sum are in fp32 and rounded once, otherwise each is rounded
+    norm_last: bool = False  # the norm, if any, follows the rotation
 
 
 @dataclass(frozen=True)
 class Rotated:
-    """The parts of a rotated value; without a norm, norm_weight is None. how: eps, offset and wide of the norm.
-
-    cos, sin: one for each element that is rotated, or one for each pair. scale: [T, 1, 1], factor of the rotated value,
-    or None.
-    """
+    """The parts of a rotated value."""
 
     x: fx.Node
-    norm_weight: fx.Node | None
-    how: tuple[float, float, bool]
-    cos: fx.Node
+    norm_weight: fx.Node | None  # None without a norm
+    how: tuple[float, float, bool]  # (eps, offset, wide) of the norm
+    cos: fx.Node  # like sin, per rotated element or per pair
     sin: fx.Node
     form: RopeForm
-    scale: fx.Node | None = None
+    scale: fx.Node | None = None  # [T, 1, 1], a factor applied after the rotation, or None
 
 
 class _Turn(NamedTuple):
@@ -61,7 +52,7 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """The parts of a value that is a rotation, possibly normed or scaled afterwards, or the reason for no match."""
+    """Return the parts of a value that is a rotation, possibly normed or scaled after it, or why it does not match."""
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
             found = _match_turn(product)
@@ -78,7 +69,7 @@ def match_rotation(value: fx.Node) -> Rotated | str:
 
 
 def _rms_norm(value: fx.Node) -> Norm | str | None:
-    """The RMSNorm that a value is; why it is another norm; None for anything else, LayerNorm included."""
+    """Return the RMSNorm of a value, or why it is an unknown norm; None for anything else, LayerNorm included."""
     norm = norm_of(value)
     return why_no_norm(value) if norm is None or norm.centred else norm
 
@@ -113,7 +104,7 @@ def _match_turn(value: fx.Node) -> Rotated | str:
 
 
 def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
-    """(rotated part, its size) of a part and the rest of each head side by side; (value, 0) for anything else."""
+    """Return (rotated part, its size) if each head is a rotated part and a rest, otherwise (value, 0)."""
     if is_call(value, aten.cat.default) and len(value.args) == 2 and len(arg(value, 0)) == 2:
         part, rest = arg(value, 0)
         if is_last(arg(value, 1), value) and is_call(rest, aten.slice.Tensor):
@@ -122,7 +113,7 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _as_sum(value: Any) -> Iterator[_Turn]:
-    """x * cos + turned(x) * sin, where turned(x) is (-second half, first half) or (-second, first) of each pair."""
+    """Match x * cos + turned(x) * sin; turned(x) is (-second, first) of x's halves, or of each pair."""
     if not is_call(value, aten.add.Tensor) or value.kwargs:
         return
     for straight, turned in (value.args, value.args[::-1]):
@@ -135,12 +126,12 @@ def _as_sum(value: Any) -> Iterator[_Turn]:
 
 
 def _before_widening(value: fx.Node) -> fx.Node:
-    """The value computed in fp32, with or without a cast, before or after its elements are swapped."""
+    """Return the input of a cast to fp32; the cast may come before or after the swap of elements."""
     return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
 
 
 def _as_halves(value: Any) -> Iterator[_Turn]:
-    """(first * cos - second * sin, second * cos + first * sin), where cos and sin are those of pairs."""
+    """Match (first * cos - second * sin, second * cos + first * sin), with cos and sin per pair."""
     if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
         return
     difference, total = arg(value, 0)
@@ -157,7 +148,7 @@ def _as_halves(value: Any) -> Iterator[_Turn]:
 
 
 def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
-    """The x of which the node is what the sine is multiplied with."""
+    """Return x if the node is turned(x), the factor of the sine."""
     if interleaved:
         node = node.args[0] if is_call(node, aten.view.default, aten.reshape.default) else None
     target = aten.stack.default if interleaved else aten.cat.default
@@ -172,7 +163,7 @@ def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
 
 
 def half_of(node: Any, index: int) -> fx.Node | None:
-    """The x, if the node is the first (index 0) or second half of its last dimension, by chunk or slices."""
+    """Return x if the node is the first (index 0) or second half of x's last dimension, by chunk or slice."""
     if is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
         x, size, *dim = node.args[0].args
         if node.args[1] == index and dim and is_last(dim[0], x) and 2 * size == x.meta["val"].shape[-1]:
@@ -186,7 +177,7 @@ def half_of(node: Any, index: int) -> fx.Node | None:
 
 
 def every_second(node: Any, index: int) -> fx.Node | None:
-    """The x, if the node is every second element of its last dimension, from the first (index 0) or second on."""
+    """Return x if the node is every second element of x's last dimension, from the first (index 0) or second on."""
     if not is_call(node, aten.slice.Tensor) or len(node.args) != 5:
         return None
     x, dim, start, end, step = node.args
@@ -202,7 +193,7 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
 
 
 def _of_pairs(angles: Any) -> fx.Node:
-    """The [T, 1, r / 2] of which the value repeats each element, or else the value."""
+    """Return the angles per pair, [T, 1, r / 2], if the value repeats each one in place; otherwise the value."""
     view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
     clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
     expand: Any = clone.args[0] if is_call(clone, aten.clone.default) else None
@@ -228,7 +219,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 
 
 def rotary_attentions(graph: fx.Graph) -> int:
-    """Calls of attention with a query made from cosines without a linear in between: the contracts' count."""
+    """Count attention calls whose query is computed from cosines, with no linear in between; used by contracts."""
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 
 

@@ -1,7 +1,6 @@
-"""Steps of the Triton kernel that norms and rotates heads: pairs of elements in and out, and what happens to them.
+"""Device functions that load, norm, rotate, quantise and store pairs of head elements.
 
-They round where the textbook rounds: after the norm, after its weight, after each of the two products with cos and sin,
-and after their sum.
+They round where the textbook code does: after the norm, its weight, each product with cos and sin, and their sum.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def places(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The two elements of each pair. Pairs from ROTARY / 2 on, which are not rotated, are of the rest of the head."""
+    """Return both element positions of each pair. Pairs from ROTARY / 2 on cover the part that is not rotated."""
     if INTERLEAVED:
         return 2 * pair_P, 2 * pair_P + 1
     HALF: tl.constexpr = ROTARY // 2
@@ -68,8 +67,10 @@ def rounded_pairs(
     mask_H1: tl.tensor,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Codes of both elements of the pairs of heads, for a cache of this type; scales of int8 are stored. See
-    triton_codes.rounded_heads."""
+    """Quantise both elements of the pairs for a cache of this dtype, and store the scales of int8.
+
+    See triton_codes.rounded_heads.
+    """
     one_HP = tl.where(mask_HP, one_HP.to(tl.float32), 0.0)
     other_HP = tl.where(mask_HP, other_HP.to(tl.float32), 0.0)
     scale_H1 = None
@@ -94,7 +95,7 @@ def normed_pairs(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The pairs of whole heads, zeros behind their ends; in fp32."""
+    """Norm whole heads; elements beyond a head's end must be zeros. Returns fp32."""
     squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
     scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
     return (
@@ -122,7 +123,7 @@ def normed_and_rotated(
     ROPE_WIDE: tl.constexpr,
     NORM_LAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load both elements of the pairs of heads at ptr + head; weight_ptr None omits the norm."""
+    """Load the pairs of the heads at ptr + head_H1, norm and rotate them; weight_ptr None omits the norm."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     one_HP, other_HP = places(pair_HP, HEAD_DIM, ROTARY, INTERLEAVED)
     turned_HP = mask_HP if ROTARY == HEAD_DIM else mask_HP & (pair_HP < ROTARY // 2)

@@ -1,5 +1,4 @@
-"""Triton kernels of drafts: find them in a request's own tokens, keep those of a draft model, and take the right ones
-into the request states."""
+"""Triton kernels for drafts: find n-gram drafts, store a draft model's drafts, and verify drafts."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.gumbel_triton import splitmix64
 
 SEARCHED = 4096
-# Rows of a program that keeps drafts.
+# Rows per program of keep_drafts_kernel.
 KEPT = 32
 
 
@@ -43,9 +42,9 @@ def verify_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program for all rows, since they share the step's number. See drafts.verify.
+    """A single program for all rows, since they share the step's number. See drafts.verify.
 
-    thresholds_ptr: None, or int64 [NUM_DRAFTS], below which a draw of 63 bits accepts a draft.
+    thresholds_ptr: None, or int64 [NUM_DRAFTS]: a draft is accepted if a draw of 63 bits is below its threshold.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -59,7 +58,7 @@ def verify_kernel(
     number_R = tl.load(numbers_ptr + place_R, mask=real_R, other=0)
     sampled_R = tl.load(token_ids_ptr + place_R, mask=real_R, other=-1).to(tl.int32)
     taken_R = real_R & (end_R >= tl.load(prefill_len_ptr + state_R, mask=real_R, other=0))
-    # The row behind has the draft that this row's token is to equal.
+    # The next row has the draft that this row's token must equal.
     next_inside_R = place_R + 1 < num_rows
     next_row_R = tl.load(rows_ptr + place_R + 1, mask=next_inside_R, other=-1)
     next_end_R = tl.load(ends_ptr + place_R + 1, mask=next_inside_R, other=0)
@@ -73,7 +72,7 @@ def verify_kernel(
         num_accepted_R = tl.zeros_like(number_R)
         for draft in tl.static_range(NUM_DRAFTS):
             num_accepted_R += (draw_R < tl.load(thresholds_ptr + draft)).to(tl.int32)
-        # A request without tokens yet has no drafts either.
+        # A request without tokens has no drafts yet.
         taken_R &= number_R <= num_accepted_R
         followed_R &= number_R < num_accepted_R
         token_R = tl.where(followed_R, draft_R, sampled_R)
@@ -85,7 +84,7 @@ def verify_kernel(
             taken_R &= (before_R == guess_R) | (back > number_R)
         followed_R &= draft_R == sampled_R
         token_R = sampled_R
-    # An error code ends its request, but a step with it may be in flight.
+    # An error code ends its request, but another of its steps may be in flight.
     new_R = tl.maximum(token_R, 0)
     tl.store(history_ptr + state_R * history_stride + end_R, new_R, mask=taken_R)
     last_R = taken_R & (followed_R == 0)
@@ -98,7 +97,7 @@ def verify_kernel(
     tl.store(taken_ptr + place_R, tl.where(taken_R, new_R, 0), mask=inside_R)
     tl.store(ring_row_ptr + 1 + place_R, token_R, mask=inside_R)
     tl.store(ring_row_ptr, number)
-    tl.debug_barrier()  # every thread has read the number
+    tl.debug_barrier()  # all threads must have read the number
     tl.store(num_steps_ptr, number)
 
 
@@ -119,9 +118,9 @@ def ngram_kernel(
     TILE_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch): the drafts of its request, if it is the row of the newest token and that was sampled.
+    """Program (row of the batch): the drafts of its request, if the row is that of a sampled newest token.
 
-    See ngram.ngram_drafts. The best match is the largest (tokens compared, where it ends).
+    See ngram.ngram_drafts. The best match is the largest (tokens compared, end position).
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

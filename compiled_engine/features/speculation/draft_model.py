@@ -1,4 +1,4 @@
-"""Drafts of a smaller model of the same vocabulary."""
+"""Drafts of a smaller model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -48,23 +48,18 @@ NO_ROWS = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class Drafting:
-    """The work of a draft model in a step.
+    """The work of a draft model, or draft head, in a step."""
 
-    rows: int32 [R], of the requests that have sampled, those with most room for drafts first. num_drafting: for each
-    draft, how many requests have room for it. longest: bound of the contexts. key: of the graph, None without one.
-    prompts: what is computed of prompts, None if nothing is. num_tokens: of the first pass.
-    """
-
-    rows: np.ndarray
-    num_drafting: Sequence[int]
-    longest: int
-    key: GraphKey | None
-    prompts: InputBatch | None
-    num_tokens: int
+    rows: np.ndarray  # int32 [R], of the requests that have sampled, those with most room for drafts first
+    num_drafting: Sequence[int]  # for each draft, the number of requests with room for it
+    longest: int  # bound of the contexts
+    key: GraphKey | None  # of the graph; None without one
+    prompts: InputBatch | None  # the prompt tokens to compute; None if there are none
+    num_tokens: int  # of the first pass
 
 
 def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
-    """Return a batch of num_rows rows of a token each, of which `query_len` in turn share a request."""
+    """Return a batch of num_rows rows of one token each, in which `query_len` consecutive rows share a request."""
     nothing = np.empty(0, np.int32)
     host = num_rows, query_len, longest
     return InputBatch(
@@ -76,21 +71,19 @@ class DraftModel(StepFeature):
     """Drafts of a smaller model (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
     decoding", 2023), sampled with the parameters and the noise of the request.
 
-    The same noise makes two models choose the same token far more often than if each had its own (Daliri, Musco and
+    With the same noise, two models choose the same token far more often than with separate noise (Daliri, Musco and
     Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024), and two equal models
-    always.
+    always do.
 
-    The model has a KV cache of its own under the block tables of the requests. In each step it computes what the
-    engine's model does, before it: a first pass takes the newest token of each request that has sampled, and the token
-    before that, since no pass has computed a step's last draft, which may have been right. Each further pass takes the
-    drafts of the pass before. Prompts are read after these passes. If a request ends or is preempted, a block in the
-    prefix cache may lack K and V of a last draft, which makes later drafts worse, but no token wrong.
+    The draft model has its own KV cache under the requests' block tables. In each step it runs before the engine's
+    model, on the same tokens. A first pass takes the newest token of each request that has sampled and the token before
+    it, since no pass has computed a step's last draft, which may have been accepted. Each further pass takes the
+    previous pass's drafts. Prompts are read after these passes. If a request ends or is preempted, a block in the
+    prefix cache may lack K and V of a last draft, which makes later drafts worse but no token wrong.
 
-    query_lens: rows of a request in its passes, but for one.
-
-    Implements `GraphStep`: a graph holds all passes over a number of requests. A pass depends on the device alone: a
-    request without room for a draft is padding in the passes behind it. Drafts in a graph are sampled by temperature
-    alone; elsewhere the request's filters count too.
+    query_lens: rows per request in the first pass. Implements `GraphStep`: a graph holds all passes over a number of
+    requests. Passes depend on the device alone: a request without room for a draft is padding in the passes after it.
+    In a graph, drafts are sampled by temperature alone; elsewhere the request's filters apply too.
     """
 
     query_lens: tuple[int, ...] = (FIRST,)
@@ -179,12 +172,14 @@ class DraftModel(StepFeature):
         key = self._key(count, longest, len(rows.num_drafting))
         self._stage_rows(rows, count if key is None else key.num_requests // FIRST)
         prompts = None if rows.all_sampled else self._stage_prompts(step)
-        num_drafting = rows.num_drafting or (0,)  # the first pass reads the tokens of requests without room too
+        num_drafting = rows.num_drafting or (0,)  # the first pass also reads tokens of requests without room
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
 
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
-        """Stage the tokens of requests that have not sampled, up to the last of their prompts: with a single one a step
-        has room for drafts behind it, which are not there yet."""
+        """Stage the tokens of requests that have not sampled, up to the end of their prompts.
+
+        A step with a prompt's last token also has room for drafts, which do not exist yet.
+        """
         states, starts_R = self._states, np.array(step.starts, np.int64)
         left_R = states.prefill_len[states.rows(step.request_ids)] - starts_R
         counts_R = np.minimum(left_R, step.counts)
@@ -207,7 +202,7 @@ class DraftModel(StepFeature):
         return None if key is None or not key.is_decode else drafting_key(key, length)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage requests for the passes, unless they are there; None for padding alone."""
+        """Stage requests for the passes, unless they are staged already; None for padding alone."""
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
         self._staged = None if rows is None else (rows, padded)
@@ -258,8 +253,11 @@ class DraftModel(StepFeature):
         *,
         distinct: bool = False,
     ) -> torch.Tensor | None:
-        """Run the model on num_rows rows, and sample a draft of each of the first `count` requests; returns the logits,
-        None for no requests. rows: of these in the states, for the filters; None: by temperature alone."""
+        """Run the model on num_rows rows, and sample a draft for each of the first `count` requests.
+
+        Returns the logits, None for no requests. rows: the requests' rows in the states, for their filters; None:
+        sample by temperature alone.
+        """
         forward, query_len = (self.further, 1) if draft else (self.first, FIRST)
         batch = single_tokens(num_rows, query_len, longest)
         prepare(batch, self._states, forward.buffers)
@@ -280,7 +278,7 @@ class DraftModel(StepFeature):
     def _sample(
         self, logits_RV: torch.Tensor, count: int, positions_R: torch.Tensor, rows: np.ndarray | None
     ) -> torch.Tensor:
-        """As step_sampling.py does for the engine's model, so that filters hold for drafts too."""
+        """Sample as step_sampling.py does for the engine's model, so that filters apply to drafts too."""
         index_R = self.further.buffers.rows_R[:count]
         if rows is not None and self._sampler.sampler_class(rows) is SamplerClass.GENERAL:
             return self._sampler.sample(logits_RV.contiguous(), rows, index_R, positions_R)
@@ -289,15 +287,18 @@ class DraftModel(StepFeature):
         return tokens_R
 
     def _fill(self, count: int, longest: int) -> None:
-        """Fill the buffers of the passes with padding for `count` requests."""
+        """Fill the passes' buffers with padding for `count` requests."""
         self._stage_rows(None, count)
         self._states.writes.apply()
         prepare(single_tokens(FIRST * count, FIRST, longest), self._states, self.first.buffers)
         prepare(single_tokens(count, 1, longest), self._states, self.further.buffers)
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Run a pass over padding alone, without a trace. host_3: see AttentionInputs; its queries tell the pass, if
-        every row has one token. distinct: see ModelForward.run."""
+        """Run a pass over padding, without side effects.
+
+        host_3: see AttentionInputs; if rows have one token, its query length selects the pass. distinct: see
+        ModelForward.run.
+        """
         if num_tokens == num_requests:
             _, query_len, longest = host_3
             count, draft = num_requests // query_len, 0 if query_len == FIRST else 1
@@ -311,7 +312,7 @@ class DraftModel(StepFeature):
         self.prompts(batch, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch the kernels of the passes beside the model, over padding."""
+        """Launch all kernels of the passes but the model's, over padding."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts.buffers, num_tokens, 1, host_3)
@@ -328,11 +329,9 @@ class DraftModel(StepFeature):
         self._fill(key.num_requests // FIRST, key.max_seq_len)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """See GraphStep."""
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """See GraphStep."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -344,6 +343,5 @@ class DraftModel(StepFeature):
         return logits_RV
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep."""
         inputs = (each.buffers.input_ids_T for each in (self.first, self.further))
         return tuple(map(id, (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:])))

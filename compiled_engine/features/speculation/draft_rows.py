@@ -1,13 +1,13 @@
 """Drafts: guesses of a request's next tokens, which one step verifies together.
 
-A step computes a request's newest token and the drafts behind it, and samples a token behind each of them. The noise of
-sampling is a function of seed, position and token id, so the token that comes next does not depend on the step that
-computes it: a draft is right exactly if it is that token. A step yields the drafts up to the first wrong one, and the
-token sampled in its place. So drafts change no token, greedy or sampled, whatever they are.
+A step computes a request's newest token and the drafts after it, and samples a token after each. Sampling noise is a
+function of seed, position and token id, so the next token does not depend on the step that computes it: a draft is
+right exactly if it is that token. A step yields the drafts up to the first wrong one, and the token sampled in its
+place. Drafts therefore change no token, greedy or sampled.
 
-In a batch each of these tokens has a row of its own, with the request's blocks and with a context that ends at the
-token. K and V of the whole batch are written before any row attends. So attention and sampling serve drafts as they
-serve decodes. A wrong draft leaves K and V behind the newest token, where the next step writes before anything reads.
+In a batch, each of these tokens has a row with the request's blocks and a context that ends at the token. K and V of
+the whole batch are written before any row attends, so attention and sampling handle drafts as they do decodes. A wrong
+draft leaves K and V after the newest token, which the next step overwrites before they are read.
 
 The host knows how many drafts there may be, and a row whose draft does not exist is one of padding. n-grams on a CPU
 are known when the batch is made: a draft that does not exist has no row there. If no request of a step computes a
@@ -45,12 +45,14 @@ class StepRows:
     steps with the same StepShares have these rows.
     """
 
+    # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
+    # first.
     request_A: np.ndarray
-    number_A: np.ndarray
-    lens_A: np.ndarray
-    exists_A: np.ndarray
-    query_len: int | None
-    lasting: bool
+    number_A: np.ndarray  # see InputBuffers.draft_numbers_R
+    lens_A: np.ndarray  # tokens
+    exists_A: np.ndarray  # False for padding
+    query_len: int | None  # rows per request if uniform, with one token each; otherwise None
+    lasting: bool  # later steps with the same StepShares have these rows
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +65,7 @@ class StepRows:
         assert states.ahead_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
-        behind_R = step_starts_R - states.prefill_len[rows_R]  # a row has drafts once it has sampled
+        behind_R = step_starts_R - states.prefill_len[rows_R]  # requests have drafts once they have sampled
         num_drafts_R = np.where(behind_R >= 0, counts_R - 1, 0)
         if known:
             num_drafts_R = np.minimum(num_drafts_R, (states.ahead_SK.numpy()[rows_R] >= 0).sum(1))
@@ -86,12 +88,12 @@ class StepRows:
 class DraftedSteps:
     """Makes the batches of steps with drafts.
 
-    While the same requests decode, a step has the rows of the one before: these are made and staged once, in the order
-    of the contexts at that time.
+    While the same requests decode, a step has the rows of the previous one. They are made and staged once, ordered by
+    the contexts at that time.
     """
 
     def __init__(self, states: RequestStates, buffers: InputBuffers, query_lens: Sequence[int], *, known: bool) -> None:
-        """query_lens, known: see StepRows.of."""
+        """Make batches in these buffers. query_lens, known: see StepRows.of."""
         self._states, self._buffers, self._query_lens, self._known = states, buffers, query_lens, known
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
@@ -99,7 +101,7 @@ class DraftedSteps:
         self._staged = buffers.numbered
 
     def rows(self, step: SchedulerOutput) -> StepRows:
-        """Return the rows of a step. The requests have theirs in the states."""
+        """Return the rows of a step whose requests are in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = StepRows.of(step, self._states, known=self._known, query_lens=self._query_lens)
@@ -124,16 +126,16 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The tokens that each request of a step computes, except where they start. generation: of the states' rows."""
+    """The tokens that each request of a step computes, except their start. Equal shares allow reusing rows."""
 
     request_ids: list[str]
     counts: list[int]
     samples: list[bool]
-    generation: int
+    generation: int  # of the states' rows
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> StepShares:
-        """The step's. Its requests have their rows."""
+        """Return the shares of a step whose requests are in the states."""
         return cls(step.request_ids, step.counts, step.samples, states.generation)
 
 
@@ -173,7 +175,7 @@ def stage_numbered(
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Make a batch and stage it: rows that begin `number_A` tokens behind the newest ones of their requests.
+    """Make a batch and stage it, with rows that begin `number_A` tokens after their requests' newest tokens.
 
     Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token. key,
     query_len: see make_batch and StepRows.
@@ -183,7 +185,7 @@ def stage_numbered(
     count, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + number_A + lens_A
     num_single = count if num_tokens == count else int(np.argmax(lens_A > 1))
     num_rows, padded_tokens = count, num_tokens if key is None else key.num_tokens
-    # The longest of rows with a token each is one; more is how many of them share a request.
+    # In batches of one-token rows, the longest query is the number of rows per request.
     host = host_of(key, num_single, int(lens_A.max()) if query_len is None else query_len, int(ends_A.max()))
     if key is not None and key.kind is GraphKind.FULL:
         num_rows = key.num_requests
@@ -212,11 +214,10 @@ def stage_numbered(
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """The input of a pass of a head from the previous draft, int64 [rows]: its token, and the position of the next
-    one."""
+    """A draft head's inputs from the previous draft, int64 [rows]."""
 
-    token_ids_T: torch.Tensor
-    positions_R: torch.Tensor
+    token_ids_T: torch.Tensor  # the draft
+    positions_R: torch.Tensor  # position of the next draft
 
 
 def keep_drafts(
@@ -227,11 +228,11 @@ def keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Store the tokens that a pass of a draft model sampled, int64 [R], as draft `draft` of the first R rows of the
-    batch in `buffers`; where a row has room for no more drafts than that (room_R, int32) there is no such draft.
+    """Store a drafting pass's tokens, int64 [R], as draft `draft` of the first R rows of the batch in `buffers`.
 
-    The rows' numbers are then those of these drafts, for the next pass; of a head, whose entry of a position comes of
-    the token behind, those before, and `head` has its inputs. May be captured.
+    A row with room for `draft` drafts or fewer (room_R, int32) gets none. Also sets the rows' numbers for the next
+    pass: those of these drafts, or one less for a head, whose entry at a position is computed from the token after it;
+    `head` then gets its inputs. May be captured.
     """
     assert states.ahead_SK is not None
     assert buffers.row_numbers_R is not None

@@ -1,4 +1,4 @@
-"""The requests of a step for which a draft model or a head makes drafts, and the number of drafts of each."""
+"""The requests of a step for which a draft model or head makes drafts, and each one's number of drafts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from compiled_engine.runner.request_states import RequestStates
 
 @dataclass(frozen=True, eq=False)
 class DraftingRows:
-    """The requests of a step that have sampled, those with most room for drafts first, then those with the longest
-    contexts. Suffix R: these requests.
+    """The requests of a step that have sampled, sorted by most room for drafts, then by longest context.
 
-    indices_R: in the step. rows_R: int32, in the states. room_R: int32, most drafts of each. all_sampled: every request
-    of the step is one of them.
+    Suffix R: these requests.
     """
 
-    indices_R: np.ndarray
-    rows_R: np.ndarray
-    room_R: np.ndarray
-    all_sampled: bool
+    indices_R: np.ndarray  # positions in the step
+    rows_R: np.ndarray  # int32, rows of the states
+    room_R: np.ndarray  # int32, most drafts of each
+    all_sampled: bool  # these are all requests of the step
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> DraftingRows:
-        """The step's. Its requests have their rows."""
+        """Return the rows of a step whose requests are in the states."""
         rows_R, starts_R = states.rows(step.request_ids), np.array(step.starts, np.int32)
         counts_R = np.array(step.counts, np.int32)
         indices_R = np.flatnonzero(starts_R >= states.prefill_len[rows_R])
@@ -39,13 +37,12 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """Return the number of requests with room for each draft, up to the last draft for which any request has
-        room."""
+        """For each draft, the number of requests with room for it, up to the last that any has room for."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 
     def longest(self, step: SchedulerOutput) -> int:
-        """A bound of the contexts in a step that these are the rows of."""
+        """Return a bound of the contexts in a step with these rows."""
         if self.all_sampled:
             return max(map(add, step.starts, step.counts), default=1)
         ends = np.array(step.starts, np.int32) + np.array(step.counts, np.int32)
@@ -53,7 +50,7 @@ class DraftingRows:
 
 
 class DraftingSteps:
-    """Finds the rows of steps: the same object as for the step before as long as the same requests decode."""
+    """Finds the rows of steps; returns the previous step's object as long as the same requests decode."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
@@ -61,7 +58,7 @@ class DraftingSteps:
         self._rows: DraftingRows | None = None
 
     def rows(self, step: SchedulerOutput) -> DraftingRows:
-        """Return those of a step. Its requests have their rows."""
+        """Return the rows of a step whose requests are in the states."""
         shares = StepShares.of(step, self._states)
         if self._rows is None or shares != self._shares:
             self._rows = DraftingRows.of(step, self._states)

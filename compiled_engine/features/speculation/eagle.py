@@ -50,9 +50,9 @@ WORK = "attention_inputs.work_W"
 def following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Write the token behind each position of a step whose tokens the states have; 0 for padding. token_ids_T: int64.
+    """Write the token after each position of a step whose tokens the states have; 0 for padding. token_ids_T: int64.
 
-    Behind a wrong draft it is any token.
+    After a rejected draft it is an arbitrary token.
     """
     if buffers.rows_R.device.type != "cpu":
         launch_following_tokens(states, batch, buffers, token_ids_T)
@@ -99,7 +99,7 @@ def launch_following_tokens(
 def keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Keep the hidden state of each request's last token that is computed and right, by its row of the states."""
+    """Keep the hidden state of each request's last verified token, by its row of the states."""
     if kept_SD.device.type != "cpu":
         launch_keep_hidden(states, buffers, num_rows, hidden_TD, kept_SD)
         return
@@ -137,8 +137,7 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Write what `keep_hidden` has kept of these rows (int32, -1 for padding), and the position of their next token,
-    int64."""
+    """Write the hidden states kept for these rows (int32, -1 for padding), and their next tokens' positions, int64."""
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
         return
@@ -182,7 +181,7 @@ class EagleDrafter(StepFeature):
     drafts worse, but no token wrong. Entries of wrong drafts are behind the newest token, where the next drafts are
     written before anything reads.
 
-    Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
+    Drafts are sampled by temperature and noise alone; the request's filters apply when drafts are verified.
     """
 
     def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
@@ -255,11 +254,9 @@ class EagleDrafter(StepFeature):
         return warm_up_draft(self, progress)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of num_blocks blocks."""
         self._loaded.allocate(num_blocks)
 
     def close(self) -> None:
-        """Drop the last references to the weights and the cache."""
         self._loaded.close()
 
     def failed(self) -> None:
@@ -273,8 +270,10 @@ class EagleDrafter(StepFeature):
             self.take(output.aux_hidden_states)
 
     def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
-        """Make the features of a step's tokens from the inputs of the layers that the head reads, [T,
-        target_size] each. May be captured, with the forward that returns them."""
+        """Compute the features of a step's tokens from the inputs of the head's chosen layers, [T, target_size] each.
+
+        May be captured, with the forward that returns them.
+        """
         self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
 
     def after_step(self, batch: InputBatch) -> None:
@@ -291,8 +290,10 @@ class EagleDrafter(StepFeature):
             self._replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
-        """Compute the tokens of a step whose tokens the states have and whose features were taken. Returns the hidden
-        states. May be captured."""
+        """Compute a step whose tokens the states have and whose features were taken; returns the hidden states.
+
+        May be captured.
+        """
         states, steps = self._states, self._steps
         following_tokens(states, batch, steps, self._token_ids_T)
         given = step_of_batch(batch, steps)
@@ -332,7 +333,7 @@ class EagleDrafter(StepFeature):
         """Stage what the passes of a step are over. The requests have their rows and blocks."""
         rows = self._rows_of_steps.rows(step)
         longest, key = rows.longest(step), None
-        count = rows.num_drafting[0] if rows.num_drafting else 0  # those with room for a draft come first
+        count = rows.num_drafting[0] if rows.num_drafting else 0  # requests with room for a draft come first
         if count:
             key = self._dispatcher.dispatch(count, count, 1, longest)
             length = min(length for length in self._lengths if length >= len(rows.num_drafting))
@@ -344,7 +345,7 @@ class EagleDrafter(StepFeature):
         return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage the requests with room for a draft, unless they are there; None for padding alone."""
+        """Stage the requests with room for a draft, unless they are staged already; None for padding alone."""
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
         self._staged = None if rows is None else (rows, padded)
@@ -364,7 +365,7 @@ class EagleDrafter(StepFeature):
             self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
 
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
-        """Make the drafts of the first `count` rows that were staged; returns the logits of the last ones."""
+        """Make the drafts of the first `count` staged rows; returns the logits of the last ones."""
         states, own, given = self._states, self._own, self._inputs
         rows_R, hidden_RD = own.rows_R[:count], self._begun_RD[:count]
         begin_drafts(states, rows_R, self._kept_SD, hidden_RD, given.positions_R[:count])
@@ -405,11 +406,9 @@ class EagleDrafter(StepFeature):
         prepare(single_tokens(count, 1, longest), self._states, self._own)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """See GraphStep."""
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """See GraphStep."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -421,12 +420,13 @@ class EagleDrafter(StepFeature):
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep."""
         return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Prefill the head with a step of padding alone, and draft for as many requests as it has if they decode.
-        host_3: see AttentionInputs. distinct: see ModelForward.run."""
+        """Prefill the head with a step of padding, and draft for its requests if they decode.
+
+        host_3: see AttentionInputs. distinct: see ModelForward.run.
+        """
         batch = self._fill_step(num_tokens, num_requests, host_3)
         head = self.config.model.head
         assert head is not None
@@ -441,7 +441,7 @@ class EagleDrafter(StepFeature):
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch the kernels beside the head, over padding."""
+        """Launch all kernels of the passes but the head's, over padding."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a rank has it: compiled or eager, with its weights and its KV cache."""
+"""An EAGLE-3 head of a rank: compiled or eager, with its weights and KV cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, 
 
 
 def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
-    """The embedding of the engine's model, for a head (`config`) that has none of its own. Raises ValueError if the
-    model has none of that shape."""
+    """Return the embedding of the engine's model for a head (`config`) without its own; None if the head has one.
+
+    Raises ValueError if the model has none of the right shape.
+    """
     head = config.local_model
     if has_embedding(head):
         return None
@@ -30,13 +32,13 @@ def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
 
 @dataclass
 class EagleHead:
-    """A head as a rank has it. token_ids_V: int64, the model's token for each token of the head, on the CPU."""
+    """A draft head, ready to run: its forward, weights and KV cache."""
 
     config: EngineConfig
     compiled: CompiledModel | None
     model: ModelForward
     kv_caches: list[torch.Tensor]
-    token_ids_V: torch.Tensor
+    token_ids_V: torch.Tensor  # int64 on the CPU: the model's token for each token of the head
     num_parameters: int
 
     def allocate(self, num_blocks: int) -> None:

@@ -1,5 +1,4 @@
-"""Triton kernels of heads: which tokens a step's positions are followed by, and the hidden states that drafts begin
-with."""
+"""Triton kernels for draft heads: find the token after each position of a step, and keep hidden states for drafting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of an engine with drafts: the graphs of its steps, and of the passes of a draft model or a head beside them."""
+"""Graph keys of an engine with drafts: of its steps, and of the passes of a draft model or head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key
 
-# Tokens of a request in the first pass of a draft model.
+# Tokens per request in a draft model's first pass.
 FIRST = 2
 
 
@@ -42,9 +42,9 @@ class StepKeys:
 
 
 def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs in which a head computes the tokens of steps that it reads, by those of the steps.
+    """Return the keys of the graphs in which a head processes the tokens of a step, by the step's key.
 
-    One of them serves contexts of any length up to `longest`, and steps with further fields too.
+    Each serves contexts of any length up to `longest`, and steps with further fields.
     """
 
     def following(key: GraphKey) -> GraphKey:

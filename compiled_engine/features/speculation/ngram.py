@@ -18,16 +18,16 @@ from compiled_engine.runner.request_states import RequestStates
 
 
 def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
-    """Return how many drafts a step has room for, int [R]: a request has drafts once it has sampled."""
+    """Return how many drafts the step has room for, int [R]. Requests have drafts once they have sampled."""
     has_sampled_R = np.array(step.starts) >= states.prefill_len[rows_R]
     return np.where(has_sampled_R, np.array(step.counts) - 1, 0)
 
 
 def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return what followed the last tokens where they came before, [count], or [0] if they never did.
+    """Return what followed the newest earlier occurrence of the last tokens, [count]; [0] without one.
 
-    Compared are the last `longest` tokens, or as many as there is a match for, at least `shortest`. The newest match
-    counts. It repeats itself where it reaches the end of the tokens.
+    Up to `longest` of the last tokens are compared, preferring longer matches, at least `shortest`. If the continuation
+    reaches the end of the tokens it repeats.
     """
     last, matched = len(token_ids) - 1, 0
     ends = np.arange(last)  # of the matches so far
