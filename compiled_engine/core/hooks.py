@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from compiled_engine.process.overriding import overriding
+from compiled_engine.process.overriding import overriding, sole_overriding
 
 if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
@@ -73,13 +73,13 @@ class PlanFeature:
         self, running: Sequence[Request], waiting: Sized, num_in_flight: int
     ) -> Iterable[tuple[Sequence[Request], int]]:
         """Yield parts of the running requests, in the order in which they are tried: the next step is of the first with
-        something to compute. With each comes how many waiting requests the step may admit. num_in_flight: steps. One
-        feature at most does so; without it a step may have every request."""
+        something to compute. With each comes how many waiting requests the step may admit. num_in_flight: steps. Only
+        one feature may override this; without it a step may have every request."""
         return ()
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
         """Return how many tokens a decode of the next step has, at most the engine's. running: those that it may have.
-        One feature at most does so; without it they have the most."""
+        Only one feature may override this; without it they have the most."""
         raise NotImplementedError
 
     def built(self, builder: StepBuilder) -> None:
@@ -100,7 +100,7 @@ class PlanFeature:
 
     def begin_late(self, requests: Sequence[Request]) -> None:
         """Begin to make what the sampling of a step awaits, for requests that sample late. All their tokens are known;
-        some may have ended."""
+        some may have ended. Only one feature may override this, and `take_late`."""
 
     def take_late(self) -> TokenMasks:
         """Return what was begun last, once it is made."""
@@ -133,7 +133,11 @@ class PlanFeature:
 
 
 class PlanHooks:
-    """The hooks of an engine's features, each in the order of the features."""
+    """The hooks of an engine's features, each in the order of the features; of a hook that only one may have, its
+    method or None.
+
+    Raises ValueError if several features override such a hook.
+    """
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.check = overriding(features, PlanFeature.check)
@@ -144,14 +148,14 @@ class PlanHooks:
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
-        self.divide = overriding(features, PlanFeature.divide)
-        self.decode_tokens = overriding(features, PlanFeature.decode_tokens)
+        self.divide = sole_overriding(features, PlanFeature.divide)
+        self.decode_tokens = sole_overriding(features, PlanFeature.decode_tokens)
         self.built = overriding(features, PlanFeature.built)
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
-        self.begin_late = overriding(features, PlanFeature.begin_late)
-        self.take_late = overriding(features, PlanFeature.take_late)
+        self.begin_late = sole_overriding(features, PlanFeature.begin_late)
+        self.take_late = sole_overriding(features, PlanFeature.take_late)
         self.taken = overriding(features, PlanFeature.taken)
         self.updated = overriding(features, PlanFeature.updated)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)

@@ -146,8 +146,8 @@ class Scheduler:
         num_preemptions = self._counts.preemptions
         running, waiting = self._requests.running, self._requests.waiting
         parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
-        for divide in self._hooks.divide:
-            parts = divide(running, waiting, len(self._in_flight))
+        if self._hooks.divide is not None:
+            parts = self._hooks.divide(running, waiting, len(self._in_flight))
         for of_step, room in parts:
             builder = self._build_step(of_step, room, num_preemptions)
             if not builder.is_empty:
@@ -172,8 +172,8 @@ class Scheduler:
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step
-        for decode_tokens in self._hooks.decode_tokens:
-            num_tokens = decode_tokens(of_step, num_waiting)
+        if self._hooks.decode_tokens is not None:
+            num_tokens = self._hooks.decode_tokens(of_step, num_waiting)
         builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
         budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
@@ -289,13 +289,13 @@ class Scheduler:
         """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
-        for begin_late in self._hooks.begin_late:
-            begin_late(self._in_flight.find(step).late)
+        if self._hooks.begin_late is not None:
+            self._hooks.begin_late(self._in_flight.find(step).late)
 
     def take_late(self) -> TokenMasks:
         """Return what was begun last, once it is made. A request for which that fails ends in `update`."""
-        (take_late,) = self._hooks.take_late
-        return take_late()
+        assert self._hooks.take_late is not None
+        return self._hooks.take_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result and return outputs of the requests that got tokens or ended.

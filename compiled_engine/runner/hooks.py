@@ -17,7 +17,7 @@ The order of a step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
-from compiled_engine.process.overriding import overriding
+from compiled_engine.process.overriding import having, overriding, sole
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import Deferred
@@ -75,11 +75,13 @@ class StepFeature:
     """The part of a feature on a rank's device. No method does anything unless it is overridden.
 
     name: of its results in RunnerOutput, and of its part of messages' extras. calls: names of methods that answer
-    control calls.
+    control calls. rows: of requests that ask for something of the feature, which it keeps in `added` and `removed`:
+    `variant` and `wants_hidden` are not called while there are none; None if the feature keeps no such rows.
     """
 
     name = ""
     calls: tuple[str, ...] = ()
+    rows: Collection[int] | None = None
 
     def added(self, row: int, request: NewRequest) -> None:
         """Note a request that has got a row of the states."""
@@ -92,7 +94,8 @@ class StepFeature:
         has set are on the device from `receive` on."""
 
     def variant(self, step: SchedulerOutput) -> str:
-        """Return the variant of the forward that the step needs, "" for the usual one."""
+        """Return the variant of the forward that the step needs, "" for the usual one. Only one feature may override
+        this."""
         return ""
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
@@ -126,18 +129,24 @@ MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]
 
 
 class StepHooks:
-    """The hooks of a runner's features, each in the order of the features."""
+    """The hooks of a runner's features, each in the order of the features.
+
+    reading_hidden, wanting_hidden, choosing_variant: the features that override `after_forward`, `wants_hidden` and
+    `variant`; of the last there is one at most.
+
+    Raises ValueError if several features override `variant`, or if a feature that has results has no name.
+    """
 
     def __init__(self, features: Sequence[StepFeature]) -> None:
         self.features = tuple(features)
-        self.reading_hidden = tuple(each for each in features if overriding((each,), StepFeature.after_forward))
+        self.reading_hidden = having(features, StepFeature.after_forward)
         if nameless := [type(each).__name__ for each in self.reading_hidden if not each.name]:
             raise ValueError(f"{nameless[0]} has results, so it must have a name; allowed: any but ''")
         self.added = overriding(features, StepFeature.added)
         self.removed = overriding(features, StepFeature.removed)
         self.begin = overriding(features, StepFeature.begin)
-        self.variant = overriding(features, StepFeature.variant)
-        self.wants_hidden = overriding(features, StepFeature.wants_hidden)
+        self.choosing_variant = sole(features, StepFeature.variant)
+        self.wanting_hidden = having(features, StepFeature.wants_hidden)
         self.receive = overriding(features, StepFeature.receive)
         self.after_sample = overriding(features, StepFeature.after_sample)
         self.end = overriding(features, StepFeature.end)

@@ -326,10 +326,11 @@ class Runner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted, variant = False, ""
-        for wants in self._hooks.wants_hidden:
-            hidden_wanted |= wants(step)
-        for of_feature in self._hooks.variant:
-            variant = of_feature(step) or variant
+        for feature in self._hooks.wanting_hidden:
+            if feature.rows is None or feature.rows:
+                hidden_wanted |= feature.wants_hidden(step)
+        if (chooses := self._hooks.choosing_variant) is not None and (chooses.rows is None or chooses.rows):
+            variant = chooses.variant(step)
         longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         drafting: Drafting | None = None
