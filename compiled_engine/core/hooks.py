@@ -107,8 +107,8 @@ class PlanFeature:
         raise NotImplementedError
 
     def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return fields that EngineOutput declares, with what the extras of a RunnerOutput have for a request; none if
-        that has nothing new for it."""
+        """Return extras of an EngineOutput, from what the extras of a RunnerOutput have for a request; none if that
+        has nothing new for it."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:

@@ -244,6 +244,7 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=block_ids,
+            samples_late=self.samples_late,
             extras=extras,
         )
 

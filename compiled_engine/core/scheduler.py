@@ -19,8 +19,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from msgspec import structs
-
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows
@@ -46,7 +44,6 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
     TokenMasks,
-    accepted_drafts,
 )
 
 # Divides the number of waiting requests, which multiplies `max_prefill_tokens`, at least by 1: when many wait, waiting
@@ -333,6 +330,8 @@ class Scheduler:
                 continue
             not_steady.append(index)
             if (output := self._take_tokens(request, slice(index, index + 1), result)) is not None:
+                for name, column in result.columns.items():
+                    output.extras[name] = column[index]
                 others.append(output)
         return step_outputs(in_flight, result, not_steady, others)
 
@@ -340,7 +339,7 @@ class Scheduler:
         """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
-        columns: list[int] = []
+        places: list[int] = []
         first = 0
         for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
             tokens, first = slice(first, first + count), first + count
@@ -351,16 +350,16 @@ class Scheduler:
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
                 if count:
-                    columns.append(index)
+                    places.append(index)
                     known += token_ids
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
             elif (output := self._take_tokens(request, tokens, result)) is not None:
-                num_drafts = 0 if result.num_drafts is None else result.num_drafts[index]
-                num_accepted = min(len(output.new_token_ids), accepted_drafts(num_drafts, count))
-                others.append(structs.replace(output, num_drafts=num_drafts, num_accepted=num_accepted))
-        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
-        return every.part(columns, others)
+                for name, column in result.columns.items():
+                    output.extras[name] = column[index]
+                others.append(output)
+        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.columns)
+        return every.part(places, others)
 
     def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
         """Give a request its tokens of a step, up to the one that ends it. Returns None if there is no output."""

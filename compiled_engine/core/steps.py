@@ -188,12 +188,14 @@ def step_outputs(
 ) -> StepOutputs:
     """Outputs of a step with a token for each request: in columns all but those at `not_steady`, which are among the
     others, or of requests that have ended."""
-    request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
+    request_ids, token_ids, logprobs, columns = step.sampling_ids, result.token_ids, result.logprobs, result.columns
     if not_steady:
         steady = all_but(not_steady, len(token_ids))
         request_ids, token_ids = list(compress(request_ids, steady)), list(compress(token_ids, steady))
         logprobs = None if logprobs is None else logprobs.select(steady)
-    return StepOutputs(request_ids, token_ids, others, logprobs)
+        if columns:
+            columns = {name: list(compress(column, steady)) for name, column in columns.items()}
+    return StepOutputs(request_ids, token_ids, others, logprobs, None, columns)
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
@@ -207,7 +209,7 @@ def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Take
             extras |= take(request, result.extras)
         if extras:
             cached = request.num_cached_tokens or 0
-            outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, **extras))
+            outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, extras=extras))
     return outputs
 
 
@@ -215,7 +217,7 @@ def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
     """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
-    want of another one. extras: further fields, which features get of the step."""
+    want of another one. extras: what features get of the step."""
     request_id = request.request_id
     token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
     logprobs = None
@@ -232,7 +234,7 @@ def tokens_output(
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached_tokens or 0,
         scheduled_time=request.scheduled_time,
-        **extras,
+        extras=extras,
     )
 
 

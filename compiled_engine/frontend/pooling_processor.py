@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compiled_engine.features.adapters import extras as adapter_extras
+from compiled_engine.features.adapters.extras import AdapterRef
+from compiled_engine.features.pooling import extras as pooling_extras
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.input_processor import (
     PreparedRequest,
@@ -22,7 +25,7 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
-from compiled_engine.messages import AdapterRef, EngineRequest, RequestLimits, prefix_root
+from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
 from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
@@ -303,7 +306,7 @@ class PoolingProcessor:
         adapters: Sequence[AdapterRef | None],
         second_texts: Iterable[int | None] = itertools.repeat(None),
     ) -> list[PreparedRequest]:
-        limits, params, pooling = self._limits, _one_step(), "token" if task.by_token else "sequence"
+        limits, params = self._limits, _one_step()
         longest = limits.most_prompt_tokens
         prepared = []
         for prompt, ids, adapter, second_text in zip(prompts, token_ids, adapters, second_texts, strict=False):
@@ -316,10 +319,9 @@ class PoolingProcessor:
                 ids,
                 params,
                 priority=priority,
-                prefix_root=prefix_root(salt=prompt.cache_salt, adapter=adapter),
-                pooling=pooling,
-                second_text=second_text,
-                adapter=adapter,
+                prefix_root=prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest),
+                extras=pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)
+                | adapter_extras.extras_of(adapter),
             )
             prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), task))
         return prepared

@@ -19,25 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
-from compiled_engine.messages import SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     NO_DRAFT,
     NOT_TAKEN,
     RING,
-    DraftedRows,
     InputBatch,
     InputBuffers,
     host_of,
 )
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.gumbel import splitmix64
+from compiled_engine.sampling.logprobs import BatchLogprobs
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
 
 # The index of a hash that is no token's.
 NO_TOKEN = 1 << 62
@@ -131,6 +133,49 @@ class DraftedSteps:
 
 
 @dataclass(frozen=True)
+class DraftedRows:
+    """Implements RowsOfRequests: a request has a row for its newest token and one for each draft behind it.
+
+    places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
+    request begins among these; samples: bool [requests]. All in the step's order.
+    """
+
+    places: np.ndarray
+    starts: np.ndarray
+    samples: np.ndarray
+
+    def result(
+        self,
+        request_ids: Sequence[str],
+        tokens_R: np.ndarray,
+        logprobs: BatchLogprobs | None,
+        extras: dict[str, dict[str, Any]],
+    ) -> RunnerOutput:
+        """See RowsOfRequests. tokens_R: NOT_TAKEN where there is none, as behind a draft that was wrong, or
+        NO_DRAFT."""
+        tokens_R = tokens_R[self.places]
+        taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_DRAFT)
+        num_real = np.add.reduceat(tokens_R != NO_DRAFT, self.starts, dtype=np.int64)[self.samples]
+        counts = np.add.reduceat(taken_R, self.starts, dtype=np.int64)[self.samples]
+        few, many = None, dict[str, list[np.ndarray]]()
+        if logprobs is not None:
+            places = self.places[taken_R]
+            if logprobs.few_SW is not None:
+                few = LogprobRows.of_array(logprobs.few_SW.numpy()[places])
+            for place in filter(logprobs.many.__contains__, places.tolist()):
+                many.setdefault(request_ids[place], []).append(logprobs.many[place].numpy())
+        drafts = zip((num_real - 1).tolist(), np.maximum(counts - 1, 0).tolist(), strict=True)
+        return RunnerOutput(
+            tokens_R[taken_R].tolist(),
+            few,
+            {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
+            counts=counts.tolist(),
+            columns={VERIFIED_DRAFTS: list(drafts)},
+            extras=extras,
+        )
+
+
+@dataclass(frozen=True)
 class StepShares:
     """The tokens that each request of a step computes, except where they start. generation: of the states' rows."""
 
@@ -177,7 +222,7 @@ def stage_numbered(
     lens_A: np.ndarray,
     starts_A: np.ndarray,
     samples_A: np.ndarray,
-    drafted: DraftedRows | None = None,
+    rows_of_requests: DraftedRows | None = None,
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
@@ -213,7 +258,7 @@ def stage_numbered(
         num_rows=num_rows,
         padded_tokens=padded_tokens,
         host=host,
-        drafted=drafted,
+        rows_of_requests=rows_of_requests,
     )
 
 

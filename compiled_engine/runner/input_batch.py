@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ import torch
 from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.messages import SchedulerOutput, TokenMasks
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.logprobs import BatchLogprobs
 
 # Entries of the ring: more than twice the steps in flight, since resampling writes a second one.
 RING = 64
@@ -282,17 +284,18 @@ def prepare_reference(
     buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R
 
 
-@dataclass(frozen=True)
-class DraftedRows:
-    """Rows of a batch in which a request has one for its newest token and one for each draft behind it.
+class RowsOfRequests(Protocol):
+    """Whose each row is, in a batch in which requests have several rows."""
 
-    places: int [rows], the rows of the batch in the order of the step's requests. starts: int [requests], where each
-    request begins among these; samples: bool [requests]. All in the step's order.
-    """
-
-    places: np.ndarray
-    starts: np.ndarray
-    samples: np.ndarray
+    def result(
+        self,
+        request_ids: Sequence[str],
+        tokens_R: np.ndarray,
+        logprobs: BatchLogprobs | None,
+        extras: dict[str, dict[str, Any]],
+    ) -> RunnerOutput:
+        """Return what the step has produced. request_ids, tokens_R: of each row, in batch order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -300,9 +303,9 @@ class InputBatch:
     """The rows of a step, padded. Host arrays have an entry for each real request, in batch order.
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
-    token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
-    request of the step; None if it has them in the step's order. `drafted`: with drafts, entries are per row, and
+    token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3. `step_starts` is
+    SchedulerOutput's, in its order. `order`: int [R], where the batch has each request of the step; None if it has them
+    in the step's order. `rows_of_requests`: None unless requests have several rows; then entries are per row, and
     `step_starts` and `samples` too are in batch order. `variant`: of the forward, see StepFeature. `no_head`: see
     SchedulerOutput.skips_head; always False without a head.
     """
@@ -319,7 +322,7 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]
     order: np.ndarray | None = None
-    drafted: DraftedRows | None = None
+    rows_of_requests: RowsOfRequests | None = None
     variant: str = ""
     no_head: bool = False
 

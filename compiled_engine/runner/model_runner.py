@@ -507,7 +507,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
             request.token_ids,
             request.num_prompt_tokens,
             request.eos_token_ids,
-            masked="structured" in request.extras,
+            masked=request.samples_late,
         )
     except BaseException:
         states.remove(request.request_id)

@@ -8,6 +8,7 @@ import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
@@ -82,7 +83,7 @@ def test_rows_of_a_prompt_come_with_its_token_beside_others(
     prompt = {"prompt": (1, rows(1, 1))}
     found = update(scheduler, RunnerOutput([6, 7], rows(6, 7), extras={"prompt_logprobs": prompt}, counts=counts))
     assert (found["decodes"].new_token_ids, found["decodes"].logprobs) == ((6,), rows(6))
-    assert (found["prompt"].new_token_ids, found["prompt"].prompt_logprobs) == ((7,), prompt["prompt"])
+    assert (found["prompt"].new_token_ids, rows_in(found["prompt"].extras)) == ((7,), prompt["prompt"])
     assert found["prompt"].logprobs is None
 
 

@@ -15,6 +15,7 @@ from token_masks import ByLastToken
 
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.constraints import GrammarQueue
+from compiled_engine.features.structured.extras import extras_of
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
 from compiled_engine.grammars.constraint import fill_masks
@@ -125,7 +126,7 @@ def test_a_large_stack_gives_what_the_work_gives() -> None:
 
 
 def request(request_id: str, grammar: str | None) -> EngineRequest:
-    return EngineRequest(request_id, (1, 2), SamplingParams(), grammar=grammar)
+    return EngineRequest(request_id, (1, 2), SamplingParams(), extras=extras_of(grammar))
 
 
 class TestQueue:

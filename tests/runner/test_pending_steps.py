@@ -11,10 +11,11 @@ import torch
 from compiled_engine.features.pooling.step_pooling import PooledRows
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.input_batch import NO_DRAFT, NOT_TAKEN, RING, DraftedRows, InputBatch
+from compiled_engine.runner.drafts import DraftedRows
+from compiled_engine.runner.input_batch import NO_DRAFT, NOT_TAKEN, RING, InputBatch
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, UnsampledStep
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
 
 NUMBER = 2 * RING + 5
 
@@ -34,7 +35,7 @@ def pending(
     samples: list[bool],
     *,
     order: list[int] | None = None,
-    drafted: DraftedRows | None = None,
+    rows_of_requests: DraftedRows | None = None,
     logprobs: BatchLogprobs | None = None,
     **results: Deferred,
 ) -> PendingStep:
@@ -49,12 +50,12 @@ def pending(
         np.array(samples),
         count,
         None,
-        drafted is None,
+        rows_of_requests is None,
         count,
         count,
         (count, 1, 1),
         None if order is None else np.array(order),
-        drafted,
+        rows_of_requests,
     )
     clock = StepClock(torch.device("cpu"))
     return PendingStep(ring_KR1, NUMBER, None, batch, logprobs, results, clock)
@@ -107,12 +108,18 @@ def test_tokens_behind_drafts() -> None:
     many: dict[int, Any] = {place: rows(10 * place) for place in (1, 2, 3)}
     logprobs = BatchLogprobs(rows(*range(100, 107)), many)
     prompt = PromptRows({"c": (1, [rows(31)])})
-    result = pending(tokens, names, samples, drafted=drafted, logprobs=logprobs, prompt_logprobs=prompt).result()
-    assert (result.token_ids, result.counts, result.num_drafts) == ([5, 6, 7, 8], [2, 2], [2, 1])
+    result = pending(
+        tokens, names, samples, rows_of_requests=drafted, logprobs=logprobs, prompt_logprobs=prompt
+    ).result()
+    assert (result.token_ids, result.counts, result.columns) == (
+        [5, 6, 7, 8],
+        [2, 2],
+        {VERIFIED_DRAFTS: [(2, 1), (1, 1)]},
+    )
     assert row_tokens(result.logprobs) == [101, 102, 104, 105]
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"a": [10, 20]}
     assert list(result.extras["prompt_logprobs"]) == ["c"]
-    none = pending(tokens, names, samples, drafted=drafted).result()
+    none = pending(tokens, names, samples, rows_of_requests=drafted).result()
     assert (none.token_ids, none.logprobs, none.many_logprobs) == ([5, 6, 7, 8], None, {})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiled_engine.features.adapters.plan import NAME
+from compiled_engine.features.adapters.extras import NAME
 from compiled_engine.features.adapters.slots import AdapterSlots
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.passes.linear.adapters import ADAPTED, ADAPTER_SLOT

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
-from compiled_engine.features.pooling.plan import NAME, TOKEN_TYPES
-from compiled_engine.messages import NewRequest, Vectors
+from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
+from compiled_engine.messages import NewRequest
 from compiled_engine.pooling import LAST, Pooling
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import download, upload

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.features.prompt_logprobs.plan import NAME
+from compiled_engine.features.prompt_logprobs.extras import NAME
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.hooks import RunnerParts, StepFeature

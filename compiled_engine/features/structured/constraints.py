@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compiled_engine.core.request import Request
+from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from compiled_engine.grammars.constraint import GrammarConstraint, fill_masks
 from compiled_engine.grammars.text import LONGEST_COMPILE_S
@@ -47,10 +48,10 @@ class GrammarQueue:
 
     def add(self, request: EngineRequest) -> None:
         """Raises ValueError if no vocabulary was given."""
-        if self._compiler is None or request.grammar is None:
+        if self._compiler is None or (grammar := grammar_of(request)) is None:
             raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
         self._num_requests += 1
-        compiled = self._compiler.compile(request.grammar)
+        compiled = self._compiler.compile(grammar)
         deadline_s = time.monotonic() + LONGEST_COMPILE_S
         self.waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
         self._num_waiting[compiled] += 1
@@ -61,9 +62,10 @@ class GrammarQueue:
             return False
         gone = self._pop(request_id)
         if gone.compiled not in self._num_waiting:
+            grammar = grammar_of(gone.request)
             assert self._compiler is not None
-            assert gone.request.grammar is not None
-            self._compiler.cancel(gone.request.grammar, gone.compiled)
+            assert grammar is not None
+            self._compiler.cancel(grammar, gone.compiled)
         return True
 
     def _pop(self, request_id: str) -> _Waiting:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from compiled_engine.core.request import Request
+from compiled_engine.features.prompt_logprobs.extras import resumed
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
@@ -15,7 +17,8 @@ from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 def added(feature: PromptLogprobs, prompt_logprobs: int | None, prompt: int = 3, first: int = 1) -> Request:
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    asked = EngineRequest("r", tuple(range(prompt)), params, next_prompt_logprob=first)
+    asked = EngineRequest("r", tuple(range(prompt)), params)
+    asked = structs.replace(asked, extras=resumed(asked, first))
     request = Request.of(asked, (0, 0), 100)
     feature.added(request)
     return request
