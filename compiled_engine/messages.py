@@ -171,7 +171,7 @@ class StepOutputs:
     """Core to API: what one step added to requests; iterates over an EngineOutput for each.
 
     In columns: requests that only got tokens and log-probabilities, which are nearly all:
-    `request_ids`, `token_ids`, and `counts`, how many tokens each got; None if each got one. `logprobs` has a row for
+    `request_ids`, `token_ids`, and `lengths`, how many tokens each got; None if each got one. `logprobs` has a row for
     each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
     more; None if no request asks. `columns`: extras of features that each of them has, by name.
     """
@@ -180,7 +180,7 @@ class StepOutputs:
     token_ids: Sequence[int] = ()
     others: Sequence[EngineOutput] = ()
     logprobs: LogprobRows | None = None
-    counts: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
     columns: dict[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -188,17 +188,17 @@ class StepOutputs:
 
     def rows(self) -> Iterator[tuple[str, slice]]:
         """Yield each request's id in the columns, with the range of its tokens."""
-        first, counts = 0, repeat(1) if self.counts is None else self.counts
-        for request_id, count in zip(self.request_ids, counts, strict=False):
-            yield request_id, slice(first, first + count)
-            first += count
+        first, lengths = 0, repeat(1) if self.lengths is None else self.lengths
+        for request_id, length in zip(self.request_ids, lengths, strict=False):
+            yield request_id, slice(first, first + length)
+            first += length
 
     def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
         """Some of it: the requests at these places in the columns, ascending, and these others."""
         if self.token_ids and len(places) == len(self.request_ids):
-            return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.counts, self.columns)
+            return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
         tokens: Sequence[int] = places
-        if self.counts is not None:
+        if self.lengths is not None:
             slices = [tokens for _, tokens in self.rows()]
             tokens = [token for index in places for token in range(slices[index].start, slices[index].stop)]
         return StepOutputs(
@@ -206,7 +206,7 @@ class StepOutputs:
             [self.token_ids[token] for token in tokens],
             others,
             self.logprobs.select(tokens) if self.logprobs is not None and tokens else None,
-            None if self.counts is None else [self.counts[index] for index in places],
+            None if self.lengths is None else [self.lengths[index] for index in places],
             {name: [column[index] for index in places] for name, column in self.columns.items()},
         )
 
@@ -302,7 +302,7 @@ class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
     token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
-    counts: how many tokens each of those requests got; None if each got one.
+    lengths: how many tokens each of those requests got; None if each got one.
     logprobs: if any of them needs them, as in StepOutputs: a row for each token.
     columns: of features, by name: an entry for each of those requests.
 
@@ -314,6 +314,6 @@ class RunnerOutput:
     token_ids: Sequence[int] = ()
     logprobs: LogprobRows | None = None
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
-    counts: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
     columns: dict[str, Sequence[Any]] = field(default_factory=dict)
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -177,7 +177,7 @@ class EngineCore:
     def _give_late(self) -> None:
         """Give the executor what is begun, as soon as it is made."""
         self._late_begun = False
-        self.executor.sample(self._scheduler.take_late())
+        self.executor.sample(self._scheduler.finish_late())
         self.clock.lap("masks")
 
     def _add_released(self) -> list[EngineOutput]:

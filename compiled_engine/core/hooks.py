@@ -100,19 +100,19 @@ class PlanFeature:
 
     def begin_late(self, requests: Sequence[Request]) -> None:
         """Begin to make what the sampling of a step awaits, for requests that sample late. All their tokens are known;
-        some may have ended. Only one feature may override this, and `take_late`."""
+        some may have ended. Only one feature may override this, and `finish_late`."""
 
-    def take_late(self) -> TokenMasks:
+    def finish_late(self) -> TokenMasks:
         """Return what was begun last, once it is made."""
         raise NotImplementedError
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         """Return extras of an EngineOutput, from what the extras of a RunnerOutput have for a request; none if that
         has nothing new for it."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
-        """Note a step whose result is taken in, in the order in which steps were planned."""
+        """Note a step whose result is processed, in the order in which steps were planned."""
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Return how a request ends that no token may follow; None if that is an error."""
@@ -155,8 +155,8 @@ class PlanHooks:
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
         self.begin_late = sole_overriding(features, PlanFeature.begin_late)
-        self.take_late = sole_overriding(features, PlanFeature.take_late)
-        self.taken = overriding(features, PlanFeature.taken)
+        self.finish_late = sole_overriding(features, PlanFeature.finish_late)
+        self.output_extras = overriding(features, PlanFeature.output_extras)
         self.updated = overriding(features, PlanFeature.updated)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)
         self.ended = overriding(features, PlanFeature.ended)

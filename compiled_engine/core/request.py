@@ -86,7 +86,7 @@ class Request:
     failure: why it ends with the next processed step; None if it does not.
     prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
-    step may yield fewer than max_new_tokens_per_step; exact when all are taken in.
+    step may yield fewer than max_new_tokens_per_step; exact when all are processed.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
     num_tokens.
     max_new_tokens_per_step: how many tokens a step may yield for it. most_when_admitted: the same, until it
@@ -212,7 +212,7 @@ class Request:
         until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.has_sampled else 0
         return until_computed, last if generates else 0
 
-    def take_in(self, bound: int, count: int) -> None:
+    def correct_counts(self, bound: int, count: int) -> None:
         """Correct the counts: a step that could yield `bound` tokens has yielded `count`."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:

@@ -53,7 +53,7 @@ FEW_WAITING = 4
 
 class Scheduler:
     """Call `schedule`, have the runner execute its output (one that samples late gets what it awaits from
-    `begin_late` and `take_late`), call `update` with both; repeat while unfinished.
+    `begin_late` and `finish_late`), call `update` with both; repeat while unfinished.
 
     Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order. The runner
     executes one after the other. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
@@ -289,10 +289,10 @@ class Scheduler:
         if self._hooks.begin_late is not None:
             self._hooks.begin_late(self._in_flight.find(step).late)
 
-    def take_late(self) -> TokenMasks:
+    def finish_late(self) -> TokenMasks:
         """Return what was begun last, once it is made. A request for which that fails ends in `update`."""
-        assert self._hooks.take_late is not None
-        return self._hooks.take_late()
+        assert self._hooks.finish_late is not None
+        return self._hooks.finish_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result and return outputs of the requests that got tokens or ended.
@@ -301,10 +301,10 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = extra_outputs(in_flight, result, self._hooks.taken) if result.extras else []
+        others = extra_outputs(in_flight, result, self._hooks.output_extras) if result.extras else []
         single = self._max_new_tokens_per_step == 1 or step.skips_head
-        take = self._take_single_tokens if single else self._take_several
-        outputs = take(in_flight, result, others)
+        add = self._add_single_tokens if single else self._add_several_tokens
+        outputs = add(in_flight, result, others)
         self._in_flight.popleft()
         for updated in self._hooks.updated:
             updated(in_flight, result)
@@ -312,11 +312,11 @@ class Scheduler:
             self._requests.sweep()
         return outputs
 
-    def _take_single_tokens(
+    def _add_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
         """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
-        if result.counts is not None:
+        if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.extras)
         not_steady: list[int] = []
@@ -329,23 +329,25 @@ class Scheduler:
                     self._kv_cache.register(request)
                 continue
             not_steady.append(index)
-            if (output := self._take_tokens(request, slice(index, index + 1), result)) is not None:
+            if (output := self._add_tokens(request, slice(index, index + 1), result)) is not None:
                 for name, column in result.columns.items():
                     output.extras[name] = column[index]
                 others.append(output)
         return step_outputs(in_flight, result, not_steady, others)
 
-    def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
+    def _add_several_tokens(
+        self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
+    ) -> StepOutputs:
         """Take in 0 to `max_new_tokens_per_step` tokens a request. Bounds become exact, as far as this step goes."""
-        counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
+        lengths = result.lengths if result.lengths is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
         places: list[int] = []
         first = 0
-        for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
+        for index, (request, count) in enumerate(zip(in_flight.sampling, lengths, strict=True)):
             tokens, first = slice(first, first + count), first + count
             if not 0 <= count <= (bound := in_flight.bounds.get(request, in_flight.decode_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
-            request.take_in(bound, count)
+            request.correct_counts(bound, count)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
@@ -354,14 +356,14 @@ class Scheduler:
                     known += token_ids
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
-            elif (output := self._take_tokens(request, tokens, result)) is not None:
+            elif (output := self._add_tokens(request, tokens, result)) is not None:
                 for name, column in result.columns.items():
                     output.extras[name] = column[index]
                 others.append(output)
-        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.columns)
+        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, lengths, result.columns)
         return every.part(places, others)
 
-    def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
+    def _add_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
         """Give a request its tokens of a step, up to the one that ends it. Returns None if there is no output."""
         if request.status is RequestStatus.FINISHED:
             return None
@@ -378,8 +380,8 @@ class Scheduler:
             self._kv_cache.register(request)
         extras: dict[str, Any] = {}
         if result.extras:  # no function of its own: a step may end many requests
-            for taken in self._hooks.taken:
-                extras |= taken(request, result.extras)
+            for extras_of in self._hooks.output_extras:
+                extras |= extras_of(request, result.extras)
         output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()

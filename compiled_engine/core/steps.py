@@ -12,8 +12,8 @@ from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 
-Taken = Callable[[Request, dict[str, Any]], dict[str, Any]]
-"""See PlanFeature.taken."""
+OutputExtras = Callable[[Request, dict[str, Any]], dict[str, Any]]
+"""A method PlanFeature.output_extras."""
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
@@ -198,15 +198,16 @@ def step_outputs(
     return StepOutputs(request_ids, token_ids, others, logprobs, None, columns)
 
 
-def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
-    """What features get of a step for requests that have not come to the end of their prompt. taken: see PlanHooks."""
+def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[OutputExtras]) -> list[EngineOutput]:
+    """Return outputs with features' extras, for requests that have not come to the end of their prompt. hooks: of
+    PlanHooks.output_extras."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
             continue
         extras: dict[str, Any] = {}
-        for take in taken:
-            extras |= take(request, result.extras)
+        for extras_of in hooks:
+            extras |= extras_of(request, result.extras)
         if extras:
             cached = request.num_cached_tokens or 0
             outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, extras=extras))
@@ -217,7 +218,7 @@ def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
     """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
-    want of another one. extras: what features get of the step."""
+    want of another one. extras: see EngineOutput."""
     request_id = request.request_id
     token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
     logprobs = None

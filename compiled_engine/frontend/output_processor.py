@@ -195,15 +195,15 @@ class OutputProcessor:
         now = time.perf_counter()
         changed: dict[int, Running] = {}
         aborts: list[str] = []
-        if outputs.counts is None:
-            self._take_single_tokens(outputs, now, changed, aborts)
+        if outputs.lengths is None:
+            self._add_single_tokens(outputs, now, changed, aborts)
         else:
-            self._take_several_tokens(outputs, outputs.counts, now, changed, aborts)
+            self._add_several_tokens(outputs, outputs.lengths, now, changed, aborts)
         for output in outputs.others:
-            self._take(output, now, changed, aborts)
+            self._add_output(output, now, changed, aborts)
         return list(changed.values()), aborts
 
-    def _take_single_tokens(
+    def _add_single_tokens(
         self, outputs: StepOutputs, now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
         """Process columns with a token for each request."""
@@ -224,22 +224,22 @@ class OutputProcessor:
                         self.forget(request_id)
                         aborts.append(request_id)
 
-    def _take_several_tokens(
-        self, outputs: StepOutputs, counts: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
+    def _add_several_tokens(
+        self, outputs: StepOutputs, lengths: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
         """Process columns with any number of tokens for each request."""
         every_drafts: Iterable[Sequence[int]] = outputs.columns.get(VERIFIED_DRAFTS, repeat(NO_DRAFTS))
         first, token_ids, generating = 0, outputs.token_ids, self._generating
-        for request_id, count, drafts in zip(outputs.request_ids, counts, every_drafts, strict=False):
-            tokens, first = slice(first, first + count), first + count
+        for request_id, length, drafts in zip(outputs.request_ids, lengths, every_drafts, strict=False):
+            tokens, first = slice(first, first + length), first + length
             if request_id in self._watched or request_id in self._logprob_sinks:
                 logprobs = None if outputs.logprobs is None else outputs.logprobs.select(tokens)
                 output = EngineOutput(request_id, tuple(token_ids[tokens]), logprobs, extras={VERIFIED_DRAFTS: drafts})
-                self._take(output, now, changed if request_id in self._watched else {}, aborts)
+                self._add_output(output, now, changed if request_id in self._watched else {}, aborts)
             elif (state := generating.get(request_id)) is not None:
                 state.extend(request_id, token_ids[tokens], drafts)
 
-    def _take(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
+    def _add_output(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
         """Process a step's output of one request, token by token."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state

@@ -88,7 +88,7 @@ class DraftModelProposer:
 
     query_lens: rows of a request in its passes, but for one.
 
-    Implements `GraphStep`: a graph holds all passes over a number of requests. A pass depends on the device alone: a
+    Implements `Capturable`: a graph holds all passes over a number of requests. A pass depends on the device alone: a
     request without room for a draft is padding in the passes behind it. Drafts in a graph are sampled by temperature
     alone; elsewhere the request's filters count too.
     """
@@ -276,7 +276,7 @@ class DraftModelProposer:
         return tokens_R
 
     def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
+        """See Capturable."""
         self._fill(key.num_requests // FIRST, key.max_seq_len)
 
     def _fill(self, count: int, longest: int) -> None:
@@ -313,11 +313,11 @@ class DraftModelProposer:
         self.forget_staged()  # what was not launched has not arrived
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """See GraphStep."""
+        """See Capturable."""
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """See GraphStep."""
+        """See Capturable."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -329,6 +329,6 @@ class DraftModelProposer:
         return logits_RV
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep."""
+        """See Capturable."""
         inputs = (each.buffers.input_ids_T for each in (self.first, self.further))
         return tuple(map(id, (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:])))

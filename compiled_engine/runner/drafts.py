@@ -169,7 +169,7 @@ class DraftedRows:
             tokens_R[taken_R].tolist(),
             few,
             {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
-            counts=counts.tolist(),
+            lengths=counts.tolist(),
             columns={VERIFIED_DRAFTS: list(drafts)},
             extras=extras,
         )

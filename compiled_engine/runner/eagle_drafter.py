@@ -170,7 +170,7 @@ def launch_begin_drafts(
 
 
 class EagleDrafter:
-    """A head's passes, see the module's docstring. Implements `GraphStep`.
+    """A head's passes, see the module's docstring. Implements `Capturable`.
 
     Drafts are sampled by temperature and noise alone: a filter of the request counts when they are verified.
     """
@@ -260,7 +260,7 @@ class EagleDrafter:
 
     # Prefill the head -----------------------------------------------------------------------------------------------
 
-    def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
+    def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Make the features of a step's tokens from the inputs of the layers that the head reads, [T,
         target_size] each. May be captured, with the forward that returns them."""
         self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
@@ -352,10 +352,10 @@ class EagleDrafter:
             keep_drafts(states, own, self._room.tensor, tokens_R, draft, given)
         return logits_RV
 
-    # GraphStep ------------------------------------------------------------------------------------------------------
+    # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
+        """See Capturable."""
         if key.prefills_head:
             self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
@@ -373,11 +373,11 @@ class EagleDrafter:
         prepare(single_tokens(count, 1, longest), self._states, self._own)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """See GraphStep."""
+        """See Capturable."""
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """See GraphStep."""
+        """See Capturable."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -389,7 +389,7 @@ class EagleDrafter:
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep."""
+        """See Capturable."""
         return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
@@ -401,7 +401,7 @@ class EagleDrafter:
         aux_hidden_states = torch.zeros(
             num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device
         )
-        self.take((aux_hidden_states,) * head.num_aux_layers)
+        self.combine_hidden_states((aux_hidden_states,) * head.num_aux_layers)
         self.prefill_head(batch, distinct=distinct)
         if num_tokens == num_requests:
             _, query_len, longest = host_3

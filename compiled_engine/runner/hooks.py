@@ -43,11 +43,13 @@ class Tail(Protocol):
 
     advance: StepAdvance
 
-    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Launch the part that the graph of a batch of decodes holds, and return what a replay of it leaves."""
         ...
 
-    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
+    def launch_rest(
+        self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
+    ) -> torch.Tensor | None:
         """Launch the rest, but what may await masks. Returns the logits [R, V] of rows that sample, if any do. Results
         other than tokens are put into `results`, by the feature's name."""
         ...

@@ -47,7 +47,7 @@ from compiled_engine.runner.model_forward import (
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, PendingSteps, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_graphs import GraphedStep, StepGraphs, affordable
+from compiled_engine.runner.step_graphs import ModelStep, StepGraphs, affordable
 from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 from compiled_engine.runner.warm_up import (
@@ -213,7 +213,7 @@ class Runner:
         self._tail = tail
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = GraphedStep(
+        self.step = ModelStep(
             forward,
             self._tail,
             self.states,
@@ -382,7 +382,7 @@ class Runner:
             for feature in self._hooks.reading_hidden:
                 if (found := feature.after_forward(batch, output)) is not None:
                     results[feature.name] = found
-        logits_RV = self._tail.take(batch, output, results)
+        logits_RV = self._tail.launch_rest(batch, output, results)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:

@@ -20,7 +20,7 @@ from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.draft_keys import StepKeys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
-from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
+from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager
 from compiled_engine.runner.draft_model import Drafting, DraftModelProposer
 from compiled_engine.runner.eagle_drafter import EagleDrafter
 from compiled_engine.runner.hooks import Tail
@@ -34,8 +34,8 @@ log = logging.getLogger("compiled_engine")
 POOL_SHARE = 0.125
 
 
-class GraphedStep:
-    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. proposer:
+class ModelStep:
+    """Implements `Capturable`. forward: its list of kv_caches may be refilled until the first capture. proposer:
     launches drafts in the step; None where there are none, or where they are there before. head: takes what it reads
     of the forward.
     """
@@ -62,7 +62,7 @@ class GraphedStep:
     def run(self, key: GraphKey) -> torch.Tensor:
         """Run the part of a step that the key's graph holds.
 
-        A decode key: drafts, input preparation, forward, and the graphed part of the tail. Another full key: drafts,
+        A decode key: drafts, input preparation, forward, and the captured part of the tail. Another full key: drafts,
         input preparation and forward. Any other: the forward of inputs that are there.
         """
         return self._run(key, distinct=False)
@@ -78,8 +78,8 @@ class GraphedStep:
             self.prepare(batch)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
         if self.head is not None and not batch.no_head:
-            self.head.take(output.aux_hidden_states)
-        return self.tail.graphed(output, batch, batch.num_rows) if key.is_decode else output.tensor
+            self.head.combine_hidden_states(output.aux_hidden_states)
+        return self.tail.launch_captured(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the drafts and the inputs of a batch on the device from what was staged and applied."""
@@ -99,7 +99,7 @@ class GraphedStep:
         return ForwardOutput(result, is_logits, (), variant, beside)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep. All caches are replaced together."""
+        """See Capturable. All caches are replaced together."""
         buffers, caches = self.buffers, self.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(map(id, (*read, *caches[:1], *caches[-1:])))
@@ -138,12 +138,12 @@ def affordable(
 
 @dataclass(frozen=True)
 class _EitherStep:
-    """Implements `GraphStep` for the keys of the engine's model and of its draft model or head."""
+    """Implements `Capturable` for the keys of the engine's model and of its draft model or head."""
 
-    own: GraphedStep
+    own: ModelStep
     draft: DraftModelProposer | EagleDrafter
 
-    def _of(self, key: GraphKey) -> GraphStep:
+    def _of(self, key: GraphKey) -> Capturable:
         return self.draft if key.drafts or key.prefills_head else self.own
 
     def fill(self, key: GraphKey) -> None:
@@ -167,7 +167,7 @@ class StepGraphs:
         self,
         config: EngineConfig,
         graph: GraphConfig,
-        step: GraphedStep,
+        step: ModelStep,
         capture: Capture | None,
         draft: DraftModelProposer | EagleDrafter | None = None,
     ):
@@ -213,7 +213,7 @@ class StepGraphs:
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):
-            self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
+            self.counters.fallback(Fallback.HIDDEN_STATES, key.name)
         else:
             return (self._keys.no_head if no_head else self._keys.read)[key]
         return None
@@ -256,5 +256,5 @@ class StepGraphs:
         self._step.prepare(batch)
         output = self._step.forward(batch, hidden_wanted=hidden_wanted)
         if (head := self._step.head) is not None and not batch.no_head:
-            head.take(output.aux_hidden_states)
+            head.combine_hidden_states(output.aux_hidden_states)
         return output

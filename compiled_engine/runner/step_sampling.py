@@ -1,8 +1,9 @@
 """Sample a step, from its hidden states to its tokens: all launches are here, in this order.
 
 1. The logits of the rows that sample, and a token for each by temperature and seed; the states advance, and the tokens
-   go to the host (`take`). The graph of a batch of decodes ends with this (`graphed`). A step that samples nothing (a
-   chunk of a prompt, or a step whose tail is not this one) only advances (`StepAdvance.without_tokens`).
+   go to the host. The graph of a batch of decodes ends with this (`launch_captured`); for another batch it follows the
+   forward (`launch_rest`). A step that samples nothing (a chunk of a prompt, or a step whose tail is not this one) only
+   advances (`StepAdvance.without_tokens`).
 2. After the masks arrive, if the step has any: new tokens for rows with more than temperature and seed, in the order of
    sampler.py. They replace the first tokens in the states and on the host (`complete`).
 3. The log-probabilities of the tokens, if requested.
@@ -67,7 +68,9 @@ class StepSampling:
         self._model, self.sampler, self._states, self._buffers = model, sampler, states, buffers
         self._pending, self.advance = pending, advance
 
-    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
+    def launch_rest(
+        self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
+    ) -> torch.Tensor | None:
         """See Tail."""
         return output.tensor if batch.has_decode_graph else self.sample(output, batch)
 
@@ -80,9 +83,9 @@ class StepSampling:
         if len(output.tensor) != count:  # else each token is a row's: nothing has to be picked out, and copied
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.graphed(output, batch, count)
+        return self.launch_captured(output, batch, count)
 
-    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Choose a token for each of num_rows rows by temperature and seed, and advance; may be captured.
 
         output: of these rows alone. Returns their logits.

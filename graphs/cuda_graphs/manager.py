@@ -22,7 +22,7 @@ from compiled_engine.graphs.cuda_graphs.memory import (
 from compiled_engine.process.progress import Progress
 
 
-class GraphStep(Protocol):
+class Capturable(Protocol):
     """A step that can be captured: its kernels read buffers at fixed addresses alone."""
 
     def fill(self, key: GraphKey) -> None:
@@ -63,7 +63,7 @@ class CudaGraphManager:
     the largest needs, and the others fit into it.
     """
 
-    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep):
+    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: Capturable):
         self._capture, self._step = capture, step
         self._pending = sorted(keys, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}

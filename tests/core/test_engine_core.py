@@ -287,7 +287,7 @@ class Grammars:
     def remove(self, name: str) -> bool:
         return self.waiting.pop(name, None) is not None
 
-    def take(self, patience_s: float = 0.0) -> Any:
+    def release(self, patience_s: float = 0.0) -> Any:
         self.patience.append(patience_s)
         ready = [(self.waiting.pop(name), MaskConstraint(ByLastToken(101), 101)) for name in self.ready]
         failed, self.ready, self.failed = self.failed, [], []

@@ -60,11 +60,11 @@ class Divides(PlanFeature):
     def begin_late(self, requests: Any) -> None:
         pass
 
-    def take_late(self) -> TokenMasks:
+    def finish_late(self) -> TokenMasks:
         return TokenMasks([], memoryview(b""))
 
 
-@pytest.mark.parametrize("hook", ["divide", "decode_tokens", "begin_late", "take_late"])
+@pytest.mark.parametrize("hook", ["divide", "decode_tokens", "begin_late", "finish_late"])
 def test_a_hook_of_one_feature_is_refused_to_a_second(hook: str) -> None:
     first = Divides()
     second: PlanFeature = type("Second", (PlanFeature,), {hook: getattr(Divides, hook)})()

@@ -68,7 +68,7 @@ def test_outputs_in_columns(
         assert [each.logprobs for each in part] == [expected[index].logprobs for index in chosen]
     else:
         assert part.logprobs is None
-    assert part.counts == ([counts[index] for index in chosen] if several else None)
+    assert part.lengths == ([counts[index] for index in chosen] if several else None)
 
 
 def test_what_a_message_does_not_say_is_not_asked_for() -> None:

@@ -95,8 +95,10 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     blocks = ((3, 4), (5,))
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
     assert plain.as_new(blocks, {}) == new
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, {"f": 7})
-    assert made(params).as_new(blocks, {"f": 7}) == new
+    late = made(params)
+    late.samples_late = True
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, samples_late=True, extras={"f": 7})
+    assert late.as_new(blocks, {"f": 7}) == new
 
 
 def test_it_runs_from_its_first_admission_on() -> None:
@@ -131,7 +133,7 @@ def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, c
     """The blocks of a request that was preempted are gone: nothing of it counts as computed."""
     request = made(max_new_tokens_per_step=4)
     request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
-    request.take_in(4, 2)
+    request.correct_counts(4, 2)
     assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
 
 

@@ -123,6 +123,9 @@ def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
     assert (found.request_ids, found.token_ids, found.logprobs) == (["a", "c"], [5, 7], rows(5, 7))
     assert list(found.others) == [other]
     assert step_outputs(step, RunnerOutput([5, 6, 7]), [1], []).logprobs is None
+    result = RunnerOutput([5, 6, 7], columns={"f": [1, 2, 3]})
+    assert step_outputs(step, result, [], []).columns == {"f": [1, 2, 3]}
+    assert step_outputs(step, result, [1], [other]).columns == {"f": [1, 3]}
 
 
 def vectors_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:

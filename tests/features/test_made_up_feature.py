@@ -50,7 +50,7 @@ class StepTokens(PlanFeature):
             request.extras[NAME] = most
             self._num_steps[request] = 0
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         """Count the steps of a request that had its limit on the device; the output gets nothing."""
         found = extras.get(NAME, {}).get(request.request_id)
         if found is not None and found == request.extras[NAME]:

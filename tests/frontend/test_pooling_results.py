@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_tokenizers import byte_level
 
-from compiled_engine.features.pooling.extras import NAME, Vectors
+from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
 from compiled_engine.frontend.pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -272,7 +272,8 @@ def test_a_pair_is_judged_in_one_request(pooling: Pooling) -> None:
         assert list(request.prompt_token_ids) == [i for part in parts for i in TOKENIZER.encode(part)]
     for request in given.requests:
         (each,) = request.engine_requests
-        assert (each.priority, each.prefix_root, each.extras) == (2, prefix_root(salt="s"), {})
+        assert (each.priority, each.prefix_root) == (2, prefix_root(salt="s"))
+        assert each.extras == ({} if pooling is JUDGES else {TOKEN_TYPES: len(TOKENIZER.encode("a"))})
     rows = [[0.5], [-2]] if pooling is ONE_LABEL else [[0, 0.5], [1, -1]]
     found = [each.outputs.score for each in given.scores(ended(given.requests, rows))]
     assert found == pytest.approx(sigmoid(np.array([0.5, -2])).tolist(), abs=1e-6)

@@ -145,7 +145,7 @@ class TestQueue:
         assert not queue.remove("gone")
         ready, failed = [], []
         while queue.waiting:
-            more, ends = queue.take(patience_s=1.0)
+            more, ends = queue.release(patience_s=1.0)
             ready += more
             failed += ends
         assert [given.request_id for given, _ in ready] == ["a"]
@@ -165,7 +165,7 @@ class TestQueue:
                 queue.add(request(str(index), choice(text)))
             assert queue.remove("0")
             assert queue.remove("1")
-        ready, failed = queue.take(10.0)
+        ready, failed = queue.release(10.0)
         queue.close()
         assert ([given.request_id for given, _ in ready], failed) == (["2"], [])
         assert queue.metrics()["grammar_compiles"] == 1
@@ -178,7 +178,7 @@ class TestQueue:
         with busy(queue._compiler._threads):
             queue.add(request("a", choice("a")))
             time.sleep(0.06)
-            ready, (failed,) = queue.take()
+            ready, (failed,) = queue.release()
         assert (ready, failed.stop_reason) == (
             [],
             "structured_outputs: the grammar takes more than 0.05 s to compile",

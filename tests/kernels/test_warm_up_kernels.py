@@ -24,7 +24,7 @@ from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.ngram import NgramProposer
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_graphs import GraphedStep
+from compiled_engine.runner.step_graphs import ModelStep
 from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
@@ -58,7 +58,7 @@ def llm() -> Any:
         yield llm
 
 
-def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
+def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
     """The step that a GPU's runner would have, of the model of an engine on a CPU."""
     executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
@@ -95,7 +95,7 @@ def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
     sampling = StepSampling(runner.model, sampler, states, buffers, pending, advance)
     forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
     proposer = NgramProposer(speculation, states) if in_each else None
-    return GraphedStep(forward, sampling, states, scheduler.max_model_len, proposer)
+    return ModelStep(forward, sampling, states, scheduler.max_model_len, proposer)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)

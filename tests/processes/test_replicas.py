@@ -119,7 +119,7 @@ class FakeCore:
                 columns.append((request_id, said[first:]))
         token_ids = [token_id for _, tokens in columns for token_id in tokens]
         counts = [len(tokens) for _, tokens in columns] if len(token_ids) > len(columns) else None
-        self.say(Stepped(StepOutputs([each for each, _ in columns], token_ids, others, counts=counts)))
+        self.say(Stepped(StepOutputs([each for each, _ in columns], token_ids, others, lengths=counts)))
 
 
 def make(cores: list[FakeCore]) -> Replicas:

@@ -54,9 +54,9 @@ MESSAGES = (
     NEW,
     STEP,
     EngineOutput("r", (5, 6)),
-    StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2], columns={"f": [[0, 0], [3, 1]]}),
+    StepOutputs(["r", "s"], [5, 6, 7], [], lengths=[1, 2], columns={"f": [[0, 0], [3, 1]]}),
     RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}),
-    RunnerOutput([5, 6], counts=[2, 0]),
+    RunnerOutput([5, 6], lengths=[2, 0]),
 )
 
 

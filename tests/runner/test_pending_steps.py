@@ -111,7 +111,7 @@ def test_tokens_behind_drafts() -> None:
     result = pending(
         tokens, names, samples, rows_of_requests=drafted, logprobs=logprobs, prompt_logprobs=prompt
     ).result()
-    assert (result.token_ids, result.counts, result.columns) == (
+    assert (result.token_ids, result.lengths, result.columns) == (
         [5, 6, 7, 8],
         [2, 2],
         {VERIFIED_DRAFTS: [(2, 1), (1, 1)]},

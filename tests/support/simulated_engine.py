@@ -216,7 +216,7 @@ class SimulatedEngine:
         """Those that are begun, of the requests that had not ended then."""
         if self.masks_begun is not None:
             (step, ended), self.masks_begun = self.masks_begun, None
-            self.runner.check_masks(step, self.scheduler.take_late(), ended)
+            self.runner.check_masks(step, self.scheduler.finish_late(), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""

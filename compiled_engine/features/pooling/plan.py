@@ -17,6 +17,6 @@ class PoolingPlan(PlanFeature):
         request.extras |= {name: value for name, value in request.asked.extras.items() if name in (NAME, TOKEN_TYPES)}
         request.computes_every_token |= NAME in request.extras
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         found = extras.get(NAME, {}).get(request.request_id)
         return {} if found is None else {NAME: found}

@@ -26,7 +26,7 @@ class PromptLogprobs(PlanFeature):
         self._next[request] = next_position(request.asked)
         self._note(request)
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         """Raises RuntimeError if positions are missing."""
         found = extras.get(NAME, {}).get(request.request_id)
         if found is None:

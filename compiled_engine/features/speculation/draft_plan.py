@@ -83,7 +83,7 @@ class DraftPlan(PlanFeature):
         self._stopped: set[Request] = set()
         self._num_stopped = 0
         self._in_flight: deque[TimedStep] = deque()
-        self._updated: TimedStep | None = None  # the step taken in last
+        self._updated: TimedStep | None = None  # the step processed last
         self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
@@ -132,9 +132,9 @@ class DraftPlan(PlanFeature):
             self._time(timed, self._length)
 
     def _verify(self, step: StepInFlight, result: RunnerOutput) -> None:
-        counts = [1] * len(step.sampling) if result.counts is None else result.counts
-        every_drafts = result.columns.get(VERIFIED_DRAFTS) or [VerifiedDrafts()] * len(counts)
-        for request, count, (num_drafts, num_right) in zip(step.sampling, counts, every_drafts, strict=True):
+        lengths = [1] * len(step.sampling) if result.lengths is None else result.lengths
+        every_drafts = result.columns.get(VERIFIED_DRAFTS) or [VerifiedDrafts()] * len(lengths)
+        for request, count, (num_drafts, num_right) in zip(step.sampling, lengths, every_drafts, strict=True):
             if num_drafts:
                 self._counts.verified(num_drafts, num_right)
                 if self._sharpness is not None and not request.sampling_params.greedy:

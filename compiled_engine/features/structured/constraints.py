@@ -75,7 +75,9 @@ class GrammarQueue:
             del self._num_waiting[found.compiled]
         return found
 
-    def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
+    def release(
+        self, patience_s: float = 0.0
+    ) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
         """Take out the requests whose grammar is ready, and the ends of those whose grammar cannot be compiled.
 
         patience_s: how long to wait if none is ready.
@@ -148,7 +150,7 @@ class MaskMaker:
         told = [constrained.with_new_tokens(request) for request, constrained in requests]
         self._failures = fill_masks(told, words_MW, self._thread)
 
-    def take(self) -> TokenMasks:
+    def finish(self) -> TokenMasks:
         """Return the masks begun last, once they are made. Valid until the next call of `begin`.
 
         A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.

@@ -47,7 +47,7 @@ class Structured(PlanFeature):
 
     def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
         """Return requests whose grammars are ready, and the ends of those whose grammars failed."""
-        ready, failed = self._grammars.take(patience_s)
+        ready, failed = self._grammars.release(patience_s)
         self._given |= {request.request_id: constraint for request, constraint in ready}
         return [request for request, _ in ready], failed
 
@@ -65,8 +65,8 @@ class Structured(PlanFeature):
     def begin_late(self, requests: Sequence[Request]) -> None:
         self._masks.begin([(request, self._of[request]) for request in requests if request in self._of])
 
-    def take_late(self) -> TokenMasks:
-        return self._masks.take()
+    def finish_late(self) -> TokenMasks:
+        return self._masks.finish()
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """A text of a grammar that is complete stops: only an end-of-sequence token could come, and min_tokens or the

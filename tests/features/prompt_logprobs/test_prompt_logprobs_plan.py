@@ -53,7 +53,7 @@ def test_prompt_logprobs_are_delivered_once(crosses: bool) -> None:
     def computed(first: int, end: int) -> tuple[int, list[int]] | None:
         part: Any = rows.select(slice(first - 1, end - 1))
         sent = [first, {"num_rows": part.num_rows, "data": part.data}] if crosses else (first, part)
-        fields = feature.taken(request, {"prompt_logprobs": {"r": sent, "other": sent}})
+        fields = feature.output_extras(request, {"prompt_logprobs": {"r": sent, "other": sent}})
         found = fields.get("prompt_logprobs")
         return None if found is None else (found[0], [row.token_ids[0] + 1 for row in found[1]])
 
@@ -67,4 +67,4 @@ def test_prompt_logprobs_are_delivered_once(crosses: bool) -> None:
     assert request.computes_every_token
     assert computed(6, 9) == (6, [6, 7, 8])
     assert not request.computes_every_token
-    assert feature.taken(request, {"pooling": {"r": 1}}) == {}
+    assert feature.output_extras(request, {"pooling": {"r": 1}}) == {}

@@ -149,7 +149,7 @@ def test_a_draft_that_does_not_exist_counts_as_wrong() -> None:
         has_drafts = number % 10 == 9 and step.counts == [4]
         count, num_drafts = (4, 3) if has_drafts else (1, 0)
         scheduler.update(
-            step, RunnerOutput([3] * count, counts=[count], columns={VERIFIED_DRAFTS: [(num_drafts, count - 1)]})
+            step, RunnerOutput([3] * count, lengths=[count], columns={VERIFIED_DRAFTS: [(num_drafts, count - 1)]})
         )
     metrics = scheduler.metrics()
     assert metrics["draft_shares"][0] < 0.4

@@ -85,7 +85,7 @@ class Engine:
             drafts = count - 1 if start else 0
             counts.append(1 + next((i for i in range(drafts) if self.draw.random() >= self.share), drafts))
         drafts = [(most - 1, count - 1) for most, count in zip(step.counts, counts, strict=True)]
-        result = RunnerOutput([3] * sum(counts), counts=counts, columns={VERIFIED_DRAFTS: drafts})
+        result = RunnerOutput([3] * sum(counts), lengths=counts, columns={VERIFIED_DRAFTS: drafts})
         outputs = self.scheduler.update(step, result)
         new = sum(len(output.new_token_ids) for output in outputs)
         self.tokens += new

@@ -72,7 +72,7 @@ def result_of(counts: Sequence[int], num_drafts: Sequence[int] | None) -> Runner
     columns = {}
     if num_drafts is not None:
         columns[VERIFIED_DRAFTS] = [(number, count - 1) for number, count in zip(num_drafts, counts, strict=True)]
-    return RunnerOutput([3] * sum(counts), counts=list(counts), columns=columns)
+    return RunnerOutput([3] * sum(counts), lengths=list(counts), columns=columns)
 
 
 def run(scheduler: Scheduler, *counts: int, num_drafts: list[int] | None = None) -> SchedulerOutput:
@@ -142,7 +142,7 @@ def test_it_is_told_how_long_a_step_had_the_device(monkeypatch: pytest.MonkeyPat
         steps.append(next_step(scheduler))
         if taken is not None:
             now = taken
-            scheduler.update(steps.pop(0), RunnerOutput([3, 3], counts=[1, 1]))
+            scheduler.update(steps.pop(0), RunnerOutput([3, 3], lengths=[1, 1]))
     # The first one had prompts; the second was scheduled at 2, and the first had the device until 10.
     assert length.times == [(2, 0, 3.0, False), (2, 0, 7.0, False)]
     assert length.in_a_row == [False, True]
@@ -166,7 +166,7 @@ def test_it_is_told_of_steps_between_others_of_their_number(steps_in_flight: int
         length.drafts = Drafts(number)
         steps.append(next_step(scheduler))
         if len(steps) == steps_in_flight:
-            scheduler.update(steps.pop(0), RunnerOutput([3], counts=[1]))
+            scheduler.update(steps.pop(0), RunnerOutput([3], lengths=[1]))
     assert [(number, in_a_row) for (_, number, *_), in_a_row in zip(length.times, length.in_a_row, strict=True)] == told
 
 

@@ -40,7 +40,7 @@ def test_who_has_ended_has_no_mask() -> None:
     gone, other = (added(structured, name, ByLastToken(VOCABULARY)) for name in "ab")
     structured.ended(gone)
     structured.begin_late([gone, other])
-    assert structured.take_late().request_ids == ["b"]
+    assert structured.finish_late().request_ids == ["b"]
 
 
 def test_a_mask_is_of_one_request_alone() -> None:
