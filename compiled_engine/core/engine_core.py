@@ -77,7 +77,6 @@ class EngineCore:
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._hooks = PlanHooks(features)
-        self._answering = {name: feature for feature in features for name in feature.calls}
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._late: SchedulerOutput | None = None  # the newest, while what its sampling awaits cannot be made yet
         self._late_begun = False  # whether it is being made for the step submitted last
@@ -221,7 +220,7 @@ class EngineCore:
         """Apply a call between two steps, one of CALLS or of a feature's; return plain data. Raises ControlError, see
         control.py."""
         calls = {name: getattr(self, name) for name in CALLS}
-        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._answering.items()})
+        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from compiled_engine.process.overriding import overriding, sole_overriding
+from compiled_engine.process.overriding import by_name, overriding, sole_overriding
 
 if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
@@ -134,9 +134,9 @@ class PlanFeature:
 
 class PlanHooks:
     """The hooks of an engine's features, each in the order of the features; of a hook that only one may have, its
-    method or None.
+    method or None. answering: the features by the names of their control calls.
 
-    Raises ValueError if several features override such a hook.
+    Raises ValueError if several features override such a hook, or answer the same call.
     """
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
@@ -163,3 +163,4 @@ class PlanHooks:
         self.failed = overriding(features, PlanFeature.failed)
         self.metrics = overriding(features, PlanFeature.metrics)
         self.close = overriding(features, PlanFeature.close)
+        self.answering = by_name((name, feature) for feature in features for name in feature.calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 F = TypeVar("F")
@@ -33,6 +33,17 @@ def sole(features: Sequence[F], hook: Callable[..., Any]) -> F | None:
         names = " and ".join(type(each).__name__ for each in found)
         raise ValueError(f"{names} override {hook.__qualname__}; allowed: one feature at most")
     return found[0] if found else None
+
+
+def by_name(named: Iterable[tuple[str, F]]) -> dict[str, F]:
+    """Return features by names. Raises ValueError, naming the classes, if two have the same."""
+    found: dict[str, F] = {}
+    for name, feature in named:
+        if name in found:
+            both = f"{type(found[name]).__name__} and {type(feature).__name__}"
+            raise ValueError(f"{both} have the name {name!r}; allowed: one feature at most")
+        found[name] = feature
+    return found
 
 
 def sole_overriding(features: Sequence[F], hook: Callable[Concatenate[F, P], R]) -> Callable[P, R] | None:

@@ -29,7 +29,7 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
-from compiled_engine.process.overriding import having, overriding, sole
+from compiled_engine.process.overriding import by_name, having, overriding, sole
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import Deferred
@@ -136,11 +136,12 @@ class StepHooks:
     reading_hidden, wanting_hidden, choosing_variant: the features that override `after_forward`, `wants_hidden` and
     `variant`; of the last there is one at most.
 
-    Raises ValueError if several features override `variant`, or if a feature that has results has no name.
+    Raises ValueError if several features override `variant` or have the same name, or if one that has results has none.
     """
 
     def __init__(self, features: Sequence[StepFeature]) -> None:
         self.features = tuple(features)
+        by_name((each.name, each) for each in features if each.name)
         self.reading_hidden = having(features, StepFeature.after_forward)
         if nameless := [type(each).__name__ for each in self.reading_hidden if not each.name]:
             raise ValueError(f"{nameless[0]} has results, so it must have a name; allowed: any but ''")

@@ -73,6 +73,19 @@ def test_a_hook_of_one_feature_is_refused_to_a_second(hook: str) -> None:
         PlanHooks([second, first])
 
 
+def test_a_control_call_is_answered_by_one_feature() -> None:
+    class Answers(PlanFeature):
+        calls = ("count", "stop")
+
+    class AnswersToo(PlanFeature):
+        calls = ("stop",)
+
+    answers = Answers()
+    assert PlanHooks([answers, PlanFeature()]).answering == {"count": answers, "stop": answers}
+    with pytest.raises(ValueError, match=r"^Answers and AnswersToo have the name 'stop'; allowed: one feature"):
+        PlanHooks([answers, AnswersToo()])
+
+
 def test_an_engine_without_features_in_use_makes_no_call_for_them_in_a_step() -> None:
     """What may come with a request is heard of when it does."""
     hooks = PlanHooks(plan_features(BASE, executor=None))  # type: ignore[arg-type]

@@ -157,6 +157,18 @@ def test_one_feature_at_most_chooses_the_variant() -> None:
         StepHooks([chooses, ChoosesToo()])
 
 
+def test_a_name_is_of_one_feature() -> None:
+    class Named(StepFeature):
+        name = "its own"
+
+    class NamedToo(Named):
+        pass
+
+    StepHooks([StepFeature(), StepFeature(), Named()])
+    with pytest.raises(ValueError, match=r"^Named and NamedToo have the name 'its own'; allowed: one feature"):
+        StepHooks([Named(), NamedToo()])
+
+
 def test_a_feature_with_results_has_a_name() -> None:
     class Nameless(StepFeature):
         def after_forward(self, batch: Any, output: Any) -> None:
