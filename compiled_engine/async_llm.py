@@ -289,7 +289,7 @@ class AsyncLLM:
                 await asyncio.to_thread(adapters.find, request)
 
     async def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
-        for adapter in adapters_of(each for request in requests for each in request.engine_requests):
+        for adapter in adapters_of([each for request in requests for each in request.engine_requests]):
             await self._load_adapter(adapter)
 
     async def _load_adapter(self, adapter: AdapterRef) -> None:

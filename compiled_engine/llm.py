@@ -396,7 +396,7 @@ class LLM:
         return requests
 
     def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
-        for adapter in adapters_of(each for request in requests for each in request.engine_requests):
+        for adapter in adapters_of([each for request in requests for each in request.engine_requests]):
             self._load_adapter(adapter)
 
     def _load_adapter(self, adapter: AdapterRef) -> None:

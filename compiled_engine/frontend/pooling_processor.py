@@ -25,7 +25,7 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
-from compiled_engine.messages import EngineRequest, RequestLimits, prefix_root
+from compiled_engine.messages import ROOT, EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
 from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
@@ -307,22 +307,20 @@ class PoolingProcessor:
         second_texts: Iterable[int | None] = itertools.repeat(None),
     ) -> list[PreparedRequest]:
         limits, params = self._limits, _one_step()
-        longest = limits.most_prompt_tokens
+        longest, of_task = limits.most_prompt_tokens, pooling_extras.extras_of(by_token=task.by_token)
         prepared = []
         for prompt, ids, adapter, second_text in zip(prompts, token_ids, adapters, second_texts, strict=False):
             check_token_ids(prompt, ids, limits.vocab_size)
             if len(ids) > longest:
                 limits.check_length(prompt.name, len(ids))
             request_id = f"{self._id_prefix}{next(self._numbers)}"
-            request = EngineRequest(
-                request_id,
-                ids,
-                params,
-                priority=priority,
-                prefix_root=prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest),
-                extras=pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)
-                | adapter_extras.extras_of(adapter),
-            )
+            root, extras = ROOT, of_task
+            if prompt.cache_salt is not None or adapter is not None:
+                root = prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest)
+                extras = extras | adapter_extras.extras_of(adapter)
+            if second_text is not None:
+                extras = extras | pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)
+            request = EngineRequest(request_id, ids, params, priority=priority, prefix_root=root, extras=extras)
             prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), task))
         return prepared
 

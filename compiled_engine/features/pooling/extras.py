@@ -26,7 +26,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // (4 * self.width)
 
 
-def extras_of(*, by_token: bool, second_text: int | None) -> dict[str, Any]:
+def extras_of(*, by_token: bool, second_text: int | None = None) -> dict[str, Any]:
     """Return the extras of a request. second_text: how many tokens are before the second text; None for one text."""
     extras: dict[str, Any] = {NAME: True} if by_token else {}
     if second_text is not None:

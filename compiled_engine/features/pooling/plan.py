@@ -14,8 +14,11 @@ class PoolingPlan(PlanFeature):
 
     def added(self, request: Request) -> None:
         request.yields_tokens = False
-        request.extras |= {name: value for name, value in request.asked.extras.items() if name in (NAME, TOKEN_TYPES)}
-        request.computes_every_token |= NAME in request.extras
+        asked = request.asked.extras
+        if NAME in asked:
+            request.computes_every_token = request.extras[NAME] = True
+        if TOKEN_TYPES in asked:
+            request.extras[TOKEN_TYPES] = asked[TOKEN_TYPES]
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         found = extras.get(NAME, {}).get(request.request_id)
