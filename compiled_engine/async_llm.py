@@ -18,6 +18,7 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError
+from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -54,7 +55,7 @@ from compiled_engine.frontend.request_stream import (
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT, QUICK_TEXT
-from compiled_engine.messages import AdapterRef, RequestLimits
+from compiled_engine.messages import RequestLimits
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.forks import Owner, unless_forked
 from compiled_engine.process.progress import RichProgress, SilentProgress
@@ -288,9 +289,8 @@ class AsyncLLM:
                 await asyncio.to_thread(adapters.find, request)
 
     async def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
-        for adapter in dict.fromkeys(each.adapter for request in requests for each in request.engine_requests):
-            if adapter is not None:
-                await self._load_adapter(adapter)
+        for adapter in adapters_of([each for request in requests for each in request.engine_requests]):
+            await self._load_adapter(adapter)
 
     async def _load_adapter(self, adapter: AdapterRef) -> None:
         """An error of a request that was sent would come as its output. Later requests load it again by themselves."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from compiled_engine.core.control import ControlError
+from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
@@ -18,7 +19,7 @@ from compiled_engine.frontend.pooling_processor import require_generating, requi
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import AdapterRef, ControlCall
+from compiled_engine.messages import ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.forks import Owner
@@ -395,9 +396,8 @@ class LLM:
         return requests
 
     def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
-        for adapter in dict.fromkeys(each.adapter for request in requests for each in request.engine_requests):
-            if adapter is not None:
-                self._load_adapter(adapter)
+        for adapter in adapters_of([each for request in requests for each in request.engine_requests]):
+            self._load_adapter(adapter)
 
     def _load_adapter(self, adapter: AdapterRef) -> None:
         arguments = {"path": adapter.path, "digest": adapter.digest}

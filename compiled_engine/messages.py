@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,46 +27,25 @@ ROOT = bytes(32)
 """The root of requests that depend on their token ids alone."""
 
 
-class AdapterRef(NamedTuple):
-    """The LoRA adapter of a request: the digest of its files, which is its name within the engine, and its folder, from
-    which it is read again if the engine has dropped it. name: the user's, for metrics."""
-
-    digest: str
-    path: str
-    name: str = ""
-
-
-def prefix_root(*, salt: str | None = None, adapter: AdapterRef | None = None) -> bytes:
-    """Return the root for a request. This is the only place that lists what a prefix depends on besides token ids.
-
-    salt: only requests with the same salt share blocks. adapter: its content counts, so a folder whose files were
-    replaced shares nothing with what it was before.
+def prefix_root(**parts: str | None) -> bytes:
+    """Return the root for a request. parts: by name, what its prefixes depend on besides token ids: only requests with
+    the same parts share blocks. A part that is None does not count.
     """
-    if salt is None and adapter is None:
-        return ROOT
-    parts = {
-        "salt": None if salt is None else salt.encode(),
-        "adapter": None if adapter is None else adapter.digest.encode(),
-    }
-    given = [(name.encode(), content) for name, content in parts.items() if content is not None]
-    digest = hashlib.sha256()
-    for name, content in given:
-        digest.update(b"%s %d " % (name, len(content)) + content)
-    return digest.digest()
+    digest = None
+    for name, content in parts.items():
+        if content is not None:
+            digest = digest or hashlib.sha256()
+            digest.update(b"%s %d " % (name.encode(), len(data := content.encode())) + data)
+    return ROOT if digest is None else digest.digest()
 
 
-class EngineRequest(msgspec.Struct, frozen=True):
+class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
-    `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
-    structured_outputs too: `grammar` is their form for llguidance. `prefix_root` hashes everything besides token ids on
-    which a prefix in the KV cache depends: only requests with the same root share blocks.
-
-    `pooling`: what it gets instead of tokens: "sequence", one vector, or "token", one for each token; empty: tokens.
-    `second_text`: how many tokens are before the second of two texts; None for one.
-
-    Set when resuming a request from another replica: `output_token_ids` are the tokens generated so far, and
-    `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
+    `eos_token_ids` end generation unless sampling_params.ignore_eos. What is not data in sampling_params, or has
+    another form in the extras, is None there. `prefix_root` hashes everything besides token ids on which a prefix in
+    the KV cache depends: only requests with the same root share blocks. `output_token_ids`: generated so far, of a
+    request that goes on in another replica. `extras`: plain data of features, by name.
     """
 
     request_id: str
@@ -75,25 +54,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     prefix_root: bytes = ROOT
-    grammar: str | None = None
     output_token_ids: tuple[int, ...] = ()
-    next_prompt_logprob: int = 1
-    pooling: str = ""
-    second_text: int | None = None
-    adapter: AdapterRef | None = None
-
-
-class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """Results of a request that pools: rows of `width` little-endian fp32 values each. first: of a result for each
-    token, the position of the first one; what was delivered from there on before is replaced."""
-
-    first: int
-    width: int
-    data: bytes
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.data) // (4 * self.width)
+    extras: dict[str, Any] = {}  # msgspec gives each its own
 
 
 @dataclass(frozen=True)
@@ -185,33 +147,23 @@ class RequestLimits:
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Core to API: what one step added to a request. `vectors`: to one that pools.
+    """Core to API: what one step added to a request.
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
     that ended it, None for an end-of-sequence token, or what the error is. `logprobs`: a row for each new token, if
-    asked for. `prompt_logprobs`: (first position, rows), see RunnerOutput. `num_cached_tokens` counts prompt tokens
-    that came from the prefix cache; it comes with the first token or before, and None says nothing new. So does
-    `scheduled_time`: when it was first scheduled, in seconds of time.perf_counter. `num_drafts`: how many drafts the
-    step verified. `num_accepted`: how many of the new tokens are drafts that were right: all but the last one, and that
-    too where a stop token or an error ends the request among the drafts.
+    asked for. `num_cached_tokens` counts prompt tokens that came from the prefix cache; it comes with the first token
+    or before, and None says nothing new. So does `scheduled_time`: when it was first scheduled, in seconds of
+    time.perf_counter. `extras`: plain data of features, by name.
     """
 
     request_id: str
     new_token_ids: tuple[int, ...]
     logprobs: LogprobRows | None = None
-    prompt_logprobs: tuple[int, LogprobRows] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
-    vectors: Vectors | None = None
-    num_drafts: int = 0
-    num_accepted: int = 0
-
-
-def accepted_drafts(num_drafts: int, num_tokens: int) -> int:
-    """Return how many drafts were right in a step that verified num_drafts of a request and yielded num_tokens."""
-    return max(0, num_tokens - 1) if num_drafts else 0
+    extras: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -219,52 +171,51 @@ class StepOutputs:
     """Core to API: what one step added to requests; iterates over an EngineOutput for each.
 
     In columns: requests that only got tokens and log-probabilities, which are nearly all:
-    `request_ids`, `token_ids`, and `counts`, how many tokens each got; None if each got one. `logprobs` has a row for
+    `request_ids`, `token_ids`, and `lengths`, how many tokens each got; None if each got one. `logprobs` has a row for
     each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
-    more; None if no request asks. `num_drafts`: of each, see EngineOutput; None if no step has any.
+    more; None if no request asks. `columns`: extras of features that each of them has, by name.
     """
 
     request_ids: Sequence[str] = ()
     token_ids: Sequence[int] = ()
     others: Sequence[EngineOutput] = ()
     logprobs: LogprobRows | None = None
-    counts: Sequence[int] | None = None
-    num_drafts: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
+    columns: dict[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
     def rows(self) -> Iterator[tuple[str, slice]]:
         """Yield each request's id in the columns, with the range of its tokens."""
-        first, counts = 0, repeat(1) if self.counts is None else self.counts
-        for request_id, count in zip(self.request_ids, counts, strict=False):
-            yield request_id, slice(first, first + count)
-            first += count
+        first, lengths = 0, repeat(1) if self.lengths is None else self.lengths
+        for request_id, length in zip(self.request_ids, lengths, strict=False):
+            yield request_id, slice(first, first + length)
+            first += length
 
-    def part(self, columns: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
+    def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
         """Some of it: the requests at these places in the columns, ascending, and these others."""
-        if self.token_ids and len(columns) == len(self.request_ids):
-            return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.counts, self.num_drafts)
-        tokens: Sequence[int] = columns
-        if self.counts is not None:
+        if self.token_ids and len(places) == len(self.request_ids):
+            return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
+        tokens: Sequence[int] = places
+        if self.lengths is not None:
             slices = [tokens for _, tokens in self.rows()]
-            tokens = [token for index in columns for token in range(slices[index].start, slices[index].stop)]
+            tokens = [token for index in places for token in range(slices[index].start, slices[index].stop)]
         return StepOutputs(
-            [self.request_ids[index] for index in columns],
+            [self.request_ids[index] for index in places],
             [self.token_ids[token] for token in tokens],
             others,
             self.logprobs.select(tokens) if self.logprobs is not None and tokens else None,
-            None if self.counts is None else [self.counts[index] for index in columns],
-            None if self.num_drafts is None else [self.num_drafts[index] for index in columns],
+            None if self.lengths is None else [self.lengths[index] for index in places],
+            {name: [column[index] for index in places] for name, column in self.columns.items()},
         )
 
     def in_columns(self) -> Iterator[EngineOutput]:
         """An output for each request in the columns."""
-        every_num_drafts = repeat(0) if self.num_drafts is None else self.num_drafts
-        for (request_id, tokens), num_drafts in zip(self.rows(), every_num_drafts, strict=False):
+        for index, (request_id, tokens) in enumerate(self.rows()):
             logprobs = None if self.logprobs is None else self.logprobs.select(tokens)
-            new, num_accepted = tuple(self.token_ids[tokens]), accepted_drafts(num_drafts, tokens.stop - tokens.start)
-            yield EngineOutput(request_id, new, logprobs, num_drafts=num_drafts, num_accepted=num_accepted)
+            extras = {name: column[index] for name, column in self.columns.items()}
+            yield EngineOutput(request_id, tuple(self.token_ids[tokens]), logprobs, extras=extras)
 
     def __iter__(self) -> Iterator[EngineOutput]:
         yield from self.in_columns()
@@ -279,12 +230,12 @@ class ControlCall:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class NewRequest(msgspec.Struct, frozen=True):
+class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request that takes a row of the runner: all that the runner needs to know of it, but for blocks that
     it gets later.
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `block_ids`: its block
-    table in each KV group. `extras`: plain data of features, by name.
+    table in each KV group. `samples_late`: its sampling awaits TokenMasks. `extras`: plain data of features, by name.
     """
 
     request_id: str
@@ -293,7 +244,8 @@ class NewRequest(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]
-    extras: dict[str, Any] = {}  # msgspec gives each its own
+    samples_late: bool = False
+    extras: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -350,20 +302,18 @@ class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
     token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
-    counts: how many tokens each of those requests got; None if each got one. num_drafts: how many drafts of each were
-        verified; None where there are none.
+    lengths: how many tokens each of those requests got; None if each got one.
     logprobs: if any of them needs them, as in StepOutputs: a row for each token.
+    columns: of features, by name: an entry for each of those requests.
 
     Results that few requests need are in a dict each, by request id:
     many_logprobs: the rows of a request with more than FEW_TOKENS (see sampling/logprobs.py).
-    extras: of features, by name. Those of "prompt_logprobs" are (position of the first row, rows): the row for position
-        p is the log-probability of prompt token p given those before it, so positions start at 1. Those of "pooling"
-        are Vectors; each such request has a token in token_ids when it ends, which means nothing.
+    extras: of features, by name.
     """
 
     token_ids: Sequence[int] = ()
     logprobs: LogprobRows | None = None
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
-    counts: Sequence[int] | None = None
-    num_drafts: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
+    columns: dict[str, Sequence[Any]] = field(default_factory=dict)
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -76,7 +76,6 @@ class EngineCore:
         )
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._hooks = PlanHooks(features)
-        self._answering = {name: feature for feature in features for name in feature.calls}
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._late: SchedulerOutput | None = None  # the newest step, while its late inputs cannot be begun yet
         self._late_begun = False  # late inputs of the last submitted step are being made
@@ -176,7 +175,7 @@ class EngineCore:
     def _give_late(self) -> None:
         """Wait for the late inputs, and have the executor sample with them."""
         self._late_begun = False
-        self.executor.sample(self._scheduler.take_late())
+        self.executor.sample(self._scheduler.finish_late())
         self.clock.lap("masks")
 
     def _add_released(self) -> list[EngineOutput]:
@@ -218,7 +217,7 @@ class EngineCore:
     def call(self, call: ControlCall) -> Any:
         """Serve a control call, one of CALLS or of a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
-        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._answering.items()})
+        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time proportional to the pool."""

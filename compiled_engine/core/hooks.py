@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from compiled_engine.process.overriding import overriding
+from compiled_engine.process.overriding import by_name, overriding, sole_overriding
 
 if TYPE_CHECKING:
     from compiled_engine.core.block_pool import BlockGroup
@@ -101,14 +101,17 @@ class PlanFeature:
         """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Begin to make the late inputs of requests that sample late. Their tokens are known; some may have ended."""
+        """Begin to make the late inputs of requests that sample late. Their tokens are known; some may have ended.
 
-    def take_late(self) -> TokenMasks:
+        At most one feature overrides this, and `finish_late`.
+        """
+
+    def finish_late(self) -> TokenMasks:
         """Wait for the late inputs that were begun last, and return them."""
         raise NotImplementedError
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return fields of EngineOutput for a request, from a RunnerOutput's extras; empty if nothing is new."""
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return extras of an EngineOutput for a request, from a RunnerOutput's extras; empty if nothing is new."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
@@ -133,7 +136,11 @@ class PlanFeature:
 
 
 class PlanHooks:
-    """The overridden hooks of an engine's features, each a list in the order of features."""
+    """The overridden hooks of an engine's features, each a list in the order of features.
+
+    A hook that one feature may have is its method or None. `answering` has the features by the names of their control
+    calls. Raises ValueError if several features override such a hook, or answer the same call.
+    """
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.check = overriding(features, PlanFeature.check)
@@ -144,18 +151,19 @@ class PlanHooks:
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
-        self.divide = overriding(features, PlanFeature.divide)
-        self.decode_tokens = overriding(features, PlanFeature.decode_tokens)
+        self.divide = sole_overriding(features, PlanFeature.divide)
+        self.decode_tokens = sole_overriding(features, PlanFeature.decode_tokens)
         self.built = overriding(features, PlanFeature.built)
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
-        self.begin_late = overriding(features, PlanFeature.begin_late)
-        self.take_late = overriding(features, PlanFeature.take_late)
-        self.taken = overriding(features, PlanFeature.taken)
+        self.begin_late = sole_overriding(features, PlanFeature.begin_late)
+        self.finish_late = sole_overriding(features, PlanFeature.finish_late)
+        self.output_extras = overriding(features, PlanFeature.output_extras)
         self.updated = overriding(features, PlanFeature.updated)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)
         self.ended = overriding(features, PlanFeature.ended)
         self.failed = overriding(features, PlanFeature.failed)
         self.metrics = overriding(features, PlanFeature.metrics)
         self.close = overriding(features, PlanFeature.close)
+        self.answering = by_name((name, feature) for feature in features for name in feature.calls)

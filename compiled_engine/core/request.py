@@ -190,7 +190,7 @@ class Request:
         until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.has_sampled else 0
         return until_computed, last if generates else 0
 
-    def take_in(self, bound: int, count: int) -> None:
+    def correct_counts(self, bound: int, count: int) -> None:
         """Correct the counts after a step that could yield `bound` tokens and yielded `count`."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:
@@ -222,6 +222,7 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=block_ids,
+            samples_late=self.samples_late,
             extras=extras,
         )
 

@@ -19,8 +19,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from msgspec import structs
-
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows
@@ -46,7 +44,6 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
     TokenMasks,
-    accepted_drafts,
 )
 
 # A step has max_prefill_tokens * max(1, waiting requests // FEW_WAITING) tokens of prompts: when many requests wait,
@@ -58,7 +55,7 @@ class Scheduler:
     """Plans steps. Call `schedule`, have the runner execute its output, call `update` with both; repeat while
     unfinished.
 
-    Between these, a step that samples late gets its late inputs from `begin_late` and `take_late`. Up to
+    Between these, a step that samples late gets its late inputs from `begin_late` and `finish_late`. Up to
     `steps_in_flight` steps may be scheduled before their `update`, which is called in the same order; the runner
     executes them in order. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
@@ -145,8 +142,8 @@ class Scheduler:
         num_preemptions = self._counts.preemptions
         running, waiting = self._requests.running, self._requests.waiting
         parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
-        for divide in self._hooks.divide:
-            parts = divide(running, waiting, len(self._in_flight))
+        if self._hooks.divide is not None:
+            parts = self._hooks.divide(running, waiting, len(self._in_flight))
         for of_step, room in parts:
             builder = self._build_step(of_step, room, num_preemptions)
             if not builder.is_empty:
@@ -171,8 +168,8 @@ class Scheduler:
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step
-        for decode_tokens in self._hooks.decode_tokens:
-            num_tokens = decode_tokens(of_step, num_waiting)
+        if self._hooks.decode_tokens is not None:
+            num_tokens = self._hooks.decode_tokens(of_step, num_waiting)
         builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
         budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
@@ -289,13 +286,13 @@ class Scheduler:
         """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
-        for begin_late in self._hooks.begin_late:
-            begin_late(self._in_flight.find(step).late)
+        if self._hooks.begin_late is not None:
+            self._hooks.begin_late(self._in_flight.find(step).late)
 
-    def take_late(self) -> TokenMasks:
+    def finish_late(self) -> TokenMasks:
         """Wait for the late inputs that were begun last. A request for which that fails ends in `update`."""
-        (take_late,) = self._hooks.take_late
-        return take_late()
+        assert self._hooks.finish_late is not None
+        return self._hooks.finish_late()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result; returns outputs of the requests that got tokens or ended.
@@ -304,10 +301,10 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = extra_outputs(in_flight, result, self._hooks.taken) if result.extras else []
+        others = extra_outputs(in_flight, result, self._hooks.output_extras) if result.extras else []
         single = self._max_new_tokens_per_step == 1 or step.skips_head
-        take = self._take_single_tokens if single else self._take_several
-        outputs = take(in_flight, result, others)
+        add = self._add_single_tokens if single else self._add_several_tokens
+        outputs = add(in_flight, result, others)
         self._in_flight.popleft()
         for updated in self._hooks.updated:
             updated(in_flight, result)
@@ -315,11 +312,11 @@ class Scheduler:
             self._requests.sweep()
         return outputs
 
-    def _take_single_tokens(
+    def _add_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
         """Process a step with one token per request. Fast path: a request gets nothing but its token and logprobs."""
-        if result.counts is not None:
+        if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.extras)
         not_steady: list[int] = []
@@ -332,37 +329,41 @@ class Scheduler:
                     self._kv_cache.register(request)
                 continue
             not_steady.append(index)
-            if (output := self._take_tokens(request, slice(index, index + 1), result)) is not None:
+            if (output := self._add_tokens(request, slice(index, index + 1), result)) is not None:
+                for name, column in result.columns.items():
+                    output.extras[name] = column[index]
                 others.append(output)
         return step_outputs(in_flight, result, not_steady, others)
 
-    def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
+    def _add_several_tokens(
+        self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
+    ) -> StepOutputs:
         """Process a step with 0 to `max_new_tokens_per_step` tokens per request, correcting the counts of requests."""
-        counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
+        lengths = result.lengths if result.lengths is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
-        columns: list[int] = []
+        places: list[int] = []
         first = 0
-        for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
+        for index, (request, count) in enumerate(zip(in_flight.sampling, lengths, strict=True)):
             tokens, first = slice(first, first + count), first + count
             if not 0 <= count <= (bound := in_flight.bounds.get(request, in_flight.decode_tokens)):
                 raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
-            request.take_in(bound, count)
+            request.correct_counts(bound, count)
             token_ids, known = result.token_ids[tokens], request.token_ids
             is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
             if in_columns and is_steady:
                 if count:
-                    columns.append(index)
+                    places.append(index)
                     known += token_ids
                     if len(known) >= request.next_block_end:
                         self._kv_cache.register(request)
-            elif (output := self._take_tokens(request, tokens, result)) is not None:
-                num_drafts = 0 if result.num_drafts is None else result.num_drafts[index]
-                num_accepted = min(len(output.new_token_ids), accepted_drafts(num_drafts, count))
-                others.append(structs.replace(output, num_drafts=num_drafts, num_accepted=num_accepted))
-        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts, result.num_drafts)
-        return every.part(columns, others)
+            elif (output := self._add_tokens(request, tokens, result)) is not None:
+                for name, column in result.columns.items():
+                    output.extras[name] = column[index]
+                others.append(output)
+        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, lengths, result.columns)
+        return every.part(places, others)
 
-    def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
+    def _add_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
         """Give a request its tokens of a step, up to the one that ends it. Returns None if there is no output."""
         if request.status is RequestStatus.FINISHED:
             return None
@@ -379,8 +380,8 @@ class Scheduler:
             self._kv_cache.register(request)
         extras: dict[str, Any] = {}
         if result.extras:  # inlined, as a step may end many requests
-            for taken in self._hooks.taken:
-                extras |= taken(request, result.extras)
+            for extras_of in self._hooks.output_extras:
+                extras |= extras_of(request, result.extras)
         output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
             request.set_steady_limits()

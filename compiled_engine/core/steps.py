@@ -12,8 +12,8 @@ from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 
-Taken = Callable[[Request, dict[str, Any]], dict[str, Any]]
-"""The type of PlanFeature.taken."""
+OutputExtras = Callable[[Request, dict[str, Any]], dict[str, Any]]
+"""A method PlanFeature.output_extras."""
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
@@ -177,26 +177,28 @@ def step_outputs(
 
     not_steady: indices of tokens to leave out, whose requests are among the others or have ended.
     """
-    request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
+    request_ids, token_ids, logprobs, columns = step.sampling_ids, result.token_ids, result.logprobs, result.columns
     if not_steady:
         steady = all_but(not_steady, len(token_ids))
         request_ids, token_ids = list(compress(request_ids, steady)), list(compress(token_ids, steady))
         logprobs = None if logprobs is None else logprobs.select(steady)
-    return StepOutputs(request_ids, token_ids, others, logprobs)
+        if columns:
+            columns = {name: list(compress(column, steady)) for name, column in columns.items()}
+    return StepOutputs(request_ids, token_ids, others, logprobs, None, columns)
 
 
-def extra_outputs(step: StepInFlight, result: RunnerOutput, taken: Sequence[Taken]) -> list[EngineOutput]:
-    """Return features' outputs of a step for requests still in their prompt. taken: see PlanHooks."""
+def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[OutputExtras]) -> list[EngineOutput]:
+    """Return features' outputs of a step for requests still in their prompt. hooks: PlanHooks.output_extras."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
             continue
         extras: dict[str, Any] = {}
-        for take in taken:
-            extras |= take(request, result.extras)
+        for extras_of in hooks:
+            extras |= extras_of(request, result.extras)
         if extras:
             cached = request.num_cached_tokens or 0
-            outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, **extras))
+            outputs.append(EngineOutput(request.request_id, (), num_cached_tokens=cached, extras=extras))
     return outputs
 
 
@@ -205,7 +207,7 @@ def tokens_output(
 ) -> EngineOutput:
     """Return the output of a request for these tokens of the step.
 
-    finish: how the request ends; None if it continues. extras: further fields, from features.
+    finish: how the request ends; None if it continues. extras: see EngineOutput.
     """
     request_id = request.request_id
     token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
@@ -223,7 +225,7 @@ def tokens_output(
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached_tokens or 0,
         scheduled_time=request.scheduled_time,
-        **extras,
+        extras=extras,
     )
 
 

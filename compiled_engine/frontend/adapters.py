@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled_engine.messages import AdapterRef
+from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.models.checkpoint.adapter_files import require_rank, stamp
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.folders import resolve_adapter_folder

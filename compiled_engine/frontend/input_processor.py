@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from compiled_engine.features.adapters import extras as adapter_extras
+from compiled_engine.features.adapters.extras import AdapterRef
+from compiled_engine.features.structured import extras as structured_extras
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.pooling import PoolingTask
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
-from compiled_engine.messages import AdapterRef, EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
+from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
 from compiled_engine.process.callers import warn_caller
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
@@ -161,7 +164,8 @@ class InputProcessor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
-        root = prefix_root(salt=prompt.cache_salt, adapter=adapter)
+        root = prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest)
+        extras = structured_extras.extras_of(grammar) | adapter_extras.extras_of(adapter)
         requests = tuple(
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}-{index}",
@@ -170,8 +174,7 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 prefix_root=root,
-                grammar=grammar,
-                adapter=adapter,
+                extras=extras,
             )
             for index in range(params.n)
         )
@@ -184,7 +187,7 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
         params,
         n=1,
         token_mask=None,  # it is handed over separately from the request
-        structured_outputs=None,  # the request has the grammar
+        structured_outputs=None,  # its extras have the grammar
         max_tokens=max_tokens,
         # The same 64 bits, and never -1, which is no seed.
         seed=None if params.seed is None else (params.seed + index) % 2**64,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.running_pooling import RunningPooling
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineOutput, StepOutputs, accepted_drafts
+from compiled_engine.messages import EngineOutput, StepOutputs
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
+
+NO_DRAFTS = VerifiedDrafts()
 
 
 class RunningRequest:
@@ -49,24 +53,25 @@ class RunningRequest:
         self._note_end(completion, now)
         return completion.finish_reason
 
-    def extend(self, engine_request_id: str, token_ids: Sequence[int], num_drafts: int) -> None:
+    def extend(self, engine_request_id: str, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
         """Append tokens of a step that change nothing else to one completion, which looks for no stop string."""
         self.completions[engine_request_id].token_ids += token_ids
-        self._count_drafts(num_drafts, accepted_drafts(num_drafts, len(token_ids)))
+        self._count_drafts(drafts, len(token_ids))
 
-    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a step, and how many of them are part of the output."""
+    def _count_drafts(self, drafts: Sequence[int], num_kept: int) -> None:
+        """Count a step's drafts, see VerifiedDrafts, and how many of them are among num_kept tokens of the output."""
+        num_drafts, num_right = drafts
         if num_drafts:
             self._num_drafts += 1
             self._num_draft_tokens += num_drafts
-            self._num_accepted_tokens += num_accepted
+            self._num_accepted_tokens += min(num_kept, num_right)
 
     def update(self, output: EngineOutput, now: float) -> str | None:
         """Add a step's output to one completion; return its finish reason."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
-            first, rows = output.prompt_logprobs
+        if self._prompt_logprobs is not None and (found := rows_in(output.extras)) is not None:
+            first, rows = found
             assert first == len(self._prompt_logprobs)  # a chunk of the prompt at a time, each once
             self._prompt_logprobs.add(rows)
             if len(self._prompt_logprobs) == len(self._prompt_token_ids):
@@ -81,7 +86,7 @@ class RunningRequest:
         num_known = len(completion.token_ids)
         completion.update(output)
         num_kept = len(completion.token_ids) - num_known  # fewer than there are if a stop string ends it
-        self._count_drafts(output.num_drafts, min(num_kept, output.num_accepted))
+        self._count_drafts(output.extras.get(VERIFIED_DRAFTS, NO_DRAFTS), num_kept)
         self._note_end(completion, now)
         return completion.finish_reason
 
@@ -190,15 +195,15 @@ class OutputProcessor:
         now = time.perf_counter()
         changed: dict[int, Running] = {}
         aborts: list[str] = []
-        if outputs.counts is None:
-            self._take_single_tokens(outputs, now, changed, aborts)
+        if outputs.lengths is None:
+            self._add_single_tokens(outputs, now, changed, aborts)
         else:
-            self._take_several_tokens(outputs, outputs.counts, now, changed, aborts)
+            self._add_several_tokens(outputs, outputs.lengths, now, changed, aborts)
         for output in outputs.others:
-            self._take(output, now, changed, aborts)
+            self._add_output(output, now, changed, aborts)
         return list(changed.values()), aborts
 
-    def _take_single_tokens(
+    def _add_single_tokens(
         self, outputs: StepOutputs, now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
         """Process columns with a token for each request."""
@@ -219,23 +224,22 @@ class OutputProcessor:
                         self.forget(request_id)
                         aborts.append(request_id)
 
-    def _take_several_tokens(
-        self, outputs: StepOutputs, counts: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
+    def _add_several_tokens(
+        self, outputs: StepOutputs, lengths: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
         """Process columns with any number of tokens for each request."""
-        every_num_drafts = repeat(0) if outputs.num_drafts is None else outputs.num_drafts
+        every_drafts: Iterable[Sequence[int]] = outputs.columns.get(VERIFIED_DRAFTS, repeat(NO_DRAFTS))
         first, token_ids, generating = 0, outputs.token_ids, self._generating
-        for request_id, count, num_drafts in zip(outputs.request_ids, counts, every_num_drafts, strict=False):
-            tokens, first = slice(first, first + count), first + count
+        for request_id, length, drafts in zip(outputs.request_ids, lengths, every_drafts, strict=False):
+            tokens, first = slice(first, first + length), first + length
             if request_id in self._watched or request_id in self._logprob_sinks:
                 logprobs = None if outputs.logprobs is None else outputs.logprobs.select(tokens)
-                new, num_accepted = tuple(token_ids[tokens]), accepted_drafts(num_drafts, count)
-                output = EngineOutput(request_id, new, logprobs, num_drafts=num_drafts, num_accepted=num_accepted)
-                self._take(output, now, changed if request_id in self._watched else {}, aborts)
+                output = EngineOutput(request_id, tuple(token_ids[tokens]), logprobs, extras={VERIFIED_DRAFTS: drafts})
+                self._add_output(output, now, changed if request_id in self._watched else {}, aborts)
             elif (state := generating.get(request_id)) is not None:
-                state.extend(request_id, token_ids[tokens], num_drafts)
+                state.extend(request_id, token_ids[tokens], drafts)
 
-    def _take(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
+    def _add_output(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
         """Process a step's output of one request, token by token."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compiled_engine.features.adapters import extras as adapter_extras
+from compiled_engine.features.adapters.extras import AdapterRef
+from compiled_engine.features.pooling import extras as pooling_extras
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.input_processor import (
     PreparedRequest,
@@ -22,7 +25,7 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
-from compiled_engine.messages import AdapterRef, EngineRequest, RequestLimits, prefix_root
+from compiled_engine.messages import ROOT, EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
 from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
@@ -303,24 +306,21 @@ class PoolingProcessor:
         adapters: Sequence[AdapterRef | None],
         second_texts: Iterable[int | None] = itertools.repeat(None),
     ) -> list[PreparedRequest]:
-        limits, params, pooling = self._limits, _one_step(), "token" if task.by_token else "sequence"
-        longest = limits.most_prompt_tokens
+        limits, params = self._limits, _one_step()
+        longest, of_task = limits.most_prompt_tokens, pooling_extras.extras_of(by_token=task.by_token)
         prepared = []
         for prompt, ids, adapter, second_text in zip(prompts, token_ids, adapters, second_texts, strict=False):
             check_token_ids(prompt, ids, limits.vocab_size)
             if len(ids) > longest:
                 limits.check_length(prompt.name, len(ids))
             request_id = f"{self._id_prefix}{next(self._numbers)}"
-            request = EngineRequest(
-                request_id,
-                ids,
-                params,
-                priority=priority,
-                prefix_root=prefix_root(salt=prompt.cache_salt, adapter=adapter),
-                pooling=pooling,
-                second_text=second_text,
-                adapter=adapter,
-            )
+            root, extras = ROOT, of_task
+            if prompt.cache_salt is not None or adapter is not None:
+                root = prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest)
+                extras = extras | adapter_extras.extras_of(adapter)
+            if second_text is not None:
+                extras = extras | pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)
+            request = EngineRequest(request_id, ids, params, priority=priority, prefix_root=root, extras=extras)
             prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), task))
         return prepared
 

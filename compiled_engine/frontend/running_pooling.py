@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from compiled_engine.features.pooling.extras import Vectors, vectors_in
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.pooling import (
     ClassificationOutput,
@@ -17,7 +18,7 @@ from compiled_engine.frontend.pooling import (
     PoolingOutput,
     PoolingRequestOutput,
 )
-from compiled_engine.messages import EngineOutput, Vectors
+from compiled_engine.messages import EngineOutput
 
 Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 
@@ -41,7 +42,7 @@ class RunningPooling:
         """Add a step's vectors; vectors that are computed again after a preemption replace the earlier ones."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
-        if (vectors := output.vectors) is not None:
+        if (vectors := vectors_in(output.extras)) is not None:
             while self.vectors and self.vectors[-1].first >= vectors.first:
                 self.vectors.pop()
             self.vectors.append(vectors)

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
+from compiled_engine.features.prompt_logprobs import extras as prompt_logprobs
 from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
@@ -26,22 +27,20 @@ class RoutedRequest:
     order: tuple[int, int]  # (priority, arrival number)
     route: Route | None = None  # None while it is queued
     token_ids: list[int] = field(default_factory=list)  # generated so far
-    next_prompt_logprob: int = 1
+    next_prompt_logprob: int = prompt_logprobs.FIRST
     lost: int = 0  # replicas that died while running it
 
     def add(self, output: EngineOutput) -> None:
         """Add the outputs of a step."""
         self.token_ids += output.new_token_ids
-        if output.prompt_logprobs is not None:
-            first, rows = output.prompt_logprobs
+        if (found := prompt_logprobs.rows_in(output.extras)) is not None:
+            first, rows = found
             self.next_prompt_logprob = first + len(rows)
 
     def rest(self) -> EngineRequest:
         """Return the request, continued from its generated tokens."""
-        if not self.token_ids and self.next_prompt_logprob == 1:
-            return self.request
-        token_ids = tuple(self.token_ids)
-        return structs.replace(self.request, output_token_ids=token_ids, next_prompt_logprob=self.next_prompt_logprob)
+        extras = prompt_logprobs.resumed(self.request, self.next_prompt_logprob)
+        return structs.replace(self.request, output_token_ids=tuple(self.token_ids), extras=extras)
 
     def __lt__(self, other: RoutedRequest) -> bool:
         return self.order < other.order

@@ -21,7 +21,7 @@ The order of a step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -32,11 +32,11 @@ from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
-from compiled_engine.graphs.cuda_graphs.manager import GraphStep
+from compiled_engine.graphs.cuda_graphs.manager import Capturable
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
-from compiled_engine.process.overriding import overriding
+from compiled_engine.process.overriding import by_name, having, overriding, sole, sole_overriding
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers
@@ -53,11 +53,13 @@ class Tail(Protocol):
 
     advance: StepAdvance  # takes the results into the states
 
-    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Launch the part that a graph of decodes holds; returns the graph's result."""
         ...
 
-    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
+    def launch_rest(
+        self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
+    ) -> torch.Tensor | None:
         """Launch the rest, except for what may await masks.
 
         Returns the logits [R, V] of rows that sample, or None. Further results go into `results`, by feature name.
@@ -109,7 +111,7 @@ class FeatureGraphs:
     """The keys of the graphs of the engine's steps, and a feature's further graphs, each with what it holds."""
 
     of_steps: Sequence[GraphKey]
-    own: Mapping[GraphKey, GraphStep]
+    own: Mapping[GraphKey, Capturable]
 
 
 class ModelBeside(NamedTuple):
@@ -126,6 +128,9 @@ class StepFeature:
 
     name = ""  # of its results in RunnerOutput, and of its part of messages' extras
     calls: tuple[str, ...] = ()  # names of the methods that serve control calls
+    # Rows of requests that ask for something of the feature, which it keeps in `added` and `removed`: `variant` and
+    # `wants_hidden` are not called while there are none. None if the feature keeps no such rows.
+    rows: Collection[int] | None = None
 
     @property
     def models(self) -> tuple[ModelBeside, ...]:
@@ -163,7 +168,8 @@ class StepFeature:
         """
 
     def variant(self, step: SchedulerOutput) -> str:
-        """Return the variant of the forward that the step needs, "" for the usual one."""
+        """Return the variant of the forward that the step needs, "" for the usual one. Only one feature may override
+        this."""
         return ""
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
@@ -215,18 +221,25 @@ MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]
 
 
 class StepHooks:
-    """The overridden hooks of a runner's features, each a list in the order of features."""
+    """The overridden hooks of a runner's features, each a list in the order of features.
+
+    reading_hidden, wanting_hidden, choosing_variant: the features that override `after_forward`, `wants_hidden` and
+    `variant`. A hook that one feature may have is its method or None.
+
+    Raises ValueError if several features override such a hook or have the same name, or if one with results has none.
+    """
 
     def __init__(self, features: Sequence[StepFeature]) -> None:
         self.features = tuple(features)
-        self.reading_hidden = tuple(each for each in features if overriding((each,), StepFeature.after_forward))
+        by_name((each.name, each) for each in features if each.name)
+        self.reading_hidden = having(features, StepFeature.after_forward)
         if nameless := [type(each).__name__ for each in self.reading_hidden if not each.name]:
             raise ValueError(f"{nameless[0]} has results, so it must have a name; allowed: any but ''")
         self.added = overriding(features, StepFeature.added)
         self.removed = overriding(features, StepFeature.removed)
         self.begin = overriding(features, StepFeature.begin)
-        self.variant = overriding(features, StepFeature.variant)
-        self.wants_hidden = overriding(features, StepFeature.wants_hidden)
+        self.choosing_variant = sole(features, StepFeature.variant)
+        self.wanting_hidden = having(features, StepFeature.wants_hidden)
         self.receive = overriding(features, StepFeature.receive)
         self.before_inputs = overriding(features, StepFeature.before_inputs)
         self.in_forward = overriding(features, StepFeature.in_forward)
@@ -234,18 +247,9 @@ class StepHooks:
         self.after_step = overriding(features, StepFeature.after_step)
         self.end = overriding(features, StepFeature.end)
         self.failed = overriding(features, StepFeature.failed)
-        self.lay_out = _only(features, StepFeature.lay_out)
+        self.lay_out = sole_overriding(features, StepFeature.lay_out)
         self.graphs = overriding(features, StepFeature.graphs)
         self.models = tuple(model for each in features for model in each.models)
-
-
-def _only(features: Sequence[StepFeature], hook: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the hook of the only feature that overrides it, None if there is none. Raises ValueError for several."""
-    owners = [each for each in features if overriding((each,), hook)]
-    if len(owners) > 1:
-        names = " and ".join(type(each).__name__ for each in owners)
-        raise ValueError(f"{names} override {hook.__name__}, which one feature of a runner may have")
-    return overriding(owners, hook)[0] if owners else None
 
 
 NO_HOOKS = StepHooks(())

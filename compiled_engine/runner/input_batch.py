@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ import torch
 from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.messages import SchedulerOutput, TokenMasks
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.logprobs import BatchLogprobs
 
 # Entries of the ring: more than twice the steps in flight, since resampling writes a second entry.
 RING = 64
@@ -279,16 +281,18 @@ def prepare_reference(
     buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R
 
 
-@dataclass(frozen=True)
-class RowsOfRequests:
-    """Rows of a batch whose requests may have several: row i + 1 of a request holds the token behind that of row i.
+class RowsOfRequests(Protocol):
+    """Whose each row is, in a batch in which requests have several rows."""
 
-    All arrays are in the step's order.
-    """
-
-    places: np.ndarray  # int [rows], the batch's rows in the order of the step's requests
-    starts: np.ndarray  # int [requests], where each request begins in `places`
-    samples: np.ndarray  # bool [requests]
+    def result(
+        self,
+        request_ids: Sequence[str],
+        tokens_R: np.ndarray,
+        logprobs: BatchLogprobs | None,
+        extras: dict[str, dict[str, Any]],
+    ) -> RunnerOutput:
+        """Return what the step has produced. request_ids, tokens_R: of each row, in batch order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,7 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]  # AttentionInputs.host_3
     order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
-    several: RowsOfRequests | None = None  # where requests may have several rows
+    rows_of_requests: RowsOfRequests | None = None  # where requests may have several rows
     variant: str = ""  # of the forward, see StepFeature
     numbered: bool = False  # the rows begin at row_numbers_R
 

@@ -40,7 +40,7 @@ from compiled_engine.runner.model_forward import (
 )
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, PendingSteps, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_graphs import GraphedStep, StepGraphs, affordable
+from compiled_engine.runner.step_graphs import ModelStep, StepGraphs, affordable
 from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
@@ -193,7 +193,7 @@ class Runner:
         self._tail = tail
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = GraphedStep(forward, self._tail, self.states, length, self._hooks)
+        self.step = ModelStep(forward, self._tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
         """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
@@ -288,10 +288,11 @@ class Runner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted, variant = False, ""
-        for wants in self._hooks.wants_hidden:
-            hidden_wanted |= wants(step)
-        for of_feature in self._hooks.variant:
-            variant = of_feature(step) or variant
+        for feature in self._hooks.wanting_hidden:
+            if feature.rows is None or feature.rows:
+                hidden_wanted |= feature.wants_hidden(step)
+        if (chooses := self._hooks.choosing_variant) is not None and (chooses.rows is None or chooses.rows):
+            variant = chooses.variant(step)
         num_requests, graph_for = len(step.request_ids), self.captured.graph_for
         if self._hooks.lay_out is None:
             longest = max(step.starts, default=0) + 1  # of decodes; unused for others
@@ -327,7 +328,7 @@ class Runner:
             for feature in self._hooks.reading_hidden:
                 if (found := feature.after_forward(batch, output)) is not None:
                     results[feature.name] = found
-        logits_RV = self._tail.take(batch, output, results)
+        logits_RV = self._tail.launch_rest(batch, output, results)
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
@@ -451,7 +452,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
             request.token_ids,
             request.num_prompt_tokens,
             request.eos_token_ids,
-            masked="structured" in request.extras,
+            masked=request.samples_late,
         )
     except BaseException:
         states.remove(request.request_id)

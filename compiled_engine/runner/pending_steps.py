@@ -15,12 +15,9 @@ from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
-    NO_ROW,
-    NOT_TAKEN,
     RING,
     InputBatch,
     InputBuffers,
-    RowsOfRequests,
 )
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import BatchLogprobs
@@ -178,8 +175,9 @@ class PendingStep:
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch
-        if batch.several is not None:
-            return self._result_of_several(batch.several, ring_row[1 : batch.num_rows + 1])
+        extras = {name: result.by_request() for name, result in self._results.items()} if self._results else {}
+        if (owners := batch.rows_of_requests) is not None:
+            return owners.result(batch.request_ids, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
         tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
         if batch.order is not None:
             tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]
@@ -187,38 +185,13 @@ class PendingStep:
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
         if self._logprobs is None:
-            return RunnerOutput(token_ids, extras=self._extras())
+            return RunnerOutput(token_ids, extras=extras)
         few = None
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
-        return RunnerOutput(token_ids, few, many, extras=self._extras())
-
-    def _result_of_several(self, several: RowsOfRequests, tokens_R: np.ndarray) -> RunnerOutput:
-        """tokens_R: of each row; NOT_TAKEN where there is none, as behind a wrong guess, or NO_ROW."""
-        tokens_R = tokens_R[several.places]
-        taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
-        num_real = np.add.reduceat(tokens_R != NO_ROW, several.starts, dtype=np.int64)
-        counts = np.add.reduceat(taken_R, several.starts, dtype=np.int64)[several.samples].tolist()
-        few, many = None, dict[str, list[np.ndarray]]()
-        if self._logprobs is not None:
-            places = several.places[taken_R]
-            if self._logprobs.few_SW is not None:
-                few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[places])
-            for place in filter(self._logprobs.many.__contains__, places.tolist()):
-                many.setdefault(self._batch.request_ids[place], []).append(self._logprobs.many[place].numpy())
-        return RunnerOutput(
-            tokens_R[taken_R].tolist(),
-            few,
-            {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
-            counts=counts,
-            num_drafts=(num_real - 1)[several.samples].tolist(),
-            extras=self._extras(),
-        )
-
-    def _extras(self) -> dict[str, dict[str, Any]]:
-        return {name: result.by_request() for name, result in self._results.items()}
+        return RunnerOutput(token_ids, few, many, extras=extras)
 
 
 @dataclass

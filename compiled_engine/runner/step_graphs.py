@@ -18,7 +18,7 @@ from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
-from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager, GraphStep
+from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager
 from compiled_engine.runner.hooks import NO_HOOKS, StepHooks, Tail
 from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
@@ -29,8 +29,8 @@ log = logging.getLogger("compiled_engine")
 POOL_SHARE = 0.125
 
 
-class GraphedStep:
-    """Implements `GraphStep`. forward: its list of kv_caches may be refilled until the first capture. hooks: of the
+class ModelStep:
+    """Implements `Capturable`. forward: its list of kv_caches may be refilled until the first capture. hooks: of the
     features whose launches belong to the step.
     """
 
@@ -72,7 +72,7 @@ class GraphedStep:
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
         for in_forward in self._hooks.in_forward:
             in_forward(batch, output)
-        return self.tail.graphed(output, batch, batch.num_rows) if key.is_decode else output.tensor
+        return self.tail.launch_captured(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
         """Make the inputs of a batch on the device from what was staged and applied."""
@@ -92,7 +92,7 @@ class GraphedStep:
         return ForwardOutput(result, is_logits, (), variant, beside)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See GraphStep. All caches are replaced together."""
+        """See Capturable. All caches are replaced together."""
         buffers, caches = self.buffers, self.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(map(id, (*read, *caches[:1], *caches[-1:])))
@@ -135,7 +135,7 @@ class StepGraphs:
         self,
         config: EngineConfig,
         graph: GraphConfig,
-        step: GraphedStep,
+        step: ModelStep,
         capture: Capture | None,
         hooks: StepHooks = NO_HOOKS,
     ):
@@ -153,7 +153,7 @@ class StepGraphs:
             )
         self.counters = GraphCounters(self.dispatcher)
         keys: Sequence[GraphKey] = self.dispatcher.keys
-        of_features: dict[GraphKey, GraphStep] = {}
+        of_features: dict[GraphKey, Capturable] = {}
         for graphs in hooks.graphs:
             found = graphs(keys, self._replay)
             keys = found.of_steps
@@ -182,7 +182,7 @@ class StepGraphs:
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):
-            self.counters.fallback(Fallback.PROMPT_LOGPROBS, key.name)
+            self.counters.fallback(Fallback.HIDDEN_STATES, key.name)
         else:
             return key
         return None

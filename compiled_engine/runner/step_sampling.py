@@ -1,8 +1,9 @@
 """Samples a step, from its hidden states to its tokens. All launches are here, in this order:
 
   1. The logits of the rows that sample, and a token for each by temperature and seed. The states advance, and the
-     tokens go to the host (`take`). A graph of decodes ends with this (`graphed`). A step that samples nothing (a chunk
-     of a prompt, or a step with another tail) only advances (`StepAdvance.without_tokens`).
+     tokens go to the host. A graph of decodes ends with this (`launch_captured`); for another batch it follows the
+     forward (`launch_rest`). A step that samples nothing (a chunk of a prompt, or a step with another tail) only
+     advances (`StepAdvance.without_tokens`).
   2. Once the masks arrive, if the step has any: new tokens for rows with more parameters than temperature and seed, in
      the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
   3. The log-probabilities of the tokens, if requested.
@@ -74,7 +75,9 @@ class StepSampling:
         self._model, self.sampler, self._buffers = model, sampler, buffers
         self._pending, self.advance = pending, advance
 
-    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> torch.Tensor | None:
+    def launch_rest(
+        self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
+    ) -> torch.Tensor | None:
         return output.tensor if batch.has_decode_graph else self.sample(output, batch)
 
     def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
@@ -86,9 +89,9 @@ class StepSampling:
         if len(output.tensor) != count:  # otherwise each token is a row, and nothing has to be gathered
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.graphed(output, batch, count)
+        return self.launch_captured(output, batch, count)
 
-    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Choose a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
 
         May be captured. output: of these rows alone.

@@ -45,7 +45,7 @@ from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.runner.hooks import StepFeature
 from compiled_engine.runner.input_batch import empty_batch, padding_starts
 from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
-from compiled_engine.runner.step_graphs import GraphedStep
+from compiled_engine.runner.step_graphs import ModelStep
 from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
@@ -149,7 +149,7 @@ def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[Bat
     return [shape for shape in shapes if runs(shape)]
 
 
-def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
+def warm_up(config: EngineConfig, step: ModelStep, progress: Progress) -> int:
     """Run the start-up batches; returns the peak bytes of a step beyond what was allocated before."""
     on_gpu = config.device.type == "cuda"
     shapes = not_captured(config, start_up_batches(config))
@@ -175,7 +175,7 @@ def warm_up(config: EngineConfig, step: GraphedStep, progress: Progress) -> int:
     return peak
 
 
-def _run_empty(step: GraphedStep, shape: BatchShape, *, distinct: bool, variant: str) -> None:
+def _run_empty(step: ModelStep, shape: BatchShape, *, distinct: bool, variant: str) -> None:
     states, buffers, tail = step.states, step.buffers, step.tail
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, variant=variant)
@@ -191,7 +191,7 @@ def _run_empty(step: GraphedStep, shape: BatchShape, *, distinct: bool, variant:
     del hidden
     if step.model.ends_at_logits(num_tokens, variant):
         logits_RV = step.forward(batch, distinct=distinct).tensor[last_R]
-    tail.graphed(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
+    tail.launch_captured(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, tail.sampler.vocabulary)
     tail.advance(batch, token_ids_R, num_requests, again=True)
 
@@ -260,7 +260,7 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
 
 def compile_kernels(
     config: EngineConfig,
-    step: GraphedStep,
+    step: ModelStep,
     workers: KernelWorkers,
     progress: Progress,
     features: Sequence[StepFeature] = (),
@@ -363,7 +363,7 @@ def _empty_step(
 
 
 @torch.inference_mode()
-def _inputs(config: EngineConfig, step: GraphedStep) -> None:
+def _inputs(config: EngineConfig, step: ModelStep) -> None:
     """Dry-run the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)

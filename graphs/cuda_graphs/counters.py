@@ -19,7 +19,7 @@ class Fallback(Enum):
     NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"
     DECODES_TOO_LARGE = "more decodes than every captured size"
-    PROMPT_LOGPROBS = "prompt log-probabilities need the hidden states"
+    HIDDEN_STATES = "prompt log-probabilities need the hidden states"
 
 
 class GraphCounters:

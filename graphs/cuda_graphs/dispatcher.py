@@ -17,7 +17,10 @@ _MIXED_KINDS = {
 
 
 class Dispatcher:
-    """Maps every batch shape to the smallest graph that holds it, preferring graphs of decodes."""
+    """Maps every batch shape to the smallest graph that holds it, preferring graphs of decodes.
+
+    keys: every key that `dispatch` may return.
+    """
 
     def __init__(
         self,
@@ -71,11 +74,7 @@ class Dispatcher:
             names = (field.name for field in self._fields)
             extra = tuple((name, size) for name, size in zip(names, sizes, strict=True) if size)
             self._with_fields[sizes] = {key: replace(key, extra=extra) for key in usual_keys}
-
-    @property
-    def keys(self) -> tuple[GraphKey, ...]:
-        """All keys that `dispatch` may return."""
-        return tuple(key for keys in self._with_fields.values() for key in keys.values())
+        self.keys = tuple(key for keys in self._with_fields.values() for key in keys.values())
 
     def dispatch(
         self,

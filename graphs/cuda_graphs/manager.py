@@ -22,7 +22,7 @@ from compiled_engine.graphs.cuda_graphs.memory import (
 from compiled_engine.process.progress import Progress
 
 
-class GraphStep(Protocol):
+class Capturable(Protocol):
     """A step that can be captured: its kernels only read buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
@@ -63,7 +63,7 @@ class CudaGraphManager:
     pool then grows to what the largest needs, and the others fit into it.
     """
 
-    def __init__(self, steps: Mapping[GraphKey, GraphStep], capture: Capture):
+    def __init__(self, steps: Mapping[GraphKey, Capturable], capture: Capture):
         self._capture, self._steps = capture, dict(steps)
         self._distinct = tuple({id(step): step for step in self._steps.values()}.values())
         single = len(self._distinct) == 1  # one call less in each replay

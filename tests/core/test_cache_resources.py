@@ -11,14 +11,15 @@ from compiled_engine.config import AdapterConfig
 from compiled_engine.core.block_pool import BlockGroup
 from compiled_engine.core.cache_resource import CacheResource, RequestRows, check_holders
 from compiled_engine.core.request import Request
+from compiled_engine.features.adapters.extras import AdapterRef, adapter_of, extras_of
 from compiled_engine.features.adapters.table import AdapterTable
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
-from compiled_engine.messages import AdapterRef, EngineRequest
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 
 def request(name: str, adapter: str = "x") -> Request:
-    asked = EngineRequest(name, (1, 2, 3), SamplingParams(), adapter=AdapterRef(adapter, f"/{adapter}"))
+    asked = EngineRequest(name, (1, 2, 3), SamplingParams(), extras=extras_of(AdapterRef(adapter, f"/{adapter}")))
     return Request.of(asked, (0, 0), 100)
 
 
@@ -49,7 +50,7 @@ def test_it_is_given_and_taken_back_once(kind: str) -> None:
     first, second, third = request("a", "a"), request("b", "b"), request("c", "c")
     for each in (first, second, third):
         if isinstance(resource, AdapterTable):
-            resource.add(each.asked.adapter)
+            resource.add(adapter_of(each.asked))
     with pytest.raises(RuntimeError, match=none):
         resource.free(first)
     for each in (first, second):
@@ -73,7 +74,7 @@ def test_it_is_given_and_taken_back_once(kind: str) -> None:
             resource.free(each)
     if isinstance(resource, AdapterTable):
         for each in (first, second, third):
-            resource.end(each.asked.adapter)
+            resource.end(adapter_of(each.asked))
     resource.check_all_free()
     resource.check_integrity([])
 
@@ -104,10 +105,10 @@ def test_a_request_whose_adapter_was_dropped_is_found() -> None:
     table = adapters()
     first, second = request("a", "a"), request("b", "a")
     for each in (first, second):
-        table.add(each.asked.adapter)
+        table.add(adapter_of(each.asked))
         table.take(each, 3, 0)
     table.check_integrity([first, second])
-    table.end(first.asked.adapter)
+    table.end(adapter_of(first.asked))
     with pytest.raises(RuntimeError, match="adapter a is in use, but not loaded"):
         table.check_integrity([first, second])
     table.free(first)

@@ -13,16 +13,10 @@ from token_masks import ByLastToken
 from compiled_engine.config import AdapterConfig, EngineConfig, Recurrences, RowState, SpeculationConfig
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.registry import plan_features
-from compiled_engine.messages import (
-    NO_CACHE,
-    AdapterRef,
-    ControlCall,
-    EngineOutput,
-    EngineRequest,
-    RunnerOutput,
-    SchedulerOutput,
-)
+from compiled_engine.features.structured.extras import extras_of as grammar_extras
+from compiled_engine.messages import NO_CACHE, ControlCall, EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import MaskConstraint
@@ -78,7 +72,7 @@ def made(config: EngineConfig = BASE, start_s: float = 0.0) -> tuple[EngineCore,
 
 def request(name: str, *, adapter: str | None = None, grammar: str | None = None, **params: Any) -> EngineRequest:
     ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}")
-    return EngineRequest(name, (1, 2, 3), SamplingParams(**params), grammar=grammar, adapter=ref)
+    return EngineRequest(name, (1, 2, 3), SamplingParams(**params), extras=extras_of(ref) | grammar_extras(grammar))
 
 
 def seeds(core: EngineCore, executor: ScriptedExecutor, *asked: EngineRequest) -> list[int | None]:
@@ -112,7 +106,11 @@ def test_what_is_refused() -> None:
         (request("a", grammar="g"), None, "request_id 'a' is already in use"),
         (request("b", adapter="x"), None, "request 'b': enable_lora is False"),
         (EngineRequest("b", (1,) * 128, SamplingParams()), None, "must have at most 127 tokens"),
-        (EngineRequest("b", (1,) * 128, SamplingParams(), grammar="g"), None, "must have at most 127 tokens"),
+        (
+            EngineRequest("b", (1,) * 128, SamplingParams(), extras=grammar_extras("g")),
+            None,
+            "must have at most 127 tokens",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             core.add(asked, given)
@@ -289,7 +287,7 @@ class Grammars:
     def remove(self, name: str) -> bool:
         return self.waiting.pop(name, None) is not None
 
-    def take(self, patience_s: float = 0.0) -> Any:
+    def release(self, patience_s: float = 0.0) -> Any:
         self.patience.append(patience_s)
         ready = [(self.waiting.pop(name), MaskConstraint(ByLastToken(101), 101)) for name in self.ready]
         failed, self.ready, self.failed = self.failed, [], []

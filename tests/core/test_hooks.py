@@ -11,6 +11,7 @@ from plain_config import BASE
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.hooks import PlanFeature, PlanHooks
 from compiled_engine.features.registry import plan_features
+from compiled_engine.messages import TokenMasks
 
 
 class Named(PlanFeature):
@@ -36,7 +37,7 @@ def hook_names() -> list[str]:
 def test_a_hook_that_nobody_overrides_costs_no_call() -> None:
     hooks = PlanHooks([PlanFeature(), Named("a")])
     assert hook_names()
-    assert [name for name in hook_names() if len(getattr(hooks, name)) > 0] == ["metrics"]
+    assert [name for name in hook_names() if getattr(hooks, name)] == ["metrics"]
 
 
 def test_features_are_asked_in_their_order() -> None:
@@ -45,6 +46,44 @@ def test_features_are_asked_in_their_order() -> None:
     (failed,) = hooks.failed
     with pytest.raises(ControlError, match="b"):
         failed()
+
+
+class Divides(PlanFeature):
+    """Overrides all hooks that only one feature may override."""
+
+    def divide(self, running: Any, waiting: Any, num_in_flight: int) -> Any:
+        return ((running, 0),)
+
+    def decode_tokens(self, running: Any, num_waiting: int) -> int:
+        return 1
+
+    def begin_late(self, requests: Any) -> None:
+        pass
+
+    def finish_late(self) -> TokenMasks:
+        return TokenMasks([], memoryview(b""))
+
+
+@pytest.mark.parametrize("hook", ["divide", "decode_tokens", "begin_late", "finish_late"])
+def test_a_hook_of_one_feature_is_refused_to_a_second(hook: str) -> None:
+    first = Divides()
+    second: PlanFeature = type("Second", (PlanFeature,), {hook: getattr(Divides, hook)})()
+    assert getattr(PlanHooks([PlanFeature(), first]), hook) == getattr(first, hook)
+    with pytest.raises(ValueError, match=rf"^Second and Divides override PlanFeature\.{hook}; allowed: one feature"):
+        PlanHooks([second, first])
+
+
+def test_a_control_call_is_answered_by_one_feature() -> None:
+    class Answers(PlanFeature):
+        calls = ("count", "stop")
+
+    class AnswersToo(PlanFeature):
+        calls = ("stop",)
+
+    answers = Answers()
+    assert PlanHooks([answers, PlanFeature()]).answering == {"count": answers, "stop": answers}
+    with pytest.raises(ValueError, match=r"^Answers and AnswersToo have the name 'stop'; allowed: one feature"):
+        PlanHooks([answers, AnswersToo()])
 
 
 def test_an_engine_without_features_in_use_makes_no_call_for_them_in_a_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from compiled_engine.messages import (
     NO_CACHE,
     ROOT,
-    AdapterRef,
     EngineOutput,
     EngineRequest,
     NewRequest,
@@ -20,7 +20,6 @@ from compiled_engine.messages import (
     RunnerOutput,
     SchedulerOutput,
     StepOutputs,
-    Vectors,
     prefix_root,
 )
 from compiled_engine.sampling.params import SamplingParams
@@ -34,22 +33,20 @@ def rows_of(token_ids: list[int]) -> LogprobRows:
 COLUMNS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6)
 
 
-@given(columns=COLUMNS, several=st.booleans(), drafts=st.booleans(), with_logprobs=st.booleans(), data=st.data())
+@given(columns=COLUMNS, several=st.booleans(), has_extras=st.booleans(), with_logprobs=st.booleans(), data=st.data())
 def test_outputs_in_columns(
-    columns: list[tuple[int, int]], several: bool, drafts: bool, with_logprobs: bool, data: st.DataObject
+    columns: list[tuple[int, int]], several: bool, has_extras: bool, with_logprobs: bool, data: st.DataObject
 ) -> None:
     """They are those of each request, one after the other; so is a part of them."""
     counts = [count if several else 1 for count, _ in columns]
     token_ids = list(range(50, 50 + sum(counts)))
     expected = []
-    for index, (count, (_, num_drafts)) in enumerate(zip(counts, columns, strict=True)):
+    for index, (count, (_, number)) in enumerate(zip(counts, columns, strict=True)):
         first = sum(counts[:index])
         tokens = token_ids[first : first + count]
         rows = rows_of(token_ids).select(slice(first, first + count)) if with_logprobs else None
-        given: dict[str, Any] = (
-            {"num_drafts": num_drafts, "num_accepted": max(0, count - 1)} if drafts and num_drafts else {}
-        )
-        expected.append(EngineOutput(f"r{index}", tuple(tokens), rows, **given))
+        extras = {"f": (number, count)} if has_extras else {}
+        expected.append(EngineOutput(f"r{index}", tuple(tokens), rows, extras=extras))
     other = EngineOutput("other", (), finish_reason="length")
     outputs = StepOutputs(
         [output.request_id for output in expected],
@@ -57,39 +54,45 @@ def test_outputs_in_columns(
         [other],
         rows_of(token_ids) if with_logprobs else None,
         counts if several else None,
-        [num_drafts for _, num_drafts in columns] if drafts else None,
+        {"f": [(number, count) for count, (_, number) in zip(counts, columns, strict=True)]} if has_extras else {},
     )
     assert list(outputs) == [*expected, other]
     assert list(outputs.in_columns()) == expected
     assert len(outputs) == len(expected) + 1
     chosen = [index for index in range(len(expected)) if data.draw(st.booleans())]
     part = outputs.part(chosen, [])
-    assert [(each.request_id, each.new_token_ids, each.num_drafts) for each in part] == [
-        (expected[index].request_id, expected[index].new_token_ids, expected[index].num_drafts) for index in chosen
+    assert [(each.request_id, each.new_token_ids, each.extras) for each in part] == [
+        (expected[index].request_id, expected[index].new_token_ids, expected[index].extras) for index in chosen
     ]
     if with_logprobs and part.token_ids:
         assert [each.logprobs for each in part] == [expected[index].logprobs for index in chosen]
     else:
         assert part.logprobs is None
-    assert part.counts == ([counts[index] for index in chosen] if several else None)
+    assert part.lengths == ([counts[index] for index in chosen] if several else None)
 
 
 def test_what_a_message_does_not_say_is_not_asked_for() -> None:
     params = SamplingParams()
     request = EngineRequest("r", (1,), params)
-    assert request == EngineRequest("r", (1,), params, frozenset(), 0, bytes(32), None, (), 1, "", None, None)
+    assert request == EngineRequest("r", (1,), params, frozenset(), 0, bytes(32), (), {})
     new = NewRequest("r", (1,), 1, params, frozenset(), ())
-    assert new == NewRequest("r", (1,), 1, params, frozenset(), (), {})
-    assert EngineOutput("r", ()) == EngineOutput("r", (), None, None, None, None, None, None, None, 0)
-    assert StepOutputs() == StepOutputs((), (), (), None, None, None)
+    assert new == NewRequest("r", (1,), 1, params, frozenset(), (), False, {})
+    assert EngineOutput("r", ()) == EngineOutput("r", (), None, None, None, None, None, {})
+    assert StepOutputs() == StepOutputs((), (), (), None, None, {})
     step = SchedulerOutput(1, (), (), [], [], [], [], {})
     assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, 1.0, False, {})
-    assert RunnerOutput() == RunnerOutput((), None, {}, None, None, {})
+    assert RunnerOutput() == RunnerOutput((), None, {}, None, {}, {})
     assert RequestLimits(9, 20, 100) == RequestLimits(9, 20, 100, False, False, None)
 
 
-def test_the_rows_of_vectors() -> None:
-    assert [Vectors(0, width, bytes(48)).num_rows for width in (1, 3, 12)] == [12, 4, 1]
+def test_what_is_empty_is_not_sent() -> None:
+    """A plain request carries no field of features, and of an output no more than an empty dictionary."""
+    params = SamplingParams()
+    for plain in (EngineRequest("r", (1,), params), NewRequest("r", (1,), 1, params, frozenset(), ())):
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+        assert not sent.keys() & {"extras", "output_token_ids", "samples_late", "priority"}
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=type(plain)) == plain
+    assert msgspec.msgpack.encode(EngineOutput("r", (1,))) == b"\x98\xa1r\x91\x01\xc0\xc0\xc0\xc0\xc0\x80"
 
 
 def test_the_tokens_of_a_step() -> None:
@@ -167,15 +170,13 @@ def test_a_prompt_may_be_known_in_part() -> None:
 
 
 def test_roots_of_prefixes_differ_in_all_that_prefixes_depend_on() -> None:
-    """A salt is no adapter, whatever its text; the adapter's folder and name do not count."""
-    digests = ["x", "y"]
-    refs = [None, *(AdapterRef(digest, "/folder", "name") for digest in digests)]
+    """A part is no other part, whatever its text."""
     salts = [None, "", "x", "y", "xadapter 1 y", "x 1"]
-    roots = {(salt, ref): prefix_root(salt=salt, adapter=ref) for salt in salts for ref in refs}
+    roots = {(salt, digest): prefix_root(salt=salt, adapter=digest) for salt in salts for digest in (None, "x", "y")}
     assert roots.pop((None, None)) == ROOT
     assert all(one != other for one, other in combinations([ROOT, *roots.values()], 2))
     assert all(len(root) == len(ROOT) for root in roots.values())
-    assert prefix_root(adapter=AdapterRef("x", "/elsewhere")) == roots[None, AdapterRef("x", "/folder", "name")]
+    assert prefix_root(adapter="x") == roots[None, "x"]
 
 
 def test_rows_of_log_probabilities() -> None:

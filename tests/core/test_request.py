@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.core.request import Request, RequestStatus, check_requests
-from compiled_engine.messages import ROOT, AdapterRef, EngineRequest, NewRequest
+from compiled_engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 
@@ -48,21 +48,17 @@ def test_the_tokens_that_a_step_may_yield(params: SamplingParams, most: int) -> 
 
 def test_it_has_what_was_asked_for() -> None:
     params = SamplingParams(stop_token_ids=[4], min_tokens=2, max_tokens=20)
-    adapter = AdapterRef("digest", "/path")
     request = made(
         params,
         order=(3, 7),
         eos_token_ids=frozenset({5}),
         prefix_root=b"root",
-        pooling="token",
-        second_text=2,
-        adapter=adapter,
         output_token_ids=(8, 9),
-        next_prompt_logprob=3,
+        extras={"f": 3},
     )
     assert (request.request_id, request.order, request.sampling_params) == ("r", (3, 7), params)
     assert (request.token_ids, request.num_prompt_tokens, request.num_tokens) == ([1, 2, 3, 8, 9], 3, 5)
-    assert (request.prefix_root, request.asked.adapter) == (b"root", adapter)
+    assert (request.prefix_root, request.asked.extras, request.extras) == (b"root", {"f": 3}, {})
     assert (request.samples_late, request.yields_tokens, request.computes_every_token) == (False, True, False)
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
@@ -99,8 +95,10 @@ def test_the_runner_gets_all_that_it_needs() -> None:
     blocks = ((3, 4), (5,))
     new = NewRequest("r", (1, 2, 3, 8), 3, params, frozenset({5}), blocks)
     assert plain.as_new(blocks, {}) == new
-    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, {"f": 7})
-    assert made(params).as_new(blocks, {"f": 7}) == new
+    late = made(params)
+    late.samples_late = True
+    new = NewRequest("r", (1, 2, 3), 3, params, frozenset(), blocks, samples_late=True, extras={"f": 7})
+    assert late.as_new(blocks, {"f": 7}) == new
 
 
 def test_it_runs_from_its_first_admission_on() -> None:
@@ -135,7 +133,7 @@ def test_a_step_may_yield_fewer_tokens_than_was_assumed(status: RequestStatus, c
     """The blocks of a request that was preempted are gone: nothing of it counts as computed."""
     request = made(max_new_tokens_per_step=4)
     request.status, request.num_tokens, request.num_computed_tokens = status, 11, 10
-    request.take_in(4, 2)
+    request.correct_counts(4, 2)
     assert (request.num_tokens, request.num_computed_tokens) == (9, computed)
 
 

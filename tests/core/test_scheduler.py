@@ -8,6 +8,7 @@ import pytest
 from fake_runner import VOCAB_SIZE, shares_of
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
@@ -362,8 +363,9 @@ class TestPromptLogprobs:
         pieces = []
         while engine.live:
             (output,) = engine.step()
-            assert output.prompt_logprobs is not None
-            first, entries = output.prompt_logprobs
+            found = rows_in(output.extras)
+            assert found is not None
+            first, entries = found
             pieces.append((first, len(entries), len(output.new_token_ids)))
         assert pieces == [(1, 4, 0), (5, 4, 0), (9, 1, 1)]
 

@@ -11,7 +11,7 @@ from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
 
 
 def bare_scheduler(max_new_tokens_per_step: int = 1, **changes: Any) -> Scheduler:
@@ -84,13 +84,13 @@ def test_a_step_yields_no_more_tokens_than_it_may() -> None:
     scheduler.add(request_of(3))
     step = next_step(scheduler)
     with pytest.raises(RuntimeError, match="step 1 yields several tokens for a request; allowed: one"):
-        scheduler.update(step, RunnerOutput([1, 2], counts=[2]))
+        scheduler.update(step, RunnerOutput([1, 2], lengths=[2]))
     scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(request_of(3))
-    scheduler.update(next_step(scheduler), RunnerOutput([1], counts=[1]))
+    scheduler.update(next_step(scheduler), RunnerOutput([1], lengths=[1]))
     step = next_step(scheduler)
     with pytest.raises(RuntimeError, match="request 'a' gets 5 tokens; allowed: 0 to 4"):
-        scheduler.update(step, RunnerOutput([1] * 5, counts=[5]))
+        scheduler.update(step, RunnerOutput([1] * 5, lengths=[5]))
 
 
 @pytest.mark.parametrize("why", sorted(NO_TOKENS))
@@ -100,7 +100,7 @@ def test_what_comes_before_an_error_is_given_out(why: int) -> None:
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(logprobs=0)))
     rows = LogprobRows.of([TokenLogprobs((token,), (-1.0,), 1) for token in range(4)])
     for tokens in ([1], [2, 3, why, 4]):
-        result = RunnerOutput(tokens, rows.select(slice(len(tokens))), counts=[len(tokens)])
+        result = RunnerOutput(tokens, rows.select(slice(len(tokens))), lengths=[len(tokens)])
         (output,) = scheduler.update(next_step(scheduler), result)
     assert (output.new_token_ids, output.finish_reason) == ((2, 3), "error")
     assert output.logprobs == rows.select(slice(2))
@@ -113,22 +113,22 @@ def test_each_output_says_how_many_drafts_its_step_verified() -> None:
     scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(max_tokens=7, ignore_eos=True)))
     for count, num_drafts in ((1, 0), (2, 3), (2, 3), (2, 1)):
-        result = RunnerOutput([3] * count, counts=[count], num_drafts=[num_drafts])
+        result = RunnerOutput([3] * count, lengths=[count], columns={VERIFIED_DRAFTS: [(num_drafts, count - 1)]})
         (output,) = scheduler.update(next_step(scheduler), result)
-        assert (output.new_token_ids, output.num_drafts) == ((3,) * count, num_drafts)
-        assert output.num_accepted == count - 1
+        assert output.new_token_ids == (3,) * count
+        assert output.extras == {VERIFIED_DRAFTS: (num_drafts, count - 1)}
     assert output.finish_reason == "length"
     metrics = scheduler.metrics()
     assert [metrics[name] for name in ("drafted_requests", "draft_tokens", "accepted_tokens")] == [3, 7, 3]
 
 
-@pytest.mark.parametrize(("tokens", "kept", "accepted"), [([5, 6, 7, 8], 2, 2), ([5, 6], 2, 1), ([6], 1, 0)])
-def test_a_draft_that_is_a_stop_token_is_accepted(tokens: list[int], kept: int, accepted: int) -> None:
-    """It is part of the output, unlike those behind it. The last token of a step is no draft."""
+@pytest.mark.parametrize(("tokens", "kept"), [([5, 6, 7, 8], 2), ([5, 6], 2), ([6], 1)])
+def test_drafts_behind_a_stop_token_are_no_output(tokens: list[int], kept: int) -> None:
+    """The output still says how many drafts were right: the frontend counts those that are part of it."""
     scheduler = bare_scheduler(max_new_tokens_per_step=4)
     scheduler.add(EngineRequest("a", (1, 2), SamplingParams(stop_token_ids=[6])))
-    scheduler.update(next_step(scheduler), RunnerOutput([1], counts=[1]))
-    result = RunnerOutput(tokens, counts=[len(tokens)], num_drafts=[3])
+    scheduler.update(next_step(scheduler), RunnerOutput([1], lengths=[1]))
+    result = RunnerOutput(tokens, lengths=[len(tokens)], columns={VERIFIED_DRAFTS: [(3, len(tokens) - 1)]})
     (output,) = scheduler.update(next_step(scheduler), result)
     assert (output.new_token_ids, output.finish_reason) == (tuple(tokens[:kept]), "stop")
-    assert (output.num_drafts, output.num_accepted) == (3, accepted)
+    assert output.extras == {VERIFIED_DRAFTS: (3, len(tokens) - 1)}

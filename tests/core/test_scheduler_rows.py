@@ -8,6 +8,7 @@ import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
@@ -59,7 +60,7 @@ def test_rows_of_requests_that_ask_for_few_or_many(several: bool) -> None:
         tokens = [[5] * counts[0], [6] * counts[1], [7, 8][: counts[2]]]
         every = [token for each in tokens for token in each]
         many = {"many": rows(*(10 * token for token in tokens[2]))}
-        result = RunnerOutput(every, rows(*every), many, counts=counts if several else None)
+        result = RunnerOutput(every, rows(*every), many, lengths=counts if several else None)
         found = update(scheduler, result)
         assert [list(found[name].new_token_ids) for name in ("none", "few", "many")] == tokens
         assert found["few"].logprobs == rows(6)
@@ -75,14 +76,14 @@ def test_rows_of_a_prompt_come_with_its_token_beside_others(
     scheduler = made(max_new_tokens_per_step)
     add(scheduler, "decodes", logprobs=0)
     counts = None if max_new_tokens_per_step == 1 else [1]
-    update(scheduler, RunnerOutput([4], rows(4), counts=counts))
-    update(scheduler, RunnerOutput([5], rows(5), counts=counts))
+    update(scheduler, RunnerOutput([4], rows(4), lengths=counts))
+    update(scheduler, RunnerOutput([5], rows(5), lengths=counts))
     add(scheduler, "prompt", output=output, prompt_logprobs=0)
     counts = None if max_new_tokens_per_step == 1 else [1, 1]
     prompt = {"prompt": (1, rows(1, 1))}
-    found = update(scheduler, RunnerOutput([6, 7], rows(6, 7), extras={"prompt_logprobs": prompt}, counts=counts))
+    found = update(scheduler, RunnerOutput([6, 7], rows(6, 7), extras={"prompt_logprobs": prompt}, lengths=counts))
     assert (found["decodes"].new_token_ids, found["decodes"].logprobs) == ((6,), rows(6))
-    assert (found["prompt"].new_token_ids, found["prompt"].prompt_logprobs) == ((7,), prompt["prompt"])
+    assert (found["prompt"].new_token_ids, rows_in(found["prompt"].extras)) == ((7,), prompt["prompt"])
     assert found["prompt"].logprobs is None
 
 
@@ -91,9 +92,9 @@ def test_a_request_may_get_no_token_in_a_step() -> None:
     scheduler = made(3)
     add(scheduler, "a")
     add(scheduler, "b")
-    update(scheduler, RunnerOutput([4, 4], counts=[1, 1]))
-    assert update(scheduler, RunnerOutput([5], counts=[0, 1])).keys() == {"b"}
-    found = update(scheduler, RunnerOutput([6, 6, 6, 7], counts=[3, 1]))
+    update(scheduler, RunnerOutput([4, 4], lengths=[1, 1]))
+    assert update(scheduler, RunnerOutput([5], lengths=[0, 1])).keys() == {"b"}
+    found = update(scheduler, RunnerOutput([6, 6, 6, 7], lengths=[3, 1]))
     assert {name: output.new_token_ids for name, output in found.items()} == {"a": (6, 6, 6), "b": (7,)}
 
 
@@ -102,7 +103,7 @@ def test_drafts_are_no_prompt() -> None:
     scheduler = made(4, max_prefill_tokens=4)
     add(scheduler, "a", max_tokens=3)
     add(scheduler, "other")
-    update(scheduler, RunnerOutput([4, 4], counts=[1, 1]))
+    update(scheduler, RunnerOutput([4, 4], lengths=[1, 1]))
     add(scheduler, "b", prompt=10)
     step = next_step(scheduler)
     assert dict(zip(step.request_ids, step.counts, strict=True)) == {"a": 2, "other": 4, "b": 4}

@@ -18,7 +18,8 @@ from compiled_engine.core.steps import (
     step_outputs,
     tokens_output,
 )
-from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, Vectors
+from compiled_engine.features.pooling.extras import Vectors
+from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import (
     NOT_A_NUMBER,
@@ -122,18 +123,21 @@ def test_outputs_that_are_as_all_others_stay_in_columns() -> None:
     assert (found.request_ids, found.token_ids, found.logprobs) == (["a", "c"], [5, 7], rows(5, 7))
     assert list(found.others) == [other]
     assert step_outputs(step, RunnerOutput([5, 6, 7]), [1], []).logprobs is None
+    result = RunnerOutput([5, 6, 7], columns={"f": [1, 2, 3]})
+    assert step_outputs(step, result, [], []).columns == {"f": [1, 2, 3]}
+    assert step_outputs(step, result, [1], [other]).columns == {"f": [1, 3]}
 
 
 def vectors_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:
     """A feature that has a vector for some."""
     found = extras.get("f", {}).get(asked.request_id)
-    return {} if found is None else {"vectors": found}
+    return {} if found is None else {"f": found}
 
 
 def rows_of(asked: Request, extras: dict[str, Any]) -> dict[str, Any]:
     """Another feature, that has rows for some."""
     found = extras.get("g", {}).get(asked.request_id)
-    return {} if found is None else {"prompt_logprobs": found}
+    return {} if found is None else {"g": found}
 
 
 TAKEN = (vectors_of, rows_of)
@@ -151,8 +155,8 @@ def test_what_a_chunk_of_a_prompt_yields() -> None:
     vectors, found = Vectors(0, 1, bytes(16)), (1, rows(1, 2, 3))
     result = RunnerOutput([7], extras={"f": {"b": vectors}, "g": dict.fromkeys("abde", found)})
     assert extra_outputs(in_flight(builder), result, TAKEN) == [
-        EngineOutput("a", (), prompt_logprobs=found, num_cached_tokens=4),
-        EngineOutput("b", (), prompt_logprobs=found, num_cached_tokens=0, vectors=vectors),
+        EngineOutput("a", (), num_cached_tokens=4, extras={"g": found}),
+        EngineOutput("b", (), num_cached_tokens=0, extras={"f": vectors, "g": found}),
     ]
 
 
@@ -162,9 +166,9 @@ class TestTokensOutput:
     def test_it_has_what_the_request_asked_for(self) -> None:
         asked = request("a", logprobs=0)
         asked.num_cached_tokens, asked.scheduled_time = 2, 1.5
-        extras = {"prompt_logprobs": (1, rows(1, 2))}
+        extras = {"g": (1, rows(1, 2))}
         output = tokens_output(asked, slice(1, 3), Finish("stop", 6), self.RESULT, extras)
-        assert output == EngineOutput("a", (5, 6), rows(5, 6), (1, rows(1, 2)), "stop", 6, 2, 1.5)
+        assert output == EngineOutput("a", (5, 6), rows(5, 6), "stop", 6, 2, 1.5, extras)
 
     def test_it_has_nothing_else(self) -> None:
         output = tokens_output(request("b"), slice(0, 1), None, self.RESULT, {})
@@ -183,8 +187,8 @@ class TestTokensOutput:
     def test_a_token_may_be_no_output(self) -> None:
         asked, vectors = request("v", logprobs=0), Vectors(0, 1, bytes(4))
         asked.yields_tokens = False
-        output = tokens_output(asked, slice(0, 1), Finish("length", None), self.RESULT, {"vectors": vectors})
-        assert (output.new_token_ids, output.logprobs, output.vectors) == ((), None, vectors)
+        output = tokens_output(asked, slice(0, 1), Finish("length", None), self.RESULT, {"f": vectors})
+        assert (output.new_token_ids, output.logprobs, output.extras) == ((), None, {"f": vectors})
 
 
 @pytest.mark.parametrize("token_id", [0, 5, -1])

@@ -10,6 +10,7 @@ from async_engines import ENGINE
 from msgspec import structs
 from small_engines import PROMPTS
 
+from compiled_engine.features.prompt_logprobs.extras import resumed, rows_in
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineOutput, EngineRequest
@@ -65,21 +66,21 @@ def test_it_ends_as_it_would_have(name: str, llm: LLM) -> None:
             request,
             request_id=f"known-{known}",
             output_token_ids=tuple(said[:known]),
-            next_prompt_logprob=num_prompt,
+            extras=resumed(request, num_prompt),
         )
         rest = run(llm, begun)
         assert tokens(rest) == said[known:]
         assert logprobs(rest) == pytest.approx(logprobs(whole)[known * per_token :], abs=1e-4)
         assert rest[-1].finish_reason == whole[-1].finish_reason
-        assert not any(output.prompt_logprobs for output in rest)
+        assert not any(rows_in(output.extras) for output in rest)
 
 
 def test_log_probabilities_of_a_prompt_go_on_where_they_ended(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, ignore_eos=True)
     (prepared,) = llm._prepare(parse_prompts(PROMPTS[1]), params)
     (request,) = prepared.engine_requests
-    rows = [rows for output in run(llm, request) for _, rows in [output.prompt_logprobs or (0, ())] for rows in rows]
-    outputs = run(llm, structs.replace(request, request_id="begun", next_prompt_logprob=4))
-    (first,) = [output.prompt_logprobs for output in outputs if output.prompt_logprobs]
+    rows = [row for output in run(llm, request) for _, rows in [rows_in(output.extras) or (0, ())] for row in rows]
+    outputs = run(llm, structs.replace(request, request_id="begun", extras=resumed(request, 4)))
+    (first,) = [found for output in outputs if (found := rows_in(output.extras)) is not None]
     assert first[0] == 4
     assert [row.token_ids for row in first[1]] == [row.token_ids for row in rows[3:]]

@@ -38,6 +38,7 @@ ROOT = Path(compiled_engine.__file__).parent
 PACKAGES = tuple(str(ROOT / name) for name in ("core", "rows", "runner", "sampling"))
 # The engine's functions, and those that dataclasses and named tuples are made with.
 ENGINE = (f"{ROOT}/", "<string>")
+FEATURES = tuple(f"{ROOT / name}/" for name in ("features", "grammars", "recurrence"))
 NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
@@ -107,6 +108,12 @@ def test_a_request_more_costs_the_host_hardly_a_call(small_engine: LLM) -> None:
     alone, six = (steady(small_engine, num_requests, calls) for num_requests in (1, 6))
     assert six - alone <= 5 * MOST_CALLS_MORE
     assert alone <= MOST_CALLS
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])
+def test_features_that_no_request_asks_for_cost_a_step_no_call(small_engine: LLM, num_requests: int) -> None:
+    """Also a step in which a block of a request fills up."""
+    assert steady(small_engine, num_requests, partial(calls, files=FEATURES)) == 0
 
 
 @pytest.mark.parametrize("num_requests", [1, 6])

@@ -50,7 +50,7 @@ class StepTokens(PlanFeature):
             request.extras[NAME] = most
             self._num_steps[request] = 0
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         """Count the steps of a request that had its limit on the device; the output gets nothing."""
         found = extras.get(NAME, {}).get(request.request_id)
         if found is not None and found == request.extras[NAME]:
@@ -86,20 +86,20 @@ class StepTokenRows(StepFeature):
         self._states, self._fields, self._device = parts.states, parts.states.fields, parts.config.device
         self._fields.declare(RowField(NAME))
         self._num_limited = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._limited: set[int] = set()
+        self.rows: set[int] = set()
         self._limits_R = torch.empty(0)
 
     def added(self, row: int, request: NewRequest) -> None:
         if NAME in request.extras:
-            self._limited.add(row)
+            self.rows.add(row)
             self._fields.set(row, **{NAME: request.extras[NAME]})
 
     def removed(self, row: int) -> None:
-        self._limited.discard(row)
+        self.rows.discard(row)
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
         """Return whether a request of the step has a limit: only such a step can have a result."""
-        return any(self._states.row(request_id) in self._limited for request_id in step.request_ids)
+        return any(self._states.row(request_id) in self.rows for request_id in step.request_ids)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Read the field of the step's rows, whether or not the host knows of a limit."""

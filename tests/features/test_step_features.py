@@ -138,9 +138,35 @@ def test_only_hooks_that_a_feature_overrides_are_called() -> None:
     nothing, begins = StepFeature(), Begins()
     hooks = StepHooks([nothing, begins])
     assert hooks.begin == (begins.begin,)
-    others = (hooks.added, hooks.removed, hooks.end, hooks.variant, hooks.receive, hooks.after_sample)
-    assert others == ((),) * 6
-    assert (hooks.wants_hidden, hooks.reading_hidden) == ((), ())
+    others = (hooks.added, hooks.removed, hooks.end, hooks.receive, hooks.after_sample)
+    assert others == ((),) * 5
+    assert (hooks.wanting_hidden, hooks.choosing_variant, hooks.reading_hidden) == ((), None, ())
+
+
+def test_one_feature_at_most_chooses_the_variant() -> None:
+    class Chooses(StepFeature):
+        def variant(self, step: SchedulerOutput) -> str:
+            return "its own"
+
+    class ChoosesToo(Chooses):
+        pass
+
+    chooses = Chooses()
+    assert StepHooks([StepFeature(), chooses]).choosing_variant is chooses
+    with pytest.raises(ValueError, match=r"^Chooses and ChoosesToo override StepFeature\.variant; allowed: one"):
+        StepHooks([chooses, ChoosesToo()])
+
+
+def test_a_name_is_of_one_feature() -> None:
+    class Named(StepFeature):
+        name = "its own"
+
+    class NamedToo(Named):
+        pass
+
+    StepHooks([StepFeature(), StepFeature(), Named()])
+    with pytest.raises(ValueError, match=r"^Named and NamedToo have the name 'its own'; allowed: one feature"):
+        StepHooks([Named(), NamedToo()])
 
 
 def test_a_feature_with_results_has_a_name() -> None:

@@ -12,11 +12,12 @@ from adapter_folders import make_adapter
 from torch import nn
 
 from compiled_engine.config import AdapterConfig
+from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
 from compiled_engine.frontend import adapters
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prompts import parse_prompts
-from compiled_engine.messages import AdapterRef, RequestLimits, prefix_root
+from compiled_engine.messages import RequestLimits, prefix_root
 from compiled_engine.models.checkpoint import adapter_folder
 from compiled_engine.sampling.params import SamplingParams
 
@@ -119,8 +120,9 @@ def test_requests_of_a_prompt_have_its_adapter_and_share_no_prefix_with_others(f
     requests = processor.process(parse_prompts(prompts), SamplingParams(n=2, detokenize=False), None, named)
     refs = processor.adapters.find_each(named, 3)
     for request, ref, salt in zip(requests, refs, ("s", None, None), strict=True):
-        assert [child.adapter for child in request.engine_requests] == [ref, ref]
-        assert {child.prefix_root for child in request.engine_requests} == {prefix_root(salt=salt, adapter=ref)}
+        assert [adapter_of(child) for child in request.engine_requests] == [ref, ref]
+        root = prefix_root(salt=salt, adapter=ref and ref.digest)
+        assert {child.prefix_root for child in request.engine_requests} == {root}
     assert len({request.engine_requests[0].prefix_root for request in requests}) == 3
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level, with_bos
 
+from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.prompts import has_long_text, num_characters, parse_prompts
 from compiled_engine.frontend.tokenizer import encode_bad_words
@@ -415,10 +416,9 @@ def test_a_grammar_is_in_the_request_and_needs_a_tokenizer() -> None:
     processor = make_processor()
     (request,) = process("a", params, processor=processor)
     (child,) = request.engine_requests
-    assert child.grammar is not None
-    assert "a+" in child.grammar
+    assert "a+" in str(grammar_of(child))
     assert child.sampling_params.structured_outputs is None
-    assert process("a")[0].engine_requests[0].grammar is None
+    assert process("a")[0].engine_requests[0].extras == {}
     vocabulary = processor.vocabulary
     assert vocabulary == GrammarVocabulary(byte_level().to_json(), VOCAB_SIZE, EOS)
     bare = make_processor(has_tokenizer=False)

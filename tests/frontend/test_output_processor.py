@@ -22,7 +22,7 @@ from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import LogprobRows
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
 from compiled_engine.sampling.token_mask import TokenMask
 
 EOS = 1
@@ -312,12 +312,13 @@ def test_metrics_of_a_request(extra: dict[str, Any]) -> None:
 
 
 def test_accepted_drafts_are_those_in_the_output() -> None:
-    """A step verifies drafts and yields no token where none is allowed, or one where all are wrong."""
+    """A step verifies drafts and yields no token of the output where an error ends it, or one where all are wrong."""
     outputs = OutputProcessor(TOKENIZER)
     (request,) = Frontend().prepare(max_tokens=9)
     state = outputs.add(request)
-    for tokens, accepted, finish in (((5, 6, 7), 2, None), ((8,), 0, None), ((), 0, "error")):
-        output = EngineOutput(request.request_id, tokens, finish_reason=finish, num_drafts=4, num_accepted=accepted)
+    for tokens, right, finish in (((5, 6, 7), 2, None), ((8,), 0, None), ((), 3, "error")):
+        extras = {VERIFIED_DRAFTS: (4, right)}
+        output = EngineOutput(request.request_id, tokens, finish_reason=finish, extras=extras)
         outputs.process(StepOutputs(others=(output,)))
     metrics = state.snapshot().metrics
     assert metrics is not None
@@ -333,7 +334,8 @@ def test_drafts_are_counted_in_columns_too(partial: bool, several: int) -> None:
     state = outputs.add(request, partial=partial)
     ids = [each.request_id for each in request.engine_requests]
     tokens = list(range(5, 6 + several))
-    changed, _ = outputs.process(StepOutputs([*ids, "gone"], [*tokens, 9], (), None, [several, 1, 0], [4, 2, 4]))
+    drafts = {VERIFIED_DRAFTS: [(4, several - 1), (2, 0), (4, 0)]}
+    changed, _ = outputs.process(StepOutputs([*ids, "gone"], [*tokens, 9], (), None, [several, 1, 0], drafts))
     assert changed == [state] * partial
     assert [completion.token_ids for completion in state.snapshot().outputs] == [tokens[:-1], tokens[-1:]]
     metrics = state.snapshot().metrics
@@ -351,8 +353,8 @@ def test_drafts_behind_a_stop_string_are_not_accepted(stop: str | None, logprobs
     state = processor.add(request)
     tokens = TOKENIZER.encode(SAID)
     rows = None if logprobs is None else LogprobRows.of(map(logprobs_of, tokens))
-    drafts: dict[str, Any] = {"num_drafts": 200, "num_accepted": len(tokens) - 1}
-    processor.process(StepOutputs(others=[EngineOutput(request.request_id, tuple(tokens), rows, **drafts)]))
+    drafts = {VERIFIED_DRAFTS: (200, len(tokens) - 1)}
+    processor.process(StepOutputs(others=[EngineOutput(request.request_id, tuple(tokens), rows, extras=drafts)]))
     output = state.snapshot()
     metrics, kept = output.metrics, len(output.outputs[0].token_ids)
     assert metrics is not None

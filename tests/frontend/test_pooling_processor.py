@@ -12,12 +12,13 @@ from tiny_tokenizers import KINDS, byte_level, with_bos, wrap
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from compiled_engine.features.pooling.extras import NAME, Vectors
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.pooling import PoolingParams, PoolingTask
 from compiled_engine.frontend.pooling_processor import CHARACTERS_AT_ONCE, PoolingBounds, PoolingProcessor
 from compiled_engine.frontend.running_pooling import results
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineOutput, RequestLimits, StepOutputs, Vectors
+from compiled_engine.messages import EngineOutput, RequestLimits, StepOutputs
 from compiled_engine.pooling import CLASSIFY, EMBED, LAST, NONE, NORMALISE, SOFTMAX, Dense, Pooling
 
 LONGEST = 20
@@ -189,7 +190,7 @@ def test_vectors_that_are_computed_again_replace_the_earlier_ones() -> None:
     name = request.engine_requests[0].request_id
 
     def step(given: Vectors, **more: Any) -> Any:
-        changed, _ = outputs.process(StepOutputs([], [], [EngineOutput(name, (), vectors=given, **more)]))
+        changed, _ = outputs.process(StepOutputs([], [], [EngineOutput(name, (), extras={NAME: given}, **more)]))
         return changed[0].snapshot()
 
     for given in (vectors(0, 1, 2), vectors(2, 3), vectors(0, 4, 5), vectors(2, 6)):

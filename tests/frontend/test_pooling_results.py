@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_tokenizers import byte_level
 
+from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
 from compiled_engine.frontend.pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -25,7 +26,7 @@ from compiled_engine.frontend.pooling_processor import (
     require_pooling,
 )
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
-from compiled_engine.messages import EngineOutput, RequestLimits, Vectors, prefix_root
+from compiled_engine.messages import EngineOutput, RequestLimits, prefix_root
 from compiled_engine.pooling import CLASSIFY, EMBED, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, Pooling
 
 TOKENIZER = byte_level()
@@ -149,8 +150,8 @@ def test_a_text_becomes_a_request() -> None:
     for request, ids, salt in zip(requests, (TOKENIZER.encode("hello"), [3, 4]), (None, "s"), strict=True):
         (each,) = request.engine_requests
         assert list(request.prompt_token_ids) == list(each.prompt_token_ids) == ids
-        assert (each.priority, each.prefix_root, each.pooling) == (3, prefix_root(salt=salt), "sequence")
-        assert (each.sampling_params.max_tokens, each.second_text, each.request_id) == (1, None, request.request_id)
+        assert (each.priority, each.prefix_root, each.extras) == (3, prefix_root(salt=salt), {})
+        assert (each.sampling_params.max_tokens, each.request_id) == (1, request.request_id)
         assert request.pooling == PoolingTask("embed", EMBEDS, PoolingParams(), 4)
     assert [request.prompt for request in requests] == ["hello", None]
     assert [request.request_id for request in requests] == ["r0", "r1"]
@@ -174,7 +175,7 @@ def test_the_task_of_a_call_goes_before_that_of_its_parameters(in_params: Any, a
     (request,) = processor().process("hello", PoolingParams(task=in_params), asked)
     assert request.pooling is not None
     assert request.pooling.name == task
-    assert request.engine_requests[0].pooling == ("token" if task.startswith("token") else "sequence")
+    assert request.engine_requests[0].extras == ({NAME: True} if task.startswith("token") else {})
 
 
 @pytest.mark.parametrize(("keep", "most"), [(3, 3), (50, LONGEST), (-1, LONGEST)])
@@ -234,7 +235,7 @@ def ended(requests: Sequence[Any], rows: Sequence[Any], cached: Sequence[int | N
     for request, values, num_cached in itertools.zip_longest(requests, rows, cached):
         running, data = RunningPooling(request), np.atleast_2d(np.array(values, "<f4"))
         vectors = Vectors(0, data.shape[1], data.tobytes())
-        output = EngineOutput(request.request_id, (), finish_reason="length", vectors=vectors)
+        output = EngineOutput(request.request_id, (), finish_reason="length", extras={NAME: vectors})
         running.update(EngineOutput(request.request_id, (), num_cached_tokens=num_cached), 0.0)
         assert running.unfinished_ids() == [request.request_id]
         assert running.update(output, 0.0) == "length"
@@ -271,7 +272,8 @@ def test_a_pair_is_judged_in_one_request(pooling: Pooling) -> None:
         assert list(request.prompt_token_ids) == [i for part in parts for i in TOKENIZER.encode(part)]
     for request in given.requests:
         (each,) = request.engine_requests
-        assert (each.priority, each.prefix_root, each.pooling) == (2, prefix_root(salt="s"), "sequence")
+        assert (each.priority, each.prefix_root) == (2, prefix_root(salt="s"))
+        assert each.extras == ({} if pooling is JUDGES else {TOKEN_TYPES: len(TOKENIZER.encode("a"))})
     rows = [[0.5], [-2]] if pooling is ONE_LABEL else [[0, 0.5], [1, -1]]
     found = [each.outputs.score for each in given.scores(ended(given.requests, rows))]
     assert found == pytest.approx(sigmoid(np.array([0.5, -2])).tolist(), abs=1e-6)
@@ -354,8 +356,8 @@ def test_a_request_that_ends_without_a_result_is_an_error(reason: str, why: str 
     good, bad = processor().process(["a", "b"])
     running = ended([good], [[1, 2, 3, 4]])
     failed = RunningPooling(bad)
-    vectors = Vectors(0, 4, bytes(16)) if has_vectors else None
-    failed.update(EngineOutput("r1", (), finish_reason=reason, stop_reason=why, vectors=vectors), 0.0)
+    extras = {NAME: Vectors(0, 4, bytes(16))} if has_vectors else {}
+    failed.update(EngineOutput("r1", (), finish_reason=reason, stop_reason=why, extras=extras), 0.0)
     for make in (results, embeddings, Scoring([good, bad], [(0, 1)]).scores):
         with pytest.raises(RuntimeError, match=rf"request r1 has no result \({reason}\): {why}"):
             make([*running, failed])  # type: ignore[operator]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level
 
+from compiled_engine.features.prompt_logprobs.extras import NAME
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.logprob_list import TokenTexts
@@ -119,7 +120,7 @@ def test_those_of_a_prompt_join_to_its_text(text: str, cut: int) -> None:
     state = RunningRequest(PreparedRequest("0", text, tuple(prompt), params, requests), tokenizer, 0.0)
     entries = tuple(TokenLogprobs((token_id,), (-1.0,), rank=1) for token_id in prompt[1:])
     for first, part in ((1, entries[:cut]), (1 + len(entries[:cut]), entries[cut:])):
-        state.update(EngineOutput("0", (), prompt_logprobs=(first, LogprobRows.of(part))), 0.0)
+        state.update(EngineOutput("0", (), extras={NAME: (first, LogprobRows.of(part))}), 0.0)
     found = state.snapshot().prompt_logprobs
     assert found is not None
     assert "".join(str(entry[i].decoded_token) for i, entry in zip(prompt[1:], found[1:], strict=True) if entry) == text

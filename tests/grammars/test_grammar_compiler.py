@@ -15,6 +15,7 @@ from token_masks import ByLastToken
 
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.constraints import GrammarQueue
+from compiled_engine.features.structured.extras import extras_of
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
 from compiled_engine.grammars.constraint import fill_masks
@@ -125,7 +126,7 @@ def test_a_large_stack_gives_what_the_work_gives() -> None:
 
 
 def request(request_id: str, grammar: str | None) -> EngineRequest:
-    return EngineRequest(request_id, (1, 2), SamplingParams(), grammar=grammar)
+    return EngineRequest(request_id, (1, 2), SamplingParams(), extras=extras_of(grammar))
 
 
 class TestQueue:
@@ -144,7 +145,7 @@ class TestQueue:
         assert not queue.remove("gone")
         ready, failed = [], []
         while queue.waiting:
-            more, ends = queue.take(patience_s=1.0)
+            more, ends = queue.release(patience_s=1.0)
             ready += more
             failed += ends
         assert [given.request_id for given, _ in ready] == ["a"]
@@ -164,7 +165,7 @@ class TestQueue:
                 queue.add(request(str(index), choice(text)))
             assert queue.remove("0")
             assert queue.remove("1")
-        ready, failed = queue.take(10.0)
+        ready, failed = queue.release(10.0)
         queue.close()
         assert ([given.request_id for given, _ in ready], failed) == (["2"], [])
         assert queue.metrics()["grammar_compiles"] == 1
@@ -177,7 +178,7 @@ class TestQueue:
         with busy(queue._compiler._threads):
             queue.add(request("a", choice("a")))
             time.sleep(0.06)
-            ready, (failed,) = queue.take()
+            ready, (failed,) = queue.release()
         assert (ready, failed.stop_reason) == (
             [],
             "structured_outputs: the grammar takes more than 0.05 s to compile",

@@ -221,7 +221,7 @@ def test_the_first_batch_of_decodes_without_a_graph_is_a_warning(caplog: pytest.
     counted = counters()
     with caplog.at_level(logging.WARNING, "compiled_engine"):
         counted.no_key(100, decodes_only=False)
-        counted.fallback(Fallback.PROMPT_LOGPROBS, "7 tokens")
+        counted.fallback(Fallback.HIDDEN_STATES, "7 tokens")
         assert caplog.messages == []
         counted.no_key(7, decodes_only=True)
         counted.no_key(8, decodes_only=True)
@@ -229,6 +229,6 @@ def test_the_first_batch_of_decodes_without_a_graph_is_a_warning(caplog: pytest.
     assert message.endswith("more decodes than every captured size (7 decodes)")
     assert counted.metrics()["graph_fallbacks_by_reason"] == {
         LARGE.value: 1,
-        Fallback.PROMPT_LOGPROBS.value: 1,
+        Fallback.HIDDEN_STATES.value: 1,
         DECODES_LARGE.value: 2,
     }

@@ -23,8 +23,10 @@ from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core import scheduler
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.features.adapters.extras import AdapterRef, extras_of
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.messages import AdapterRef, EngineRequest, prefix_root
+from compiled_engine.messages import EngineRequest, prefix_root
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
@@ -85,8 +87,8 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, tuple[list
     while core.has_unfinished():
         for output in core.step():
             tokens[output.request_id] += output.new_token_ids
-            if output.prompt_logprobs is not None:
-                prompt_entries[output.request_id] += len(output.prompt_logprobs[1])
+            if (found := rows_in(output.extras)) is not None:
+                prompt_entries[output.request_id] += len(found[1])
     core.check_integrity()
     return {name: (ids, prompt_entries[name]) for name, ids in tokens.items()}
 
@@ -143,8 +145,9 @@ def test_replayed_batches_of_eager_code_have_their_adapters(
         """The first and every third without an adapter."""
         found = []
         for i, request in enumerate(make_requests(14, 1)):
-            root = prefix_root(adapter=(adapter := adapters[i % 3]))
-            found.append(structs.replace(request, adapter=adapter, prefix_root=root))
+            adapter = adapters[i % 3]
+            root = prefix_root(adapter=adapter and adapter.digest)
+            found.append(structs.replace(request, extras=extras_of(adapter), prefix_root=root))
         return found
 
     expected = run(make_core(plain), requests())

@@ -25,7 +25,7 @@ from compiled_engine.runner.model_forward import BatchForward, ModelForward
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_graphs import GraphedStep
+from compiled_engine.runner.step_graphs import ModelStep
 from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
 from compiled_engine.runner.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
@@ -59,7 +59,7 @@ def llm() -> Any:
         yield llm
 
 
-def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
+def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
     """Return the step of a GPU's runner, for the model of an engine on a CPU."""
     executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
@@ -98,7 +98,7 @@ def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
     sampling = StepSampling(runner.model, sampler, buffers, pending, advance)
     forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
     ngrams = [Ngrams(speculation, states, buffers)] if in_each else []
-    return GraphedStep(forward, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
+    return ModelStep(forward, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)

@@ -107,7 +107,7 @@ def test_what_a_socket_does_not_take_is_sent_later(ends: Ends) -> None:
 
 
 def test_results_of_steps_are_told_from_failures() -> None:
-    for result in (RunnerOutput((5, 6), counts=[2]), Failed("KeyError", "'a'", "line 7")):
+    for result in (RunnerOutput((5, 6), lengths=[2]), Failed("KeyError", "'a'", "line 7")):
         found = decode_result(encode_result(result))
         assert type(found) is type(result)
     failed = decode_result(encode_result(Failed("KeyError", "'a'", "line 7")))

@@ -21,6 +21,7 @@ from small_engines import PROMPTS
 from tiny_models import tiny_config
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
@@ -123,7 +124,7 @@ def test_who_does_not_read_holds_up_nobody(engine: AsyncLLM, llm: LLM) -> None:
         for message in receive(connection):
             assert isinstance(message, Stepped)
             for output in message.outputs:
-                entries += len(output.prompt_logprobs[1]) if output.prompt_logprobs else 0
+                entries += len(found[1]) if (found := rows_in(output.extras)) else 0
                 ended += output.finish_reason == "length"
     assert entries == 4 * 49
     connection.close()

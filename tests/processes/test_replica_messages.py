@@ -14,6 +14,7 @@ from token_masks import OneOf
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError
+from compiled_engine.features.prompt_logprobs.extras import NAME, next_position
 from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.processes import replicas
 from compiled_engine.processes.channel import Connection
@@ -22,6 +23,7 @@ from compiled_engine.processes.replica import Replica, RoutedRequest
 from compiled_engine.processes.replicas import Replicas
 from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToCore, decode_to_api
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 VOCABULARY = GrammarVocabulary("{}", 100, frozenset({1}))
 
@@ -315,8 +317,8 @@ Given = Callable[[RoutedRequest], None]
     [
         (EngineOutput("a", ()), ((), 1)),
         (EngineOutput("a", (7, 8)), ((7, 8), 1)),
-        (EngineOutput("a", (), prompt_logprobs=(1, [None] * 4)), ((), 5)),  # type: ignore[arg-type]
-        (EngineOutput("a", (7,), prompt_logprobs=(3, [None] * 2)), ((7,), 5)),  # type: ignore[arg-type]
+        (EngineOutput("a", (), extras={NAME: (1, LogprobRows(4, b""))}), ((), 5)),
+        (EngineOutput("a", (7,), extras={NAME: (3, LogprobRows(2, b""))}), ((7,), 5)),
     ],
 )
 def test_what_is_left_of_a_request(said: EngineOutput, rest: tuple[tuple[int, ...], int]) -> None:
@@ -324,7 +326,7 @@ def test_what_is_left_of_a_request(said: EngineOutput, rest: tuple[tuple[int, ..
     routed = RoutedRequest(asked, (0, 0))
     routed.add(said)
     left = routed.rest()
-    assert (left.output_token_ids, left.next_prompt_logprob) == rest
+    assert (left.output_token_ids, next_position(left)) == rest
     assert replace_rest(left) == asked
 
 

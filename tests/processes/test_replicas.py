@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError, Failed
+from compiled_engine.features.prompt_logprobs.extras import NAME, next_position, rows_in
 from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.options import EngineOptions
 from compiled_engine.processes import replicas
@@ -85,7 +86,7 @@ class FakeCore:
                     case Add(request):
                         said = list(request.output_token_ids)
                         self.seeds[request.request_id] = request.sampling_params.seed
-                        self.requests[request.request_id] = (request, said, request.next_prompt_logprob)
+                        self.requests[request.request_id] = (request, said, next_position(request))
                     case Abort(request_ids):
                         for request_id in request_ids:
                             self.requests.pop(request_id, None)
@@ -98,19 +99,20 @@ class FakeCore:
         columns, others = [], []
         for request_id, (request, said, position) in list(self.requests.items())[:most]:
             params = request.sampling_params
-            rows = None
+            extras = {}
             if params.prompt_logprobs is not None and position < len(request.prompt_token_ids):
-                rows = (position, LogprobRows.of([TokenLogprobs((request.prompt_token_ids[position],), (-1.0,), 1)]))
+                row = TokenLogprobs((request.prompt_token_ids[position],), (-1.0,), 1)
+                extras[NAME] = (position, LogprobRows.of([row]))
                 self.requests[request_id] = (request, said, position + 1)
                 if position + 1 < len(request.prompt_token_ids):
-                    others.append(EngineOutput(request_id, (), prompt_logprobs=rows))
+                    others.append(EngineOutput(request_id, (), extras=extras))
                     continue
             said.append(token_of(params.seed, len(request.prompt_token_ids) + len(said)))
             if len(said) == params.max_tokens:
-                others.append(EngineOutput(request_id, (said[-1],), None, rows, "length"))
+                others.append(EngineOutput(request_id, (said[-1],), None, "length", extras=extras))
                 del self.requests[request_id]
-            elif rows is not None or len(said) == 1:
-                others.append(EngineOutput(request_id, (said[-1],), None, rows))
+            elif extras or len(said) == 1:
+                others.append(EngineOutput(request_id, (said[-1],), extras=extras))
             else:
                 first = len(said) - 1
                 while len(said) % 3 and len(said) + 1 < (params.max_tokens or 0):
@@ -118,7 +120,7 @@ class FakeCore:
                 columns.append((request_id, said[first:]))
         token_ids = [token_id for _, tokens in columns for token_id in tokens]
         counts = [len(tokens) for _, tokens in columns] if len(token_ids) > len(columns) else None
-        self.say(Stepped(StepOutputs([each for each, _ in columns], token_ids, others, counts=counts)))
+        self.say(Stepped(StepOutputs([each for each, _ in columns], token_ids, others, lengths=counts)))
 
 
 def make(cores: list[FakeCore]) -> Replicas:
@@ -190,8 +192,8 @@ class RequestsAndDeaths(RuleBasedStateMachine):
                     continue
                 assert output.request_id not in self.ends
                 self.got[output.request_id] += output.new_token_ids
-                if output.prompt_logprobs is not None:
-                    first, rows = output.prompt_logprobs
+                if (found := rows_in(output.extras)) is not None:
+                    first, rows = found
                     self.rows[output.request_id] += range(first, first + len(rows))
                 if output.finish_reason is not None:
                     self.ends[output.request_id] = output
@@ -379,10 +381,8 @@ def test_prompt_logprobs_go_on_where_they_ended() -> None:
 
     def take() -> None:
         for output in engine.step().others:
-            if output.prompt_logprobs is not None:
-                places.extend(
-                    range(output.prompt_logprobs[0], output.prompt_logprobs[0] + len(output.prompt_logprobs[1]))
-                )
+            if (found := rows_in(output.extras)) is not None:
+                places.extend(range(found[0], found[0] + len(found[1])))
 
     for _ in range(4):
         first.step(1)

@@ -92,17 +92,21 @@ ON_PAPER = (
 )
 # The same of features.
 PLANNING = (
+    "features.adapters.extras",
     "features.adapters.overtaking",
     "features.adapters.plan",
     "features.adapters.table",
     "features.pipeline.micro_batches",
+    "features.pooling.extras",
     "features.pooling.plan",
+    "features.prompt_logprobs.extras",
     "features.prompt_logprobs.plan",
     "features.recurrence.snapshots",
     "features.speculation.draft_length",
     "features.speculation.draft_plan",
     "features.speculation.draft_sharpness",
     "features.structured.constraints",
+    "features.structured.extras",
     "features.structured.plan",
 )
 # Packages, and modules, that may not import some others below them.
@@ -185,6 +189,20 @@ def test_a_package_does_not_import_some_others(package: str) -> None:
         if within(module, package):
             known = [name for name in imports_of(module) if any(within(name, other) for other in FORBIDDEN[package])]
             assert not known, f"{module} may not import {known}"
+
+
+def test_the_frontend_knows_no_more_of_features_than_their_extras() -> None:
+    for module in modules():
+        if within(module, "frontend"):
+            of_features = [name for name in imports_of(module) if within(name, "features")]
+            assert all(name.endswith(".extras") for name in of_features), f"{module} may not import {of_features}"
+
+
+def test_extras_are_data_of_messages_alone() -> None:
+    """Whoever reads or writes a message may import them."""
+    for module in modules():
+        if module.startswith("features.") and module.endswith(".extras"):
+            assert imports_of(module) <= {"messages", "sampling.sampled_tokens"}, module
 
 
 def test_tests_can_be_collected_from_any_folder() -> None:

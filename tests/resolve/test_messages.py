@@ -32,7 +32,7 @@ PARAMS = SamplingParams(
     extra_args={"schema": {"type": "object", "depth": [1, 2.5, None, True]}},
 )
 LOGPROBS = LogprobRows.of([TokenLogprobs((5, 7), (-0.25, -1.5), 1)])
-NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), ((4, 5),), {"structured": True})
+NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), ((4, 5),), True, {"f": 2})
 STEP = SchedulerOutput(
     7,
     ("gone",),
@@ -46,17 +46,17 @@ STEP = SchedulerOutput(
     extras={"f": {0: "x"}, "g": {"r": 3}},
 )
 MESSAGES = (
-    EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, b"root" * 8, "a grammar"),
+    EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, b"root" * 8, (4,), {"f": "a text", "g": [1, "x"]}),
     GrammarVocabulary("a tokenizer", 9, frozenset({0, 2})),
     TokenMasks(["r"], memoryview(b"\x05\x00\x00\x00")),
-    EngineOutput("r", (5,), LOGPROBS, (1, LOGPROBS), "stop", 5, 2),
+    EngineOutput("r", (5,), LOGPROBS, "stop", 5, 2, 1.5, {"f": [1, 2]}),
     StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")], LOGPROBS),
     NEW,
     STEP,
-    EngineOutput("r", (5, 6), num_drafts=3, num_accepted=1),
-    StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2], num_drafts=[0, 3]),
+    EngineOutput("r", (5, 6)),
+    StepOutputs(["r", "s"], [5, 6, 7], [], lengths=[1, 2], columns={"f": [[0, 0], [3, 1]]}),
     RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}),
-    RunnerOutput([5, 6], counts=[2, 0]),
+    RunnerOutput([5, 6], lengths=[2, 0]),
 )
 
 
@@ -74,13 +74,13 @@ def test_what_is_no_data_is_refused() -> None:
 
 def test_parts_of_a_step_keep_the_tokens_of_each_request() -> None:
     rows = LogprobRows.of([TokenLogprobs((token,), (-1.0,), 1) for token in range(6)])
-    outputs = StepOutputs(["a", "b", "c", "d"], range(6), (), rows, [2, 0, 1, 3], [1, 0, 4, 5])
+    outputs = StepOutputs(["a", "b", "c", "d"], range(6), (), rows, [2, 0, 1, 3], {"f": [1, 0, 4, 5]})
     tokens = {"a": (0, 1), "b": (), "c": (2,), "d": (3, 4, 5)}
     for columns in ([0, 1, 2, 3], [3, 1], [2], [], range(1, 4)):
         part = outputs.part(columns, ())
         found = {output.request_id: output.new_token_ids for output in part}
         assert found == {"abcd"[index]: tokens["abcd"[index]] for index in columns}
-        drafts = {output.request_id: output.num_drafts for output in part}
-        assert drafts == {"abcd"[index]: [1, 0, 4, 5][index] for index in columns}
+        extras = {output.request_id: output.extras for output in part}
+        assert extras == {"abcd"[index]: {"f": [1, 0, 4, 5][index]} for index in columns}
         for output in part:
             assert [entry.token_ids for entry in output.logprobs or ()] == [(t,) for t in output.new_token_ids]

@@ -12,7 +12,7 @@ import torch
 from compiled_engine.graphs.compiled_model import Forwards
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key, mixed_key
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward, _Variant
-from compiled_engine.runner.step_graphs import GraphedStep
+from compiled_engine.runner.step_graphs import ModelStep
 
 HIDDEN_TD = torch.arange(10.0).view(5, 2)
 SLOTS_T = torch.tensor([3, -1, 2, 0, 1], dtype=torch.int32)
@@ -39,14 +39,14 @@ def test_rows_keep_their_own_slots(tokens: Any) -> None:
     assert torch.equal(model().logits_of(logits.of_tokens(tokens)), HIDDEN_TD[tokens])
 
 
-def step() -> GraphedStep:
+def step() -> ModelStep:
     """One whose buffers have slots of more tokens than a graph has."""
     slots_T = torch.cat((SLOTS_T, torch.full((9,), 7, dtype=torch.int32)))
     buffers = SimpleNamespace(beside=lambda variant, num_tokens: (slots_T[:num_tokens],))
     of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= SMALL)
     forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
     nothing: Any = None
-    return GraphedStep(forward, nothing, nothing, 64)
+    return ModelStep(forward, nothing, nothing, 64)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRows, make_drafted_batch
+from compiled_engine.features.speculation.draft_rows import DraftedRows, DraftedSteps, StepRows, make_drafted_batch
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
@@ -370,8 +370,10 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
             expected.num_rows,
             expected.padded_tokens,
         )
-        assert batch.several is not None
-        assert [batch.request_ids[i] for i in batch.several.places[batch.several.starts].tolist()] == names
+        assert isinstance(batch.rows_of_requests, DraftedRows)
+        assert [
+            batch.request_ids[i] for i in batch.rows_of_requests.places[batch.rows_of_requests.starts].tolist()
+        ] == names
         found, made = drafting.rows(step), DraftingRows.of(step, states)
         assert dict(zip(found.rows_R.tolist(), found.room_R.tolist(), strict=True)) == dict(
             zip(made.rows_R.tolist(), made.room_R.tolist(), strict=True)

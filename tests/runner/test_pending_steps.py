@@ -10,11 +10,12 @@ import torch
 
 from compiled_engine.features.pooling.step_pooling import PooledRows
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
+from compiled_engine.features.speculation.draft_rows import DraftedRows
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.input_batch import NO_ROW, NOT_TAKEN, RING, InputBatch, RowsOfRequests
+from compiled_engine.runner.input_batch import NO_ROW, NOT_TAKEN, RING, InputBatch
 from compiled_engine.runner.pending_steps import Deferred, PendingStep, UnsampledStep
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
 
 NUMBER = 2 * RING + 5
 
@@ -34,7 +35,7 @@ def pending(
     samples: list[bool],
     *,
     order: list[int] | None = None,
-    several: RowsOfRequests | None = None,
+    rows_of_requests: DraftedRows | None = None,
     logprobs: BatchLogprobs | None = None,
     **results: Deferred,
 ) -> PendingStep:
@@ -49,12 +50,12 @@ def pending(
         np.array(samples),
         count,
         None,
-        several is None,
+        rows_of_requests is None,
         count,
         count,
         (count, 1, 1),
         None if order is None else np.array(order),
-        several,
+        rows_of_requests,
     )
     clock = StepClock(torch.device("cpu"))
     return PendingStep(ring_KR1, NUMBER, None, batch, logprobs, results, clock)
@@ -101,18 +102,24 @@ def test_tokens_behind_drafts() -> None:
     """Rows of requests c, a and b, in this order; the second draft of a is wrong, b has one of two, c is a prompt."""
     tokens = [9, 5, 6, NOT_TAKEN, 7, 8, NO_ROW]
     names = ["c", "a", "a", "a", "b", "b", "b"]
-    several = RowsOfRequests(np.array([1, 2, 3, 4, 5, 6, 0]), np.array([0, 3, 6]), np.array([True, True, False]))
+    drafted = DraftedRows(np.array([1, 2, 3, 4, 5, 6, 0]), np.array([0, 3, 6]), np.array([True, True, False]))
     tokens[0] = NOT_TAKEN
     samples = [False, *[True] * 5, False]
     many: dict[int, Any] = {place: rows(10 * place) for place in (1, 2, 3)}
     logprobs = BatchLogprobs(rows(*range(100, 107)), many)
     prompt = PromptRows({"c": (1, [rows(31)])})
-    result = pending(tokens, names, samples, several=several, logprobs=logprobs, prompt_logprobs=prompt).result()
-    assert (result.token_ids, result.counts, result.num_drafts) == ([5, 6, 7, 8], [2, 2], [2, 1])
+    result = pending(
+        tokens, names, samples, rows_of_requests=drafted, logprobs=logprobs, prompt_logprobs=prompt
+    ).result()
+    assert (result.token_ids, result.lengths, result.columns) == (
+        [5, 6, 7, 8],
+        [2, 2],
+        {VERIFIED_DRAFTS: [(2, 1), (1, 1)]},
+    )
     assert row_tokens(result.logprobs) == [101, 102, 104, 105]
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"a": [10, 20]}
     assert list(result.extras["prompt_logprobs"]) == ["c"]
-    none = pending(tokens, names, samples, several=several).result()
+    none = pending(tokens, names, samples, rows_of_requests=drafted).result()
     assert (none.token_ids, none.logprobs, none.many_logprobs) == ([5, 6, 7, 8], None, {})
 
 

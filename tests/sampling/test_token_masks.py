@@ -224,7 +224,7 @@ class TestScheduling:
         with pytest.raises(RuntimeError, match="step 2 samples late, after tokens of a step in flight"):
             engine.scheduler.begin_late(step)
         with pytest.raises(RuntimeError, match="no masks are being made"):
-            engine.scheduler.take_late()
+            engine.scheduler.finish_late()
         engine.run()
 
     def test_the_step_in_which_a_mask_fails_goes_on_without_it(self) -> None:

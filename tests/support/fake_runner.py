@@ -237,7 +237,7 @@ class FakeRunner:
                 new.num_prompt_tokens,
                 new.sampling_params,
                 list(*new.block_ids),
-                "structured" in new.extras,
+                new.samples_late,
                 step.starts[step.request_ids.index(new.request_id)],
             )
             start = self.rows[new.request_id].num_computed_tokens

@@ -28,7 +28,7 @@ from compiled_engine.core.scheduler import Scheduler
 OF_THE_CLOCK = ("scheduled_time",)
 # Lists whose entries are messages themselves, and dicts of which each entry is recorded as a field.
 MESSAGES_WITHIN = ("new", "others")
-FIELDS_WITHIN = "extras"
+FIELDS_WITHIN = ("extras", "columns")
 
 
 class MessageDigests:
@@ -44,7 +44,7 @@ class MessageDigests:
             if name in MESSAGES_WITHIN:
                 for one in value:
                     self.add(f"{kind}.{name}", one)
-            elif name == FIELDS_WITHIN:
+            elif name in FIELDS_WITHIN:
                 for feature, one in value.items():
                     self._add(f"{kind}.{name}.{feature}", one)
             elif name not in OF_THE_CLOCK:
@@ -63,7 +63,7 @@ class MessageDigests:
 @contextmanager
 def recorded_messages(digests: MessageDigests) -> Iterator[None]:
     """Take in what every scheduler of this process gives and gets meanwhile."""
-    schedule, take_late, update = Scheduler.schedule, Scheduler.take_late, Scheduler.update
+    schedule, finish_late, update = Scheduler.schedule, Scheduler.finish_late, Scheduler.update
 
     def recorded_schedule(scheduler: Scheduler) -> Any:
         step = schedule(scheduler)
@@ -73,7 +73,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
         return step
 
     def recorded_late(scheduler: Scheduler) -> Any:
-        made = take_late(scheduler)
+        made = finish_late(scheduler)
         digests.add("masks", made)
         return made
 
@@ -83,7 +83,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
         digests.add("outputs", outputs)
         return outputs
 
-    given = {"schedule": recorded_schedule, "take_late": recorded_late, "update": recorded_update}
+    given = {"schedule": recorded_schedule, "finish_late": recorded_late, "update": recorded_update}
     with patch.multiple(Scheduler, **given):
         yield
 

@@ -34,7 +34,7 @@ class ScriptedGraph:
 
 @dataclass
 class ScriptedCapture:
-    """Implements `Capture` and `GraphStep`.
+    """Implements `Capture` and `Capturable`.
 
     takes: memory of a key's capture. lazy: bytes that the first warm-up of a key takes of the pool and the driver each.
     kept: bytes that the driver keeps of each graph that is reset.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from compiled_engine.features.prompt_logprobs.extras import NAME
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask
@@ -78,17 +79,17 @@ class ScriptedCore:
                 finish_reason = "length"
         if finish_reason is not None:
             del self.live[request.request_id]
-        prompt_logprobs = None
+        extras = {}
         if first and params.prompt_logprobs is not None:
-            prompt_logprobs = (1, LogprobRows.of(map(logprobs_of, request.prompt_token_ids[1:])))
+            extras[NAME] = (1, LogprobRows.of(map(logprobs_of, request.prompt_token_ids[1:])))
         return EngineOutput(
             request_id=request.request_id,
             new_token_ids=tuple(new),
             logprobs=None if params.logprobs is None else LogprobRows.of(map(logprobs_of, new)),
-            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=2 if first else None,
+            extras=extras,
         )
 
 

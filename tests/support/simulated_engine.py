@@ -14,6 +14,7 @@ from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
+from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.speculation.draft_length import DraftLength
@@ -215,7 +216,7 @@ class SimulatedEngine:
         """Those that are begun, of the requests that had not ended then."""
         if self.masks_begun is not None:
             (step, ended), self.masks_begun = self.masks_begun, None
-            self.runner.check_masks(step, self.scheduler.take_late(), ended)
+            self.runner.check_masks(step, self.scheduler.finish_late(), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -328,15 +329,15 @@ class SimulatedEngine:
             record = self.live[output.request_id]
             assert record is record_of[output.request_id], "an output goes to a request that took over an id"
             params = record.request.sampling_params
-            assert output.new_token_ids or output.prompt_logprobs or output.finish_reason == "error"
+            assert output.new_token_ids or output.extras or output.finish_reason == "error"
             if output.num_cached_tokens is not None or not record.token_ids:
                 assert output.num_cached_tokens == record.num_cached_tokens
             record.token_ids += output.new_token_ids
             if params.logprobs is not None:
                 assert output.logprobs is not None or not output.new_token_ids
                 record.logprobs += output.logprobs or ()
-            if output.prompt_logprobs is not None:
-                first, entries = output.prompt_logprobs
+            if (found := rows_in(output.extras)) is not None:
+                first, entries = found
                 assert first == len(record.prompt_logprobs) + 1
                 record.prompt_logprobs += entries
             if params.prompt_logprobs is not None and record.token_ids:

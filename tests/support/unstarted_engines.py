@@ -11,11 +11,12 @@ from plain_config import BASE
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
+from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.pooling import PoolingParams
 from compiled_engine.frontend.request_stream import RequestStreams
 from compiled_engine.llm import LLM
-from compiled_engine.messages import AdapterRef, EngineRequest
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 PARAMS, POOLING, DEFAULT = SamplingParams(seed=3), PoolingParams(), SamplingParams(temperature=0.25)
@@ -119,5 +120,7 @@ def made_async(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM,
 
 def prepared(request_id: str, *, adapter: AdapterRef | None = None, completions: int = 1, **params: Any) -> Any:
     made = SamplingParams(**params)
-    requests = tuple(EngineRequest(f"{request_id}-{i}", (1,), made, adapter=adapter) for i in range(completions))
+    requests = tuple(
+        EngineRequest(f"{request_id}-{i}", (1,), made, extras=extras_of(adapter)) for i in range(completions)
+    )
     return PreparedRequest(request_id, None, (1,), made, requests)

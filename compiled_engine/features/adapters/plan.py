@@ -16,11 +16,11 @@ from compiled_engine.core.control import ControlError
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Request
 from compiled_engine.core.steps import StepInFlight
+from compiled_engine.features.adapters.extras import NAME, adapter_of
 from compiled_engine.features.adapters.overtaking import Overtaking
 from compiled_engine.features.adapters.table import AdapterTable
 from compiled_engine.messages import ControlCall, EngineRequest
 
-NAME = "adapters"
 CALLS = ("begin_load_adapter", "has_read_adapter", "load_adapter", "unload_adapter")
 OFF = "enable_lora is False, so there are no adapters; allowed: True"
 
@@ -70,19 +70,19 @@ class Adapters(PlanFeature):
 
     def check(self, request: EngineRequest) -> None:
         """Load its adapter, which may have been dropped since it was named."""
-        if request.adapter is None:
+        if (adapter := adapter_of(request)) is None:
             return
         try:
-            self.load_adapter(request.adapter.path, request.adapter.digest)
+            self.load_adapter(adapter.path, adapter.digest)
         except ControlError as error:
             raise ValueError(f"request {request.request_id!r}: {error}") from error
 
     def added(self, request: Request) -> None:
-        self._table.add(request.asked.adapter)
+        self._table.add(adapter_of(request.asked))
         self._overtaking.added(request)
 
     def may_start(self, request: Request) -> bool:
-        adapter = request.asked.adapter
+        adapter = adapter_of(request.asked)
         if adapter is None or (self._overtaking.may_overtake(request) and self._table.has_slot(adapter)):
             return True
         self._overtaking.set_aside(request)
@@ -96,15 +96,15 @@ class Adapters(PlanFeature):
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         self._overtaking.forget(request)
-        if request.asked.adapter is not None:
-            extras[NAME] = self._table.slot_of(request.asked.adapter)
+        if (adapter := adapter_of(request.asked)) is not None:
+            extras[NAME] = self._table.slot_of(adapter)
 
     def planned(self, step: StepInFlight) -> None:
         if placed := self._table.take_placed():
             step.output.extras[NAME] = placed
 
     def ended(self, request: Request) -> None:
-        self._table.end(request.asked.adapter)
+        self._table.end(adapter_of(request.asked))
         self._overtaking.forget(request)
 
     def failed(self) -> None:
@@ -134,5 +134,5 @@ class NoAdapters(PlanFeature):
         """None is loaded."""
 
     def check(self, request: EngineRequest) -> None:
-        if request.adapter is not None:
+        if NAME in request.extras:
             raise ValueError(f"request {request.request_id!r}: {OFF}")

@@ -185,7 +185,7 @@ class AdapterSlots:
                 b_NR = site.shard.of(b_NR, self._rank, self._num_ranks)
             else:
                 a_RK = site.shard.of(a_RK, self._rank, self._num_ranks)
-        held = [memory.take(matrix.shape, dtype).copy_(matrix) for matrix in (a_RK, b_NR)]
+        held = [memory.allocate(matrix.shape, dtype).copy_(matrix) for matrix in (a_RK, b_NR)]
         return _Copy(site, *held)
 
 
@@ -213,7 +213,7 @@ class _HostMemory:
         self._pinned = pinned
         self._part = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         num_bytes = shape.numel() * dtype.itemsize
         if num_bytes > len(self._part):
             size = max(num_bytes, PINNED_BYTES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiled_engine.features.adapters.plan import NAME
+from compiled_engine.features.adapters.extras import NAME
 from compiled_engine.features.adapters.slots import AdapterSlots
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.passes.linear.adapters import ADAPTED, ADAPTER_SLOT
@@ -22,7 +22,7 @@ class StepAdapters(StepFeature):
 
     def __init__(self, slots: AdapterSlots, states: RequestStates) -> None:
         self._slots, self._states = slots, states
-        self._adapted: set[int] = set()  # rows of requests with an adapter
+        self.rows: set[int] = set()  # of requests with an adapter
         states.fields.declare(RowField(ADAPTER_SLOT, initial=-1))
         self.begin_load, self.has_read, self.load, self.drop = slots.begin_load, slots.has_read, slots.load, slots.drop
 
@@ -34,10 +34,10 @@ class StepAdapters(StepFeature):
     def added(self, row: int, request: NewRequest) -> None:
         if (slot := request.extras.get(self.name)) is not None:
             self._states.fields.set(row, **{ADAPTER_SLOT: slot})
-            self._adapted.add(row)
+            self.rows.add(row)
 
     def removed(self, row: int) -> None:
-        self._adapted.discard(row)
+        self.rows.discard(row)
 
     def begin(self, step: SchedulerOutput) -> None:
         """Write the adapters that are newly placed into their slots."""
@@ -46,5 +46,4 @@ class StepAdapters(StepFeature):
 
     def variant(self, step: SchedulerOutput) -> str:
         """See StepFeature."""
-        adapted = self._adapted
-        return ADAPTED if adapted and not adapted.isdisjoint(map(self._states.row, step.request_ids)) else ""
+        return "" if self.rows.isdisjoint(map(self._states.row, step.request_ids)) else ADAPTED

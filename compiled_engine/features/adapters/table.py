@@ -16,7 +16,7 @@ from typing import Any
 from compiled_engine.config import AdapterConfig
 from compiled_engine.core.cache_resource import check_holders
 from compiled_engine.core.request import Request
-from compiled_engine.messages import AdapterRef
+from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
 
 # Names whose requests are counted.
 MOST_COUNTED = 1000
@@ -120,7 +120,8 @@ class AdapterTable:
         return most
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        return request.asked.adapter is None or self.has_slot(request.asked.adapter)
+        adapter = adapter_of(request.asked)
+        return adapter is None or self.has_slot(adapter)
 
     def has_slot(self, adapter: AdapterRef) -> bool:
         """Return whether the adapter is in a slot, or could be placed in one now."""
@@ -134,11 +135,11 @@ class AdapterTable:
         return changed
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        if request.asked.adapter is None:
+        if (adapter := adapter_of(request.asked)) is None:
             return
         if request in self._holders:
             raise RuntimeError(f"request {request.request_id!r} has a slot already")
-        digest = request.asked.adapter.digest
+        digest = adapter.digest
         slot = self._slots.pop(digest, None)
         if slot is None:
             slot = self._placed_slot(digest)
@@ -147,7 +148,7 @@ class AdapterTable:
         self._holders[request] = digest
 
     def free(self, request: Request) -> None:
-        if request.asked.adapter is None:
+        if adapter_of(request.asked) is None:
             return
         if self._holders.pop(request, None) is None:
             raise RuntimeError(f"request {request.request_id!r} gives back a slot, but has none")
@@ -158,7 +159,7 @@ class AdapterTable:
             raise RuntimeError(f"no request is left, but {len(self._holders)} hold slots of adapters")
 
     def check_integrity(self, holders: Collection[Request]) -> None:
-        adapted = [request for request in holders if request.asked.adapter is not None]
+        adapted = [request for request in holders if adapter_of(request.asked) is not None]
         check_holders("a slot of an adapter", self._holders, adapted)
         if len(set(self._slots.values())) != len(self._slots) or len(self._slots) > self._num_slots:
             raise RuntimeError(f"adapters are in slots {self._slots}, of which there are {self._num_slots}")

@@ -47,9 +47,9 @@ class StageTraffic(StepFeature):
         for number, expected in enumerate(self._expected, 1):
             if not expected.request_ids.isdisjoint(step.request_ids):
                 needed = number
-        self._take(max(needed, len(self._expected) - self._stage.count))
+        self._receive_tokens(max(needed, len(self._expected) - self._stage.count))
 
-    def _take(self, num_steps: int) -> None:
+    def _receive_tokens(self, num_steps: int) -> None:
         for _ in range(num_steps):
             rows_S = self._expected.popleft().rows_S
             tokens_S = torch.empty(len(rows_S), dtype=torch.int32, device=self._device)
@@ -76,7 +76,7 @@ class StageTraffic(StepFeature):
 
     def close(self) -> None:
         """Let everything arrive that was sent: no step comes any more."""
-        self._take(len(self._expected))
+        self._receive_tokens(len(self._expected))
         self._link.drain()
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor:
@@ -90,12 +90,12 @@ class SendTail:
     def __init__(self, traffic: StageTraffic, advance: StepAdvance) -> None:
         self._traffic, self.advance = traffic, advance
 
-    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """See Tail."""
         self.advance.without_tokens(batch, num_rows)
         return output.tensor
 
-    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
+    def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
             self.advance.without_tokens(batch, batch.num_requests)

@@ -1,20 +1,12 @@
-"""Requests that pool: they get vectors instead of tokens.
-
-In the extras: for a new request that it gets a vector for each of its tokens, and how many tokens are before the second
-of two texts; for a step's result the vectors by request.
-"""
+"""Requests that pool: they get vectors instead of tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Request
-from compiled_engine.messages import Vectors
-
-NAME, TOKEN_TYPES = "pooling", "token_types"
+from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES
 
 
 class PoolingPlan(PlanFeature):
@@ -22,11 +14,12 @@ class PoolingPlan(PlanFeature):
 
     def added(self, request: Request) -> None:
         request.yields_tokens = False
-        if request.asked.pooling == "token":
+        asked = request.asked.extras
+        if NAME in asked:
             request.computes_every_token = request.extras[NAME] = True
-        if request.asked.second_text is not None:
-            request.extras[TOKEN_TYPES] = request.asked.second_text
+        if TOKEN_TYPES in asked:
+            request.extras[TOKEN_TYPES] = asked[TOKEN_TYPES]
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         found = extras.get(NAME, {}).get(request.request_id)
-        return {} if found is None else {"vectors": msgspec.convert(found, Vectors)}
+        return {} if found is None else {NAME: found}

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
-from compiled_engine.features.pooling.plan import NAME, TOKEN_TYPES
-from compiled_engine.messages import NewRequest, Vectors
+from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
+from compiled_engine.messages import NewRequest
 from compiled_engine.pooling import LAST, Pooling
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import download, upload
@@ -107,12 +107,12 @@ class StepPooling:
             fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
             self._states.fields.declare(*fields)
 
-    def graphed(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """See Tail."""
         self.advance.without_tokens(batch, num_rows)
         return output.tensor
 
-    def take(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
+    def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
             self.advance.without_tokens(batch, batch.num_requests)

@@ -1,19 +1,13 @@
-"""Log-probabilities of prompts: each is delivered once, though a prompt may be computed in chunks and more than once.
-
-In the extras of a step's result: by request the position of the first row, and the rows.
-"""
+"""Log-probabilities of prompts: delivered once each, though a prompt may be computed in chunks and more than once."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Request
-from compiled_engine.sampling.sampled_tokens import LogprobRows
+from compiled_engine.features.prompt_logprobs.extras import NAME, as_rows, next_position
 
-NAME = "prompt_logprobs"
 # Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
 MOST_PROMPT_LOGPROBS = 1 << 24
 
@@ -29,15 +23,15 @@ class PromptLogprobs(PlanFeature):
             return
         most = max(MOST_PROMPT_LOGPROBS // (self._vocab_size if wanted == -1 else wanted + 1), 1)
         request.max_step_tokens = min(request.max_step_tokens, most)
-        self._next[request] = request.asked.next_prompt_logprob
+        self._next[request] = next_position(request.asked)
         self._note(request)
 
-    def taken(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+    def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         """Raises RuntimeError if positions are missing."""
         found = extras.get(NAME, {}).get(request.request_id)
         if found is None:
             return {}
-        first, rows = msgspec.convert(found, tuple[int, LogprobRows])
+        first, rows = as_rows(found)
         position = self._next[request]
         if first > position:
             raise RuntimeError(f"prompt_logprobs of {request.request_id!r} start at {first}, but {position} is next")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.features.prompt_logprobs.plan import NAME
+from compiled_engine.features.prompt_logprobs.extras import NAME
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.hooks import RunnerParts, StepFeature
@@ -44,20 +44,20 @@ class StepPromptLogprobs(StepFeature):
         """computes: False in a stage of a pipeline that is not the last, which has to run the same forward."""
         self._computes = computes
         self._states, self._model, self._vocabulary = parts.states, parts.model, parts.vocabulary
-        self._wanted: dict[int, int] = {}  # by row
+        self.rows: dict[int, int] = {}  # with how many log-probabilities each wants
 
     def added(self, row: int, request: NewRequest) -> None:
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
-            self._wanted[row] = wanted
+            self.rows[row] = wanted
 
     def removed(self, row: int) -> None:
-        self._wanted.pop(row, None)
+        self.rows.pop(row, None)
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
         """Return whether a request of the step computes its prompt and asks for log-probabilities of it."""
-        states, wanted = self._states, self._wanted
-        return bool(wanted) and any(
-            (row := states.row(request_id)) in wanted and start < states.num_prompt_tokens[row] - 1
+        states, rows = self._states, self.rows
+        return any(
+            (row := states.row(request_id)) in rows and start < states.num_prompt_tokens[row] - 1
             for request_id, start in zip(step.request_ids, step.starts, strict=True)
         )
 
@@ -73,7 +73,7 @@ class StepPromptLogprobs(StepFeature):
         first, start = int(batch.num_computed[index]), int(batch.query_starts[index])
         in_step, in_prompt = int(batch.query_starts[index + 1]) - start, int(self._states.num_prompt_tokens[row])
         count = min(in_step, in_prompt - 1 - first)
-        if (wanted := self._wanted.get(row)) is None or count <= 0:
+        if (wanted := self.rows.get(row)) is None or count <= 0:
             return None
         token_ids: np.ndarray = self._states.all_token_ids(row)
         targets_T = upload(token_ids[first + 1 : first + 1 + count], output.tensor.device)

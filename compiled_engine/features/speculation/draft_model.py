@@ -81,7 +81,7 @@ class DraftModel(StepFeature):
     previous pass's drafts. Prompts are read after these passes. If a request ends or is preempted, a block in the
     prefix cache may lack K and V of a last draft, which makes later drafts worse but no token wrong.
 
-    query_lens: rows per request in the first pass. Implements `GraphStep`: a graph holds all passes over a number of
+    query_lens: rows per request in the first pass. Implements `Capturable`: a graph holds all passes over a number of
     requests. Passes depend on the device alone: a request without room for a draft is padding in the passes after it.
     In a graph, drafts are sampled by temperature alone; elsewhere the request's filters apply too.
     """
@@ -322,10 +322,10 @@ class DraftModel(StepFeature):
         keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, 0)
         self.failed()  # what was not launched has not arrived
 
-    # GraphStep ------------------------------------------------------------------------------------------------------
+    # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
+        """See Capturable."""
         self._fill(key.num_requests // FIRST, key.max_seq_len)
 
     def run(self, key: GraphKey) -> torch.Tensor:

@@ -14,6 +14,7 @@ from compiled_engine.core.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_sharpness import DraftSharpness
 from compiled_engine.messages import RunnerOutput
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class DraftPlan(PlanFeature):
         self._stopped: set[Request] = set()
         self._num_stopped = 0
         self._in_flight: deque[TimedStep] = deque()
-        self._updated: TimedStep | None = None  # the step taken in last
+        self._updated: TimedStep | None = None  # the step processed last
         self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
@@ -131,13 +132,13 @@ class DraftPlan(PlanFeature):
             self._time(timed, self._length)
 
     def _verify(self, step: StepInFlight, result: RunnerOutput) -> None:
-        counts = [1] * len(step.sampling) if result.counts is None else result.counts
-        every_num_drafts = [0] * len(counts) if result.num_drafts is None else result.num_drafts
-        for request, count, num_drafts in zip(step.sampling, counts, every_num_drafts, strict=True):
+        lengths = [1] * len(step.sampling) if result.lengths is None else result.lengths
+        every_drafts = result.columns.get(VERIFIED_DRAFTS) or [VerifiedDrafts()] * len(lengths)
+        for request, count, (num_drafts, num_right) in zip(step.sampling, lengths, every_drafts, strict=True):
             if num_drafts:
-                self._counts.verified(num_drafts, count - 1)
+                self._counts.verified(num_drafts, num_right)
                 if self._sharpness is not None and not request.sampling_params.greedy:
-                    self._sharpness.verified(step.output.draft_sharpness, right=count > 1)
+                    self._sharpness.verified(step.output.draft_sharpness, right=num_right > 0)
             bound = step.bounds.get(request, step.decode_tokens)
             if self._length is not None and bound > 1:
                 self._length.verified(bound - 1, count - 1)

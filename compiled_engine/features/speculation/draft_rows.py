@@ -19,20 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.messages import SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.runner.input_batch import (
+    NO_ROW,
+    NOT_TAKEN,
     InputBatch,
     InputBuffers,
     RowsOfRequests,
     host_of,
 )
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.logprobs import BatchLogprobs
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,47 @@ class DraftedSteps:
 
 
 @dataclass(frozen=True)
+class DraftedRows:
+    """Implements RowsOfRequests: a request has a row for its newest token and one for each draft after it.
+
+    All arrays are in the step's order.
+    """
+
+    places: np.ndarray  # int [rows], the batch's rows in the order of the step's requests
+    starts: np.ndarray  # int [requests], where each request begins in `places`
+    samples: np.ndarray  # bool [requests]
+
+    def result(
+        self,
+        request_ids: Sequence[str],
+        tokens_R: np.ndarray,
+        logprobs: BatchLogprobs | None,
+        extras: dict[str, dict[str, Any]],
+    ) -> RunnerOutput:
+        """See RowsOfRequests. tokens_R: NOT_TAKEN where there is none, as after a wrong draft, or NO_ROW."""
+        tokens_R = tokens_R[self.places]
+        taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
+        num_real = np.add.reduceat(tokens_R != NO_ROW, self.starts, dtype=np.int64)[self.samples]
+        counts = np.add.reduceat(taken_R, self.starts, dtype=np.int64)[self.samples]
+        few, many = None, dict[str, list[np.ndarray]]()
+        if logprobs is not None:
+            places = self.places[taken_R]
+            if logprobs.few_SW is not None:
+                few = LogprobRows.of_array(logprobs.few_SW.numpy()[places])
+            for place in filter(logprobs.many.__contains__, places.tolist()):
+                many.setdefault(request_ids[place], []).append(logprobs.many[place].numpy())
+        drafts = zip((num_real - 1).tolist(), np.maximum(counts - 1, 0).tolist(), strict=True)
+        return RunnerOutput(
+            tokens_R[taken_R].tolist(),
+            few,
+            {request_id: LogprobRows.of_array(np.concatenate(rows)) for request_id, rows in many.items()},
+            lengths=counts.tolist(),
+            columns={VERIFIED_DRAFTS: list(drafts)},
+            extras=extras,
+        )
+
+
+@dataclass(frozen=True)
 class StepShares:
     """The tokens that each request of a step computes, except their start. Equal shares allow reusing rows."""
 
@@ -157,7 +203,7 @@ def make_drafted_batch(
         rows.lens_A,
         np.array(step.starts, np.int32)[request_A],
         samples_R[request_A] & rows.exists_A,
-        RowsOfRequests(places, starts, samples_R),
+        DraftedRows(places, starts, samples_R),
         key,
         rows.query_len,
     )
@@ -171,7 +217,7 @@ def stage_numbered(
     lens_A: np.ndarray,
     starts_A: np.ndarray,
     samples_A: np.ndarray,
-    several: RowsOfRequests | None = None,
+    rows_of_requests: RowsOfRequests | None = None,
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
@@ -207,7 +253,7 @@ def stage_numbered(
         num_rows=num_rows,
         padded_tokens=padded_tokens,
         host=host,
-        several=several,
+        rows_of_requests=rows_of_requests,
         numbered=True,
     )
 

@@ -172,7 +172,7 @@ def launch_begin_drafts(
 
 
 class EagleDrafter(StepFeature):
-    """The passes of a head. Implements `GraphStep`.
+    """The passes of a head. Implements `Capturable`.
 
     The head has a KV cache of its own under the block tables of the requests. Its entry of a position comes of the
     model's hidden states there and of the token behind. `prefill_head` computes all tokens of a step: prompts, newest
@@ -267,9 +267,9 @@ class EagleDrafter(StepFeature):
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
         if batch.numbered:
-            self.take(output.aux_hidden_states)
+            self.combine_hidden_states(output.aux_hidden_states)
 
-    def take(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
+    def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Compute the features of a step's tokens from the inputs of the head's chosen layers, [T, target_size] each.
 
         May be captured, with the forward that returns them.
@@ -385,10 +385,10 @@ class EagleDrafter(StepFeature):
             keep_drafts(states, own, self._room.tensor, tokens_R, draft, given)
         return logits_RV
 
-    # GraphStep ------------------------------------------------------------------------------------------------------
+    # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See GraphStep."""
+        """See Capturable."""
         if key not in self._num_drafts_of:
             self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
@@ -433,7 +433,7 @@ class EagleDrafter(StepFeature):
         aux_hidden_states = torch.zeros(
             num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device
         )
-        self.take((aux_hidden_states,) * head.num_aux_layers)
+        self.combine_hidden_states((aux_hidden_states,) * head.num_aux_layers)
         self.prefill_head(batch, distinct=distinct)
         if num_tokens == num_requests:
             _, query_len, longest = host_3

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compiled_engine.core.request import Request
+from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from compiled_engine.grammars.constraint import GrammarConstraint, fill_masks
 from compiled_engine.grammars.text import LONGEST_COMPILE_S
@@ -47,10 +48,10 @@ class GrammarQueue:
 
     def add(self, request: EngineRequest) -> None:
         """Raises ValueError if no vocabulary was given."""
-        if self._compiler is None or request.grammar is None:
+        if self._compiler is None or (grammar := grammar_of(request)) is None:
             raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
         self._num_requests += 1
-        compiled = self._compiler.compile(request.grammar)
+        compiled = self._compiler.compile(grammar)
         deadline_s = time.monotonic() + LONGEST_COMPILE_S
         self.waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
         self._num_waiting[compiled] += 1
@@ -61,9 +62,10 @@ class GrammarQueue:
             return False
         gone = self._pop(request_id)
         if gone.compiled not in self._num_waiting:
+            grammar = grammar_of(gone.request)
             assert self._compiler is not None
-            assert gone.request.grammar is not None
-            self._compiler.cancel(gone.request.grammar, gone.compiled)
+            assert grammar is not None
+            self._compiler.cancel(grammar, gone.compiled)
         return True
 
     def _pop(self, request_id: str) -> _Waiting:
@@ -73,7 +75,9 @@ class GrammarQueue:
             del self._num_waiting[found.compiled]
         return found
 
-    def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
+    def release(
+        self, patience_s: float = 0.0
+    ) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
         """Take out the requests whose grammar is ready, and the ends of those whose grammar cannot be compiled.
 
         patience_s: how long to wait if none is ready.
@@ -146,7 +150,7 @@ class MaskMaker:
         told = [constrained.with_new_tokens(request) for request, constrained in requests]
         self._failures = fill_masks(told, words_MW, self._thread)
 
-    def take(self) -> TokenMasks:
+    def finish(self) -> TokenMasks:
         """Return the masks begun last, once they are made. Valid until the next call of `begin`.
 
         A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.

@@ -1,7 +1,4 @@
-"""Requests with a grammar or a token mask: held back until it is ready, and masked in each step.
-
-In the extras of a new request: that it is sampled with a mask.
-"""
+"""Requests with a grammar or a token mask: held back until it is ready, and masked in each step."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from typing import Any
 from compiled_engine.core.hooks import PlanFeature
 from compiled_engine.core.request import Finish, Request
 from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
+from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
 from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
-
-NAME = "structured"
 
 
 class Structured(PlanFeature):
@@ -40,7 +36,7 @@ class Structured(PlanFeature):
 
         Raises ValueError if the request has both, or if its grammar has no vocabulary.
         """
-        if request.grammar is not None:
+        if grammar_of(request) is not None:
             if given is not None:
                 raise ValueError(f"request {request.request_id!r} must have a grammar or a token mask, got both")
             self._grammars.add(request)
@@ -51,7 +47,7 @@ class Structured(PlanFeature):
 
     def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
         """Return requests whose grammars are ready, and the ends of those whose grammars failed."""
-        ready, failed = self._grammars.take(patience_s)
+        ready, failed = self._grammars.release(patience_s)
         self._given |= {request.request_id: constraint for request, constraint in ready}
         return [request for request, _ in ready], failed
 
@@ -63,14 +59,14 @@ class Structured(PlanFeature):
         """Have a request with a constraint sample late, and a token at a time, as its masks are made."""
         if (constraint := self._given.pop(request.request_id, None)) is not None:
             self._of[request] = Constrained(constraint)
-            request.samples_late = request.extras[NAME] = True
+            request.samples_late = True
             request.max_new_tokens_per_step = request.most_when_admitted = 1
 
     def begin_late(self, requests: Sequence[Request]) -> None:
         self._masks.begin([(request, self._of[request]) for request in requests if request in self._of])
 
-    def take_late(self) -> TokenMasks:
-        return self._masks.take()
+    def finish_late(self) -> TokenMasks:
+        return self._masks.finish()
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """A text of a grammar that is complete stops: only an end-of-sequence token could come, and min_tokens or the

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.adapters.plan import Adapters
-from compiled_engine.messages import (
-    ROOT,
-    AdapterRef,
-    ControlCall,
-    EngineRequest,
-    RunnerOutput,
-    SchedulerOutput,
-    prefix_root,
-)
+from compiled_engine.messages import ROOT, ControlCall, EngineRequest, RunnerOutput, SchedulerOutput, prefix_root
 from compiled_engine.sampling.params import SamplingParams
 
 
@@ -46,9 +39,9 @@ class Engine:
         priority: int = 0,
     ) -> None:
         ref = None if adapter is None else AdapterRef(adapter, f"/{adapter}", adapter_name or adapter)
-        root = prefix_root(adapter=ref)
+        root = prefix_root(adapter=adapter)
         params = SamplingParams(max_tokens=max_tokens)
-        request = EngineRequest(name, (1, 2, 3), params, priority=priority, prefix_root=root, adapter=ref)
+        request = EngineRequest(name, (1, 2, 3), params, priority=priority, prefix_root=root, extras=extras_of(ref))
         self.adapters.check(request)
         self.scheduler.add(request)
 
@@ -279,10 +272,10 @@ def test_after_a_failed_step_adapters_are_placed_again() -> None:
 
 def test_a_prefix_depends_on_the_content() -> None:
     refs = [AdapterRef("digest", "/one", "x"), AdapterRef("digest", "/two", "y"), AdapterRef("other", "/one", "x")]
-    roots = [prefix_root(adapter=ref) for ref in refs]
+    roots = [prefix_root(adapter=ref.digest) for ref in refs]
     assert roots[0] == roots[1] != roots[2]
     assert ROOT == prefix_root() not in roots
-    assert len({prefix_root(salt="s", adapter=refs[0]), prefix_root(salt="s"), roots[0]}) == 3
+    assert len({prefix_root(salt="s", adapter="digest"), prefix_root(salt="s"), roots[0]}) == 3
 
 
 @pytest.mark.parametrize("used", ["a", None])

@@ -9,8 +9,9 @@ from msgspec import structs
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.features.pooling.extras import Vectors, extras_of, vectors_in
 from compiled_engine.features.pooling.plan import PoolingPlan
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, Vectors
+from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 
 
@@ -22,9 +23,12 @@ def made(*, whole: bool, budget: int = 10, max_num_seqs: int = 4) -> Scheduler:
     )
 
 
-def add(scheduler: Scheduler, name: str, length: int, pooling: str = "sequence") -> None:
+def add(
+    scheduler: Scheduler, name: str, length: int, *, by_token: bool = False, second_text: int | None = None
+) -> None:
     params = SamplingParams(max_tokens=1, seed=0)
-    scheduler.add(EngineRequest(name, tuple(range(length)), params, pooling=pooling))
+    extras = extras_of(by_token=by_token, second_text=second_text)
+    scheduler.add(EngineRequest(name, tuple(range(length)), params, extras=extras))
 
 
 def run(scheduler: Scheduler) -> tuple[SchedulerOutput, dict[str, Any]]:
@@ -40,7 +44,7 @@ def run(scheduler: Scheduler) -> tuple[SchedulerOutput, dict[str, Any]]:
     outputs = scheduler.update(step, RunnerOutput([0] * sum(step.samples), extras=extras))
     scheduler.check_integrity()
     assert all(not output.new_token_ids for output in outputs)
-    return step, {output.request_id: (output.vectors, output.finish_reason) for output in outputs}
+    return step, {output.request_id: (vectors_in(output.extras), output.finish_reason) for output in outputs}
 
 
 def test_an_encoder_computes_whole_texts() -> None:
@@ -80,7 +84,7 @@ def test_each_chunk_gives_the_vectors_of_its_tokens() -> None:
     """Cached blocks spare nothing of it: their tokens are to have vectors too."""
     scheduler = made(whole=False)
     for _ in range(2):
-        add(scheduler, "t", 12, pooling="token")
+        add(scheduler, "t", 12, by_token=True)
         chunks = [run(scheduler)[1]["t"] for _ in range(2)]
         assert chunks == [(Vectors(0, 1, bytes(40)), None), (Vectors(10, 1, bytes(8)), "length")]
     add(scheduler, "s", 12)
@@ -89,8 +93,12 @@ def test_each_chunk_gives_the_vectors_of_its_tokens() -> None:
 
 def test_the_runner_hears_what_a_text_is() -> None:
     scheduler = made(whole=False)
-    for name, rest in (("t", {"pooling": "token", "second_text": 1}), ("s", {"pooling": "sequence"})):
-        scheduler.add(EngineRequest(name, (1, 2), SamplingParams(max_tokens=1, seed=0), **rest))
+    add(scheduler, "t", 2, by_token=True, second_text=1)
+    add(scheduler, "s", 2)
     step = scheduler.schedule()
     assert step is not None
     assert [new.extras for new in step.new] == [{"pooling": True, "token_types": 1}, {}]
+
+
+def test_the_rows_of_vectors() -> None:
+    assert [Vectors(0, width, bytes(48)).num_rows for width in (1, 3, 12)] == [12, 4, 1]

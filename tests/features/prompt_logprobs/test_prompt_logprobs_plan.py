@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from compiled_engine.core.request import Request
+from compiled_engine.features.prompt_logprobs.extras import resumed
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
@@ -15,7 +17,8 @@ from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 def added(feature: PromptLogprobs, prompt_logprobs: int | None, prompt: int = 3, first: int = 1) -> Request:
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    asked = EngineRequest("r", tuple(range(prompt)), params, next_prompt_logprob=first)
+    asked = EngineRequest("r", tuple(range(prompt)), params)
+    asked = structs.replace(asked, extras=resumed(asked, first))
     request = Request.of(asked, (0, 0), 100)
     feature.added(request)
     return request
@@ -50,7 +53,7 @@ def test_prompt_logprobs_are_delivered_once(crosses: bool) -> None:
     def computed(first: int, end: int) -> tuple[int, list[int]] | None:
         part: Any = rows.select(slice(first - 1, end - 1))
         sent = [first, {"num_rows": part.num_rows, "data": part.data}] if crosses else (first, part)
-        fields = feature.taken(request, {"prompt_logprobs": {"r": sent, "other": sent}})
+        fields = feature.output_extras(request, {"prompt_logprobs": {"r": sent, "other": sent}})
         found = fields.get("prompt_logprobs")
         return None if found is None else (found[0], [row.token_ids[0] + 1 for row in found[1]])
 
@@ -64,4 +67,4 @@ def test_prompt_logprobs_are_delivered_once(crosses: bool) -> None:
     assert request.computes_every_token
     assert computed(6, 9) == (6, [6, 7, 8])
     assert not request.computes_every_token
-    assert feature.taken(request, {"pooling": {"r": 1}}) == {}
+    assert feature.output_extras(request, {"pooling": {"r": 1}}) == {}

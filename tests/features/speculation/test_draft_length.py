@@ -12,6 +12,7 @@ from compiled_engine.features.speculation.draft_length import LEAST_STEPS, PROBE
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 
 
 def run(
@@ -147,7 +148,9 @@ def test_a_draft_that_does_not_exist_counts_as_wrong() -> None:
         assert step is not None
         has_drafts = number % 10 == 9 and step.counts == [4]
         count, num_drafts = (4, 3) if has_drafts else (1, 0)
-        scheduler.update(step, RunnerOutput([3] * count, counts=[count], num_drafts=[num_drafts]))
+        scheduler.update(
+            step, RunnerOutput([3] * count, lengths=[count], columns={VERIFIED_DRAFTS: [(num_drafts, count - 1)]})
+        )
     metrics = scheduler.metrics()
     assert metrics["draft_shares"][0] < 0.4
     assert metrics["accepted_tokens"] == metrics["draft_tokens"]

@@ -16,6 +16,7 @@ from compiled_engine.features.speculation.draft_length import LEAST_STEPS, Draft
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 
 MOST, REQUESTS, OUTPUT_LEN = 4, 8, 256
 
@@ -83,7 +84,8 @@ class Engine:
         for start, count in zip(step.starts, step.counts, strict=True):
             drafts = count - 1 if start else 0
             counts.append(1 + next((i for i in range(drafts) if self.draw.random() >= self.share), drafts))
-        result = RunnerOutput([3] * sum(counts), counts=counts, num_drafts=[count - 1 for count in step.counts])
+        drafts = [(most - 1, count - 1) for most, count in zip(step.counts, counts, strict=True)]
+        result = RunnerOutput([3] * sum(counts), lengths=counts, columns={VERIFIED_DRAFTS: drafts})
         outputs = self.scheduler.update(step, result)
         new = sum(len(output.new_token_ids) for output in outputs)
         self.tokens += new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.speculation.draft_sharpness import LEAST
 from compiled_engine.messages import EngineRequest, NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 
 MOST = 3
 
@@ -65,10 +67,18 @@ def next_step(scheduler: Scheduler) -> SchedulerOutput:
     return step
 
 
+def result_of(counts: Sequence[int], num_drafts: Sequence[int] | None) -> RunnerOutput:
+    """Return the result of a step that yields so many tokens for its requests, of so many drafts each."""
+    columns = {}
+    if num_drafts is not None:
+        columns[VERIFIED_DRAFTS] = [(number, count - 1) for number, count in zip(num_drafts, counts, strict=True)]
+    return RunnerOutput([3] * sum(counts), lengths=list(counts), columns=columns)
+
+
 def run(scheduler: Scheduler, *counts: int, num_drafts: list[int] | None = None) -> SchedulerOutput:
     """A step that yields so many tokens for its requests."""
     step = next_step(scheduler)
-    scheduler.update(step, RunnerOutput([3] * sum(counts), counts=list(counts), num_drafts=num_drafts))
+    scheduler.update(step, result_of(counts, num_drafts))
     return step
 
 
@@ -132,7 +142,7 @@ def test_it_is_told_how_long_a_step_had_the_device(monkeypatch: pytest.MonkeyPat
         steps.append(next_step(scheduler))
         if taken is not None:
             now = taken
-            scheduler.update(steps.pop(0), RunnerOutput([3, 3], counts=[1, 1]))
+            scheduler.update(steps.pop(0), RunnerOutput([3, 3], lengths=[1, 1]))
     # The first one had prompts; the second was scheduled at 2, and the first had the device until 10.
     assert length.times == [(2, 0, 3.0, False), (2, 0, 7.0, False)]
     assert length.in_a_row == [False, True]
@@ -156,7 +166,7 @@ def test_it_is_told_of_steps_between_others_of_their_number(steps_in_flight: int
         length.drafts = Drafts(number)
         steps.append(next_step(scheduler))
         if len(steps) == steps_in_flight:
-            scheduler.update(steps.pop(0), RunnerOutput([3], counts=[1]))
+            scheduler.update(steps.pop(0), RunnerOutput([3], lengths=[1]))
     assert [(number, in_a_row) for (_, number, *_), in_a_row in zip(length.times, length.in_a_row, strict=True)] == told
 
 
@@ -229,8 +239,7 @@ def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> No
         step = next_step(scheduler)
         is_right = step.draft_sharpness == 3.0
         counts = [1, 2 if is_right else 1] if len(step.counts) == 2 else [1]
-        result = RunnerOutput([3] * sum(counts), counts=counts, num_drafts=[3] * len(counts))
-        scheduler.update(step, result)
+        scheduler.update(step, result_of(counts, [3] * len(counts)))
         for name in ("greedy", "sampled"):
             if name not in step.request_ids or number % 10 == 9:
                 scheduler.abort(name)

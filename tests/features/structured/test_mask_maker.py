@@ -55,11 +55,11 @@ def maker() -> Iterator[MaskMaker]:
 def test_each_constraint_is_told_of_each_output_token_once(maker: MaskMaker) -> None:
     (a, told_a, state_a), (b, told_b, state_b) = constrained("a"), constrained("b", (7, 8))
     maker.begin([(a, state_a), (b, state_b)])
-    assert words(maker.take()) == {"a": [1] * 3, "b": [3] * 3}
+    assert words(maker.finish()) == {"a": [1] * 3, "b": [3] * 3}
     a.token_ids += [5, 6]
     b.token_ids.append(9)
     maker.begin([(b, state_b), (a, state_a)])
-    assert words(maker.take()) == {"b": [4] * 3, "a": [3] * 3}
+    assert words(maker.finish()) == {"b": [4] * 3, "a": [3] * 3}
     assert (told_a.heard, told_b.heard) == ([[], [5, 6]], [[7, 8], [9]])
 
 
@@ -71,7 +71,7 @@ def test_what_fails_leaves_the_others_their_masks(maker: MaskMaker) -> None:
         request.set_steady_limits()
     made[1][1].fails = made[3][1].fails = True
     maker.begin([(request, state) for request, _, state in made])
-    assert words(maker.take()) == {"a": [1] * 3, "c": [3] * 3}
+    assert words(maker.finish()) == {"a": [1] * 3, "c": [3] * 3}
     assert [request.failure for request in requests] == [None, "injected", None, "injected"]
     assert [request.steady_until_computed > 0 for request in requests] == [True, False, True, False]
 
@@ -79,11 +79,11 @@ def test_what_fails_leaves_the_others_their_masks(maker: MaskMaker) -> None:
 def test_masks_are_taken_once(maker: MaskMaker) -> None:
     request, _, state = constrained("a")
     with pytest.raises(RuntimeError, match="no masks are being made: begin must be called first"):
-        maker.take()
+        maker.finish()
     maker.begin([(request, state)])
-    maker.take()
+    maker.finish()
     with pytest.raises(RuntimeError, match="no masks are being made: begin must be called first"):
-        maker.take()
+        maker.finish()
 
 
 def test_masks_that_nobody_took_are_made_before_others_begin(maker: MaskMaker) -> None:
@@ -100,5 +100,5 @@ def test_masks_that_nobody_took_are_made_before_others_begin(maker: MaskMaker) -
     maker._failures = Unmade()  # type: ignore[assignment]
     maker.begin([(request, state)])
     assert waited.is_set()
-    assert words(maker.take()) == {"a": [1] * 3}
+    assert words(maker.finish()) == {"a": [1] * 3}
     assert request.failure is None

@@ -1,0 +1,35 @@
+"""The adapter of a request, in the extras of EngineRequest: plain data that the frontend writes and the plan reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from compiled_engine.messages import EngineRequest
+
+NAME = "adapters"
+
+
+class AdapterRef(NamedTuple):
+    """The LoRA adapter of a request: the digest of its files, which is its name within the engine, and its folder, from
+    which it is read again if the engine has dropped it. name: the user's, for metrics."""
+
+    digest: str
+    path: str
+    name: str = ""
+
+
+def extras_of(adapter: AdapterRef | None) -> dict[str, Any]:
+    """Return the extras of a request with this adapter, or none."""
+    return {} if adapter is None else {NAME: adapter}
+
+
+def adapter_of(request: EngineRequest) -> AdapterRef | None:
+    """Return the adapter of a request, if it has one."""
+    given = request.extras.get(NAME)
+    return None if given is None else AdapterRef(*given)
+
+
+def adapters_of(requests: Iterable[EngineRequest]) -> list[AdapterRef]:
+    """Return the adapters of requests, each once."""
+    return [AdapterRef(*given) for given in dict.fromkeys(each.extras.get(NAME) for each in requests) if given]

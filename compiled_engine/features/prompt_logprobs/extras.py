@@ -1,0 +1,40 @@
+"""Log-probabilities of prompts in the extras of messages: plain data, which both sides of the engine core read.
+
+Of an EngineRequest that goes on in another replica: the first position that has not been delivered. Of a step's result
+and an EngineOutput: the position of the first row, and the rows. The row for position p is the log-probability of
+prompt token p given those before it, so positions start at 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from compiled_engine.messages import EngineRequest
+from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+NAME = "prompt_logprobs"
+FIRST = 1
+"""The position of a prompt's first row."""
+
+
+def resumed(request: EngineRequest, position: int) -> dict[str, Any]:
+    """Return the extras of a request whose log-probabilities before `position` have been delivered."""
+    return request.extras if position == FIRST else request.extras | {NAME: position}
+
+
+def next_position(request: EngineRequest) -> int:
+    """Return the first position whose log-probability is to be delivered."""
+    return request.extras.get(NAME, FIRST)
+
+
+def rows_in(extras: dict[str, Any]) -> tuple[int, LogprobRows] | None:
+    """Return the position of the first row and the rows from the extras of an output, if it has any."""
+    found = extras.get(NAME)
+    return None if found is None else as_rows(found)
+
+
+def as_rows(found: Any) -> tuple[int, LogprobRows]:
+    """Return the position of the first row and the rows, which may have crossed a process."""
+    return msgspec.convert(found, tuple[int, LogprobRows])
