@@ -61,11 +61,11 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
 
 
 def size_cache(
-    config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int, layers: range | None = None
+    config: EngineConfig, activation_bytes: int, graph_bytes: int, reserved_bytes: int, layers: range | None = None
 ) -> CacheSize:
     """Determine the number of blocks: the requested number, or what the memory budget allows.
 
-    set_aside_bytes: reserved for later allocations. layers: see block_bytes. Others: see CacheSize.
+    reserved_bytes: reserved for later allocations. layers: see block_bytes. Others: see CacheSize.
 
     Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. A `num_blocks` given by the
     user may be smaller, as requests that cannot fit are then refused individually, or larger, as long as the device has
@@ -77,7 +77,7 @@ def size_cache(
         return CacheSize(0, 0, left, activation_bytes, graph_bytes)
     if left is not None:
         free, _ = _free_and_total(config.device)
-        available = left - activation_bytes - graph_bytes - set_aside_bytes
+        available = left - activation_bytes - graph_bytes - reserved_bytes
         count = available // size
     else:
         free = psutil.virtual_memory().available

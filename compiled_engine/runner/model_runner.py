@@ -215,9 +215,9 @@ class Runner:
             for feature in self._hooks.features:
                 activation_bytes = max(activation_bytes, feature.start_up(progress))
         # Memory that the first request with penalties allocates is reserved.
-        set_aside = 0
+        reserved = 0
         if self._sampling is not None:
-            set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
+            reserved = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
         graph = affordable(
             self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.all_reduce_min
         )
@@ -230,7 +230,7 @@ class Runner:
                     self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
                 )
         layers = self._stage.layers
-        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
+        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, reserved, layers)
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
         for feature in self._hooks.features:
