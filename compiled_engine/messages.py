@@ -207,7 +207,9 @@ class StepOutputs:
             others,
             self.logprobs.select(tokens) if self.logprobs is not None and tokens else None,
             None if self.lengths is None else [self.lengths[index] for index in places],
-            {name: [column[index] for index in places] for name, column in self.columns.items()},
+            {name: [column[index] for index in places] for name, column in self.columns.items()}
+            if self.columns
+            else {},
         )
 
     def in_columns(self) -> Iterator[EngineOutput]:

@@ -164,7 +164,7 @@ class InputProcessor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
-        root = prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest)
+        root = prefix_root(salt=prompt.cache_salt, adapter=None if adapter is None else adapter.digest)
         extras = structured_extras.extras_of(grammar) | adapter_extras.extras_of(adapter)
         requests = tuple(
             EngineRequest(

@@ -316,7 +316,7 @@ class PoolingProcessor:
             request_id = f"{self._id_prefix}{next(self._numbers)}"
             root, extras = ROOT, of_task
             if prompt.cache_salt is not None or adapter is not None:
-                root = prefix_root(salt=prompt.cache_salt, adapter=adapter and adapter.digest)
+                root = prefix_root(salt=prompt.cache_salt, adapter=None if adapter is None else adapter.digest)
                 extras = extras | adapter_extras.extras_of(adapter)
             if second_text is not None:
                 extras = extras | pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)

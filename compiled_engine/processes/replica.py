@@ -33,12 +33,14 @@ class RoutedRequest:
     def add(self, output: EngineOutput) -> None:
         """Add the outputs of a step."""
         self.token_ids += output.new_token_ids
-        if (found := prompt_logprobs.rows_in(output.extras)) is not None:
+        if output.extras and (found := prompt_logprobs.rows_in(output.extras)) is not None:
             first, rows = found
             self.next_prompt_logprob = first + len(rows)
 
     def rest(self) -> EngineRequest:
         """Return the request, continued from its generated tokens."""
+        if not self.token_ids and self.next_prompt_logprob == prompt_logprobs.FIRST:
+            return self.request
         extras = prompt_logprobs.resumed(self.request, self.next_prompt_logprob)
         return structs.replace(self.request, output_token_ids=tuple(self.token_ids), extras=extras)
 
