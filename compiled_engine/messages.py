@@ -264,8 +264,8 @@ class SchedulerOutput:
     new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
         NewRequest).
     samples_late: nothing is sampled before what the step awaits comes, its TokenMasks.
-    draft_sharpness: see SpeculationConfig.sharpnesses.
-    skips_head: no request has drafts, in this step or later, so that the step is one of an engine without drafts.
+    single: each request has one row and yields one token, in this step and in later ones: the step is one of an engine
+        in which steps never yield several.
     extras: plain data of features, by name.
     """
 
@@ -278,8 +278,7 @@ class SchedulerOutput:
     samples: list[bool]
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     samples_late: bool = False
-    draft_sharpness: float = 1.0
-    skips_head: bool = False
+    single: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -159,13 +159,13 @@ class Request:
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
-    def stop_drafting(self) -> None:
+    def yield_single_tokens(self) -> None:
         """Have no drafts until the next admission, if any: the draft head has not read all of the request's tokens."""
         self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
-    def has_stopped_drafting(self) -> bool:
+    def yields_single_tokens(self) -> bool:
         """Whether the request has no drafts only because it stopped drafting."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 

@@ -177,7 +177,7 @@ class Scheduler:
         for built in self._hooks.built:
             built(builder)
         # Without drafts in this step and those in flight, the numbers of tokens are exact.
-        if builder.skips_head and all(step.output.skips_head for step in self._in_flight):
+        if builder.single and all(step.output.single for step in self._in_flight):
             requests = (*builder.decodes, *builder.longer.requests)
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
         return builder
@@ -302,7 +302,7 @@ class Scheduler:
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
         others = extra_outputs(in_flight, result, self._hooks.output_extras) if result.extras else []
-        single = self._max_new_tokens_per_step == 1 or step.skips_head
+        single = self._max_new_tokens_per_step == 1 or step.single
         add = self._add_single_tokens if single else self._add_several_tokens
         outputs = add(in_flight, result, others)
         self._in_flight.popleft()

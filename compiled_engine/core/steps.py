@@ -54,8 +54,7 @@ class StepBuilder:
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    draft_sharpness: float = 1.0  # like skips_head, see SchedulerOutput
-    skips_head: bool = False
+    single: bool = False  # see SchedulerOutput
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == self.decode_tokens:
@@ -137,8 +136,7 @@ class StepInFlight:
             samples=shares.samples,
             new_block_ids=builder.new_block_ids,
             samples_late=bool(late),
-            draft_sharpness=builder.draft_sharpness,
-            skips_head=builder.skips_head,
+            single=builder.single,
         )
         step = output, shares.requests, sampling, sampling_ids, late, registered
         return cls(*step, builder.bounds, builder.decode_tokens)

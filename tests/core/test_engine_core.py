@@ -15,6 +15,7 @@ from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.registry import plan_features
+from compiled_engine.features.speculation.step_extras import sharpness_of
 from compiled_engine.features.structured.extras import extras_of as grammar_extras
 from compiled_engine.messages import NO_CACHE, ControlCall, EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.process.profiling import StepClock
@@ -250,7 +251,7 @@ def test_the_scheduler_has_what_is_configured() -> None:
     core.add(request("a"))
     core.step()
     core.step()
-    assert [(step.draft_sharpness, step.counts) for step in executor.steps] == [(2.5, [3]), (2.5, [3])]
+    assert [(sharpness_of(step), step.counts) for step in executor.steps] == [(2.5, [3]), (2.5, [3])]
     states = Recurrences((RowState("a", (1,), "float32"),), num_rows=8, num_snapshots=2)
     recurrent = replace(BASE, model=replace(BASE.model, recurrences=states))
     no_snapshots = replace(BASE, model=replace(BASE.model, recurrences=replace(states, num_snapshots=0)))

@@ -80,7 +80,7 @@ def test_what_a_message_does_not_say_is_not_asked_for() -> None:
     assert EngineOutput("r", ()) == EngineOutput("r", (), None, None, None, None, None, {})
     assert StepOutputs() == StepOutputs((), (), (), None, None, {})
     step = SchedulerOutput(1, (), (), [], [], [], [], {})
-    assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, 1.0, False, {})
+    assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, False, {})
     assert RunnerOutput() == RunnerOutput((), None, {}, None, {}, {})
     assert RequestLimits(9, 20, 100) == RequestLimits(9, 20, 100, False, False, None)
 

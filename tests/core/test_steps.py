@@ -55,7 +55,7 @@ def test_a_step_has_its_decodes_first(any_late: bool) -> None:
     """Whatever the order in which its shares come."""
     late = request("m", samples_late=True)
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
-    builder = StepBuilder(decode_tokens=2, draft_sharpness=2.5, skips_head=True)
+    builder = StepBuilder(decode_tokens=2, single=True)
     builder.new_block_ids["m"] = ((4,),)
     builder.bounds[late] = 1
     builder.add(prompt, 0, 3, True)
@@ -69,7 +69,7 @@ def test_a_step_has_its_decodes_first(any_late: bool) -> None:
     assert (output.counts, output.samples) == ([2, 2, 2, 3, 5], [True, False, True, True, False])
     assert (output.step, output.removed, output.new) == (7, ("gone",), ())
     assert (output.new_block_ids, output.extras) == ({"m": ((4,),)}, {})
-    assert (output.draft_sharpness, output.skips_head, output.samples_late) == (2.5, True, any_late)
+    assert (output.single, output.samples_late) == (True, any_late)
     assert step.requests == [other, unsampled, late, prompt, chunk]
     assert (step.sampling, step.sampling_ids) == ([other, late, prompt], ["o", "m", "p"])
     assert step.late == ([late] if any_late else [])

@@ -75,7 +75,7 @@ def test_a_field_at_its_default_is_in_no_digest() -> None:
     assert found["steps"] == "4"
     assert found["step.new.token_ids"].startswith("1 x ")
     assert found["step.request_ids"].startswith("4 x ")
-    assert not found.keys() & {"step.skips_head", "step.new.extras", "step.samples_late", "result.extras.pooling"}
+    assert not found.keys() & {"step.single", "step.new.extras", "step.samples_late", "result.extras.pooling"}
 
 
 @pytest.mark.parametrize(

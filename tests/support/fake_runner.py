@@ -78,7 +78,7 @@ class Row:
     block_ids: list[int]
     masked: bool
     num_computed_tokens: int
-    has_stopped_drafting: bool = False
+    yields_single_tokens: bool = False
     num_known: int = 0  # before its last step sampled
 
     def append(self, token_id: int) -> None:
@@ -173,7 +173,7 @@ class FakeRunner:
                 )
         self._save(step)
         extras = {"prompt_logprobs": prompt_logprobs} if prompt_logprobs else {}
-        several = None if self.max_new_tokens_per_step == 1 or step.skips_head else counts
+        several = None if self.max_new_tokens_per_step == 1 or step.single else counts
         return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, several, extras=extras)
 
     def _save(self, step: SchedulerOutput) -> None:
@@ -200,9 +200,9 @@ class FakeRunner:
         row.num_known = len(row.token_ids)
         guesses = row.num_computed_tokens + share.num_tokens - row.num_known
         assert not (guesses and row.masked), "a mask is made for one token"
-        assert not (guesses and row.has_stopped_drafting), "a head has not read all of the request's tokens"
+        assert not (guesses and row.yields_single_tokens), "a head has not read all of the request's tokens"
         tokens, entries = [], []
-        for _ in range(1 if self.max_new_tokens_per_step == 1 or step.skips_head else self.yields(1 + guesses)):
+        for _ in range(1 if self.max_new_tokens_per_step == 1 or step.single else self.yields(1 + guesses)):
             token_id = next_token(row.hashes[-1], token_mask, row.token_ids[row.num_prompt_tokens :])
             tokens.append(token_id)
             entries.append(logprobs_of(row.hashes[-1], token_id))
@@ -247,15 +247,15 @@ class FakeRunner:
                 assert self.snapshots[slot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
         for request_id in ids:
-            self.rows[request_id].has_stopped_drafting |= step.skips_head
+            self.rows[request_id].yields_single_tokens |= step.single
         assert len(set(ids)) == len(ids)
         assert set(ids) <= self.rows.keys()
         assert not self.serves_all or set(ids) == self.rows.keys(), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
-        of_decode = 1 if step.skips_head else self.max_new_tokens_per_step
+        of_decode = 1 if step.single else self.max_new_tokens_per_step
         others = [share.num_tokens != of_decode for share in shares_of(step)]
-        assert (self.adapts and not step.skips_head) or others == sorted(others), "decodes come first"
+        assert (self.adapts and not step.single) or others == sorted(others), "decodes come first"
         new_ids = {new.request_id for new in step.new}
         for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)

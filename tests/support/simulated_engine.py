@@ -245,7 +245,7 @@ class SimulatedEngine:
                 assert starts[request_id] == 0, "prompt tokens are skipped whose logprobs are asked for"
 
     def _is_ending(self, request_id: str) -> bool:
-        if self.max_new_tokens_per_step > 1 and not all(step.skips_head for step, _, _ in self.in_flight):
+        if self.max_new_tokens_per_step > 1 and not all(step.single for step, _, _ in self.in_flight):
             return False  # a length cannot be foreseen
         record = self.live[request_id]
         params, num_prompt_tokens = record.request.sampling_params, len(record.request.prompt_token_ids)

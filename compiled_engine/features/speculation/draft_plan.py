@@ -13,6 +13,7 @@ from compiled_engine.core.request import Request, RequestStatus
 from compiled_engine.core.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_sharpness import DraftSharpness
+from compiled_engine.features.speculation.step_extras import set_sharpness, sharpness_of
 from compiled_engine.messages import RunnerOutput
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
 
@@ -57,7 +58,7 @@ class TimedStep:
     def rows(self) -> tuple[int | None, bool, list[str], list[int]]:
         """What the rows of a step depend on: the runner keeps those of the step before if it is equal."""
         output = self.step.output
-        return self.num_drafts, output.skips_head, output.request_ids, output.counts
+        return self.num_drafts, output.single, output.request_ids, output.counts
 
 
 class DraftPlan(PlanFeature):
@@ -76,7 +77,7 @@ class DraftPlan(PlanFeature):
         self._most, self._max_num_requests, self._steps_ahead = most, max_num_requests, steps_in_flight - 1
         self._length = length
         self._sharpness = DraftSharpness(sharpnesses) if len(sharpnesses) > 1 else None
-        self._fixed_sharpness = sharpnesses[0]
+        self._step_sharpness = sharpnesses[0]  # of the step that is being planned
         self._counts = DraftCounts([0] * most)
         self._drafts = Drafts(most)  # of the step that is being planned
         self._num_drafts: int | None = None  # the same, as TimedStep has it
@@ -101,9 +102,8 @@ class DraftPlan(PlanFeature):
     def built(self, builder: StepBuilder) -> None:
         if self._length is not None and self._length.skips_head:
             self._skip_head(builder)
-        builder.draft_sharpness = self._fixed_sharpness
-        if self._sharpness is not None and not builder.skips_head and not builder.is_empty:
-            builder.draft_sharpness = self._sharpness.choose()
+        if self._sharpness is not None and not builder.single and not builder.is_empty:
+            self._step_sharpness = self._sharpness.choose()
         num_decodes, num_requests = len(builder.decodes), len(builder.decodes) + len(builder.longer.requests)
         of_decodes = not (builder.num_prefill_tokens or builder.new) and 2 * num_decodes >= num_requests
         self._num_drafts = builder.decode_tokens - 1 if of_decodes else None
@@ -113,20 +113,22 @@ class DraftPlan(PlanFeature):
         skipped if all its requests have stopped before."""
         requests = (*builder.decodes, *builder.longer.requests)
         reading = [request for request in requests if request.max_new_tokens_per_step > 1]
-        builder.skips_head = self._drafts.skips_head or not (reading or self._drafts.number)
-        if not builder.skips_head:
+        builder.single = self._drafts.skips_head or not (reading or self._drafts.number)
+        if not builder.single:
             return
         self._num_stopped += len(reading)
         self._stopped.update(reading)
         for request in reading:
-            request.stop_drafting()
+            request.yield_single_tokens()
 
     def planned(self, step: StepInFlight) -> None:
+        if not step.output.single:
+            set_sharpness(step.output, self._step_sharpness)
         self._in_flight.append(TimedStep(step, self._num_drafts, time.perf_counter()))
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
         timed = self._in_flight.popleft()
-        if not step.output.skips_head:
+        if not step.output.single:
             self._verify(step, result)
         if self._length is not None:
             self._time(timed, self._length)
@@ -138,7 +140,7 @@ class DraftPlan(PlanFeature):
             if num_drafts:
                 self._counts.verified(num_drafts, num_right)
                 if self._sharpness is not None and not request.sampling_params.greedy:
-                    self._sharpness.verified(step.output.draft_sharpness, right=num_right > 0)
+                    self._sharpness.verified(sharpness_of(step.output), right=num_right > 0)
             bound = step.bounds.get(request, step.decode_tokens)
             if self._length is not None and bound > 1:
                 self._length.verified(bound - 1, count - 1)
@@ -155,7 +157,7 @@ class DraftPlan(PlanFeature):
             if beside.step.decode_tokens != timed.step.decode_tokens:
                 return
             in_a_row &= beside.rows == timed.rows
-        num_requests, skipped = len(timed.step.requests), timed.step.output.skips_head
+        num_requests, skipped = len(timed.step.requests), timed.step.output.single
         seconds = self._updated_s - begun_s
         length.took(num_requests, timed.num_drafts, seconds, head_rested=skipped, in_a_row=in_a_row)
 
@@ -172,7 +174,7 @@ class DraftPlan(PlanFeature):
         for chosen in (self._length, self._sharpness):
             found |= {} if chosen is None else chosen.metrics()
         running = [request for request in self._stopped if request.status is RequestStatus.RUNNING]
-        found["resting"] = sum(request.has_stopped_drafting for request in running)
+        found["resting"] = sum(request.yields_single_tokens for request in running)
         return found | {"rested": self._num_stopped}
 
 

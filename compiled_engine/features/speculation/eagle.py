@@ -24,6 +24,7 @@ from compiled_engine.features.speculation.drafting_rows import DraftingRows, Dra
 from compiled_engine.features.speculation.eagle_head import load_head
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
 from compiled_engine.features.speculation.graph_keys import head_keys, prefill_head_keys
+from compiled_engine.features.speculation.step_extras import sharpness_of
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
@@ -316,7 +317,7 @@ class EagleDrafter(StepFeature):
 
     def begin(self, step: SchedulerOutput) -> None:
         """Stage the passes of a step that does not skip the head."""
-        self._drafting = None if step.skips_head else self.stage(step)
+        self._drafting = None if step.single else self.stage(step)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Make the step's drafts, by one launch."""
@@ -338,9 +339,9 @@ class EagleDrafter(StepFeature):
             key = self._dispatcher.dispatch(count, count, 1, longest)
             length = min(length for length in self._lengths if length >= len(rows.num_drafting))
             key = None if key is None or not key.is_decode else drafting_key(key, length)
-        if step.draft_sharpness != self._staged_sharpness:
-            self._staged_sharpness = step.draft_sharpness
-            self._sharpness.stage(0, np.array([step.draft_sharpness], np.float32))
+        if (sharpness := sharpness_of(step)) != self._staged_sharpness:
+            self._staged_sharpness = sharpness
+            self._sharpness.stage(0, np.array([sharpness], np.float32))
         self._stage_rows(rows, count if key is None else key.num_requests)
         return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 

@@ -60,7 +60,7 @@ class StepDrafts(StepFeature):
         return FeatureGraphs(self._keys.captured, {})
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
-        if step.skips_head:  # nor has it drafts
+        if step.single:  # nor has it drafts
             longest = max(step.starts, default=0) + 1
             return StepLayout(step.num_tokens, longest, None, partial(self._make_unread, step))
         rows, longest = self._steps.rows(step), max(map(add, step.starts, step.counts), default=0)

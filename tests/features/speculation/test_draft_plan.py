@@ -15,6 +15,7 @@ from compiled_engine.core.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.speculation.draft_sharpness import LEAST
+from compiled_engine.features.speculation.step_extras import sharpness_of
 from compiled_engine.messages import EngineRequest, NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
@@ -194,7 +195,7 @@ def test_it_is_told_whether_the_head_rested(rests: bool) -> None:
     for _ in range(3):
         step = next_step(scheduler)
         scheduler.update(step, RunnerOutput([3]))
-        assert step.skips_head == rests
+        assert step.single == rests
     assert [(count, number, rested) for count, number, _, rested in length.times] == [(1, 0, rests)] * 2
     metrics = scheduler.metrics()
     assert (metrics["resting"], metrics["rested"]) == (rests, rests)
@@ -205,10 +206,10 @@ def test_a_head_that_has_nobody_to_draft_for_rests() -> None:
     length = Told(0, skips_head=True)
     scheduler = made(length)
     add(scheduler, "a", frequency_penalty=1.0)
-    assert next_step(scheduler).skips_head
+    assert next_step(scheduler).single
     scheduler = made(Told(MOST, skips_head=True))
     add(scheduler, "a", frequency_penalty=1.0)
-    assert not next_step(scheduler).skips_head  # drafts pay: there will be others
+    assert not next_step(scheduler).single  # drafts pay: there will be others
     length = Told(0, skips_head=True)
     length.drafts = Drafts(0, skips_head=True)
     scheduler = made(length)
@@ -216,17 +217,17 @@ def test_a_head_that_has_nobody_to_draft_for_rests() -> None:
     run_at_rest = next_step(scheduler)
     scheduler.update(run_at_rest, RunnerOutput([3]))
     length.drafts = Drafts(0)
-    assert next_step(scheduler).skips_head
+    assert next_step(scheduler).single
 
 
 def test_the_only_sharpness_is_that_of_every_step() -> None:
     scheduler = made(None, sharpnesses=(2.5,))
     add(scheduler, "a")
-    assert run(scheduler, 1).draft_sharpness == run(scheduler, 4).draft_sharpness == 2.5
+    assert sharpness_of(run(scheduler, 1)) == sharpness_of(run(scheduler, 4)) == 2.5
     assert "draft_sharpness" not in scheduler.metrics()
     plain = made(None)
     add(plain, "a")
-    assert run(plain, 1).draft_sharpness == 1.0
+    assert run(plain, 1).extras == {}
 
 
 def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> None:
@@ -237,7 +238,7 @@ def test_of_several_sharpnesses_the_one_with_right_first_drafts_is_found() -> No
     run(scheduler, 1, 1, num_drafts=[0, 0])
     for number in range(20 * LEAST):
         step = next_step(scheduler)
-        is_right = step.draft_sharpness == 3.0
+        is_right = sharpness_of(step) == 3.0
         counts = [1, 2 if is_right else 1] if len(step.counts) == 2 else [1]
         scheduler.update(step, result_of(counts, [3] * len(counts)))
         for name in ("greedy", "sampled"):
