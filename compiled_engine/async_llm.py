@@ -17,7 +17,8 @@ import torch
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import ControlError
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
@@ -55,7 +56,6 @@ from compiled_engine.frontend.request_stream import (
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT, QUICK_TEXT
-from compiled_engine.messages import RequestLimits
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.forks import Owner, unless_forked
 from compiled_engine.process.progress import RichProgress, SilentProgress

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from compiled_engine.core.control import ControlError
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.input_processor import PreparedRequest
@@ -19,7 +20,6 @@ from compiled_engine.frontend.pooling_processor import require_generating, requi
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.forks import Owner
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from compiled_engine.config import EngineConfig, ModelConfig
-    from compiled_engine.core.engine_core import EngineCore
+    from compiled_engine.engine.core import EngineCore
     from compiled_engine.frontend.adapters import LoRARequest
     from compiled_engine.frontend.pooling import (
         ClassificationRequestOutput,

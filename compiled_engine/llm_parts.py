@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.pooling_processor import PoolingProcessor, make_pooling_processor
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
-from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import Profiler

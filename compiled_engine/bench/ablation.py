@@ -36,11 +36,11 @@ from compiled_engine.bench.variants import (
 from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.bench.workloads import summary
 from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.kv_cache import block_bytes
 
 MAX_MODEL_LEN = 4096
 CPU_BATCH_SIZES = (1, 8)

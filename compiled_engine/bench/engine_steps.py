@@ -15,9 +15,9 @@ import torch
 from compiled_engine.bench.bounds import Chunk
 from compiled_engine.bench.workloads import random_prompts, summary
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 

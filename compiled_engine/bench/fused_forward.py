@@ -13,6 +13,7 @@ import torch
 
 from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.cache_memory import allocate
 from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
@@ -28,7 +29,6 @@ from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.recurrence.sequences import ROWS
-from compiled_engine.runner.kv_cache import allocate
 
 BLOCK_SIZE = 4
 

@@ -49,8 +49,8 @@ class RankPlan:
 
 def rank_plan(config: EngineConfig) -> RankPlan:
     """Plan without reading weights or creating a GPU's context."""
+    from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
-    from compiled_engine.runner.kv_cache import block_bytes
 
     local = dict(build_tensors(config.local_model, config.compile.cache_dir).named_parameters())
     shards = shards_of(config)
@@ -81,7 +81,7 @@ def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = 
     """Return the most KV cache blocks of these layers (None: all) that fit with weights of this size; see RankPlan."""
     import torch
 
-    from compiled_engine.runner.kv_cache import block_bytes
+    from compiled_engine.engine.cache_memory import block_bytes
 
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
@@ -144,9 +144,9 @@ class StageShare:
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:
     """Plan without reading weights or creating a GPU's context."""
+    from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.parallel.stages import parameter_places, stages_of
-    from compiled_engine.runner.kv_cache import block_bytes
 
     model, tensor = build_model(config.local_model), config.parallel.tensor_parallel_size
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -88,11 +88,11 @@ def _checked(
 ) -> SamplingParams:
     """The sampling parameters. Raises for all that a started engine would refuse, except for requests that its KV cache
     cannot hold."""
+    from compiled_engine.engine.messages import RequestLimits
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
     from compiled_engine.frontend.tokenizer import find_tokenizer_folder, load_tokenizer
-    from compiled_engine.messages import RequestLimits
     from compiled_engine.resolve.engine import resolve
 
     config = resolve(options, progress)

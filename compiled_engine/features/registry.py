@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.executor import Executor
-from compiled_engine.core.hooks import PlanFeature
+from compiled_engine.engine.executor import Executor
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
@@ -19,7 +20,6 @@ from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.structured.plan import Structured
-from compiled_engine.runner.hooks import RunnerParts, StepFeature, Tail
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:

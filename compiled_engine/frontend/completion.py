@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from compiled_engine.engine.messages import EngineOutput
 from compiled_engine.frontend.detokenizer import Detokenizer
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineOutput
 from compiled_engine.sampling.params import SamplingParams
 
 # Stop strings: found across token borders, and never let out in part.

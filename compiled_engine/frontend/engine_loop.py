@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
+from compiled_engine.engine.messages import EngineRequest, StepOutputs
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor, Running
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.messages import EngineRequest, StepOutputs
 from compiled_engine.process.forks import Owner
 from compiled_engine.sampling.token_mask import TokenMask
 

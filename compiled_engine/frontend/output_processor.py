@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
+from compiled_engine.engine.messages import EngineOutput, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
@@ -14,7 +15,6 @@ from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.running_pooling import RunningPooling
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineOutput, StepOutputs
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
 
 NO_DRAFTS = VerifiedDrafts()

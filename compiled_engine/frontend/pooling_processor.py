@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compiled_engine.engine.messages import ROOT, EngineRequest, RequestLimits, prefix_root
 from compiled_engine.features.adapters import extras as adapter_extras
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.pooling import extras as pooling_extras
@@ -25,7 +26,6 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num
 from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
-from compiled_engine.messages import ROOT, EngineRequest, RequestLimits, prefix_root
 from compiled_engine.pooling import EMBED, Pooling
 from compiled_engine.process.memory import return_free_memory
 from compiled_engine.process.smallest_first import Stopped, WorkStopped, never

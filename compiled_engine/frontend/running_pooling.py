@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from compiled_engine.engine.messages import EngineOutput
 from compiled_engine.features.pooling.extras import Vectors, vectors_in
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.pooling import (
@@ -18,7 +19,6 @@ from compiled_engine.frontend.pooling import (
     PoolingOutput,
     PoolingRequestOutput,
 )
-from compiled_engine.messages import EngineOutput
 
 Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.core.control import ControlError, Failed, FatalError
-from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.executor import ControlError, Failed, FatalError
+from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
 from compiled_engine.processes.wire import (

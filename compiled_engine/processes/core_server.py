@@ -13,9 +13,9 @@ from itertools import count
 
 import msgspec
 
-from compiled_engine.core.control import ControlError, Failed
-from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
 from compiled_engine.processes.replicas import Replicas
 from compiled_engine.processes.wire import (

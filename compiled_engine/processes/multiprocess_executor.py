@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import ControlError, Failed
-from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes.channel import send

@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import structs
 
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.features.prompt_logprobs import extras as prompt_logprobs
-from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
 from compiled_engine.processes.router import Route

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compiled_engine.core.block_pool import hash_blocks
-from compiled_engine.messages import EngineRequest
+from compiled_engine.engine.block_pool import hash_blocks
+from compiled_engine.engine.messages import EngineRequest
 
 
 class PrefixHistory:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core.executor import Executor, InProcessExecutor
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.executor import Executor, InProcessExecutor
 from compiled_engine.features.registry import plan_features, step_features
 from compiled_engine.process.memory import no_full_gc
 from compiled_engine.process.profiling import StepClock

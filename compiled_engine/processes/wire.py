@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from compiled_engine.config import EngineConfig, decode_other, encode_other
-from compiled_engine.core.control import Failed
-from compiled_engine.messages import (
+from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.messages import (
     ControlCall,
     EngineRequest,
     GrammarVocabulary,

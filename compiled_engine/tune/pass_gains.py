@@ -19,6 +19,7 @@ from torch import nn
 
 from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.cache_memory import allocate
 from compiled_engine.graphs.compiled_model import load_piece
 from compiled_engine.graphs.compiler.build import apply_passes, compile_pieces
 from compiled_engine.graphs.compiler.plan import Plan
@@ -32,7 +33,6 @@ from compiled_engine.models.checkpoint.parameters import materialize, parameters
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.kv_cache import allocate
 from compiled_engine.sampling.sampler import sampling_operations
 
 CONTEXT = 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# On a CPU each step sets its number of threads (runner/model_forward.py), so it must not be compiled in.
+# On a CPU each step sets its number of threads (engine/forward.py), so it must not be compiled in.
 INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 
 

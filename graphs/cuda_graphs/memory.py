@@ -18,7 +18,7 @@ from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 
 # Captures of a family are sampled until their driver memory reaches this: the driver allocates in steps of 2 MiB.
 ENOUGH_DRIVER_BYTES = 24 << 20
@@ -80,7 +80,7 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 # file is used only if all its factors equal those of this process.
 
 # Packages besides those in the entry's key whose code is captured or captures.
-CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "runner", "features", "sampling", "kernels")
+CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "engine", "features", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
 _WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
 OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")

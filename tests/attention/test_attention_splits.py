@@ -22,10 +22,10 @@ from compiled_engine.attention.backends.decode_splits import (
 )
 from compiled_engine.attention.backends.short_decode import ShortTiles
 from compiled_engine.config import GraphConfig, GraphMode
+from compiled_engine.engine.warm_up import start_up_batches
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.warm_up import start_up_batches
 
 H200_SMS = 132
 requests = st.integers(1, 1024)

@@ -26,10 +26,10 @@ from test_attention import LIMITS
 from compiled_engine.attention.backends.torch_backend import write_kv_without_waiting
 from compiled_engine.attention.case import AttentionCase, KVFormat
 from compiled_engine.attention.kv_codes import decode, encode, planes
+from compiled_engine.engine.cache_memory import block_bytes, size_cache
 from compiled_engine.kv_format import CODED, FP8, FP8_LARGEST, INT8, cache_dtype, head_dim_of
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.kv_cache import block_bytes, size_cache
 
 BYTES = torch.uint8
 E4M3 = torch.float8_e4m3fn

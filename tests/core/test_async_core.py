@@ -10,11 +10,11 @@ from fake_runner import FakeRunner
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core.kv_cache_manager import KVCacheManager
-from compiled_engine.core.request import Request
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.kv_cache import KVCacheManager
+from compiled_engine.engine.messages import ControlCall, EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.request import Request
 from compiled_engine.features.registry import plan_features
-from compiled_engine.messages import ControlCall, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress

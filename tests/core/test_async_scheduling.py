@@ -8,7 +8,7 @@ import pytest
 from fake_runner import shares_of
 from simulated_engine import SimulatedEngine, outputs_of
 
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
 
 
 def make_engine(**limits: Any) -> SimulatedEngine:

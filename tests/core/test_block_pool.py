@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 
-from compiled_engine.core.block_pool import BlockPool, hash_block
-from compiled_engine.messages import ROOT
+from compiled_engine.engine.block_pool import BlockPool, hash_block
+from compiled_engine.engine.messages import ROOT
 
 
 def test_a_hash_covers_the_block_and_all_before_it() -> None:

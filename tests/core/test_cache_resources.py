@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import CacheResource, RequestRows, check_holders
-from compiled_engine.core.request import Request
+from compiled_engine.engine.block_pool import BlockGroup
+from compiled_engine.engine.cache_resource import CacheResource, RequestRows, check_holders
+from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.engine.request import Request
 from compiled_engine.features.adapters.extras import AdapterRef, adapter_of, extras_of
 from compiled_engine.features.adapters.table import AdapterTable
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
-from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 

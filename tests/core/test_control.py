@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_engine.core.control import ControlError, Failed, FatalError, apply
-from compiled_engine.messages import ControlCall
+from compiled_engine.engine.executor import ControlError, Failed, FatalError, apply
+from compiled_engine.engine.messages import ControlCall
 
 
 class Target:

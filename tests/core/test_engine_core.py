@@ -11,13 +11,20 @@ from plain_config import BASE
 from token_masks import ByLastToken
 
 from compiled_engine.config import AdapterConfig, EngineConfig, Recurrences, RowState, SpeculationConfig
-from compiled_engine.core.control import ControlError
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import (
+    NO_CACHE,
+    ControlCall,
+    EngineOutput,
+    EngineRequest,
+    RunnerOutput,
+    SchedulerOutput,
+)
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.registry import plan_features
 from compiled_engine.features.speculation.step_extras import sharpness_of
 from compiled_engine.features.structured.extras import extras_of as grammar_extras
-from compiled_engine.messages import NO_CACHE, ControlCall, EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import MaskConstraint

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from plain_config import BASE
 
-from compiled_engine.core.control import ControlError
-from compiled_engine.core.hooks import PlanFeature, PlanHooks
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import TokenMasks
+from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
 from compiled_engine.features.registry import plan_features
-from compiled_engine.messages import TokenMasks
 
 
 class Named(PlanFeature):

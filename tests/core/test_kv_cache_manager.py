@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import RequestRows
-from compiled_engine.core.kv_cache_manager import KVCacheManager
-from compiled_engine.core.request import Request
-from compiled_engine.messages import NO_CACHE, EngineRequest
+from compiled_engine.engine.block_pool import BlockGroup
+from compiled_engine.engine.cache_resource import RequestRows
+from compiled_engine.engine.kv_cache import KVCacheManager
+from compiled_engine.engine.messages import NO_CACHE, EngineRequest
+from compiled_engine.engine.request import Request
 from compiled_engine.sampling.params import SamplingParams
 
 BLOCK_SIZE = 4

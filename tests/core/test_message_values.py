@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.messages import (
+from compiled_engine.engine.messages import (
     NO_CACHE,
     ROOT,
     EngineOutput,

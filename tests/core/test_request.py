@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.core.request import Request, RequestStatus, check_requests
-from compiled_engine.messages import ROOT, EngineRequest, NewRequest
+from compiled_engine.engine.messages import ROOT, EngineRequest, NewRequest
+from compiled_engine.engine.request import Request, RequestStatus, check_requests
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 

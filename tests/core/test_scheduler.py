@@ -8,8 +8,8 @@ import pytest
 from fake_runner import VOCAB_SIZE, shares_of
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
+from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.features.prompt_logprobs.extras import rows_in
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 

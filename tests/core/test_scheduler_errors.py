@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_plan import DraftPlan
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
 

@@ -14,7 +14,7 @@ from scripted_drafts import AnyLength
 from simulated_engine import SimulatedEngine, outputs_of
 from token_masks import ByLastToken
 
-from compiled_engine.messages import EngineRequest
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 # Steps in flight and micro-batches: a lone stage, then pipelines, each without and with scheduling ahead.

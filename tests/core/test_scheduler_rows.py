@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
-from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 

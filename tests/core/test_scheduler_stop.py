@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_engine.core.request import Finish, StopRule, check_stop
+from compiled_engine.engine.request import Finish, StopRule, check_stop
 from compiled_engine.sampling.params import SamplingParams
 
 EOS = frozenset({7, 8})

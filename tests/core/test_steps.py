@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from compiled_engine.core.request import Finish, Request, RequestStatus
-from compiled_engine.core.steps import (
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput
+from compiled_engine.engine.request import Finish, Request, RequestStatus
+from compiled_engine.engine.steps import (
     StepBuilder,
     StepInFlight,
     StepsInFlight,
@@ -19,7 +20,6 @@ from compiled_engine.core.steps import (
     tokens_output,
 )
 from compiled_engine.features.pooling.extras import Vectors
-from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import (
     NOT_A_NUMBER,

@@ -16,10 +16,10 @@ from torch import nn
 
 from compiled_engine import LLM, LoRARequest, SamplingParams, async_llm
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.core.control import ControlError
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters import slots as adapter_slots
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.messages import ControlCall
 from compiled_engine.models.checkpoint import adapter_folder
 from compiled_engine.models.checkpoint.adapter_folder import Adapter, read_adapter
 

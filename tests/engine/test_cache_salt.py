@@ -10,9 +10,9 @@ import pytest
 from running_server import ENGINE, RunningServer, running
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.core.block_pool import hash_block
+from compiled_engine.engine.block_pool import hash_block
+from compiled_engine.engine.messages import prefix_root
 from compiled_engine.frontend.prompts import LONGEST_SALT
-from compiled_engine.messages import prefix_root
 from compiled_engine.server.options import ServerOptions
 
 PROMPT = list(range(40, 140))

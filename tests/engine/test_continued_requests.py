@@ -10,10 +10,10 @@ from async_engines import ENGINE
 from msgspec import structs
 from small_engines import PROMPTS
 
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.features.prompt_logprobs.extras import resumed, rows_in
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 

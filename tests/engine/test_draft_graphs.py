@@ -12,9 +12,9 @@ from lagging_device import lagging_device
 from recorded_capture import RecordedCapture
 
 from compiled_engine.config import GraphMode
+from compiled_engine.engine import runner as model_runner
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
-from compiled_engine.runner import model_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

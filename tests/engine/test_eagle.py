@@ -21,11 +21,11 @@ from eagle_heads import (
 )
 from scripted_drafts import AnyLength, AtRest
 
+from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.features import registry
 from compiled_engine.features.speculation.eagle import EagleDrafter
 from compiled_engine.llm import LLM
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
-from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 

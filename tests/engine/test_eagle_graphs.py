@@ -25,13 +25,13 @@ from recorded_capture import RecordedCapture
 from scripted_drafts import AnyLength, AtRest
 
 from compiled_engine.config import GraphMode
+from compiled_engine.engine import runner as model_runner
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features import registry
 from compiled_engine.features.speculation.eagle import EagleDrafter
-from compiled_engine.messages import EngineRequest
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
-from compiled_engine.runner import model_runner
-from compiled_engine.runner.input_batch import InputBatch
 
 VOCAB = 131
 pytestmark = pytest.mark.usefixtures("one_thread")

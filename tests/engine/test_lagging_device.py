@@ -14,8 +14,8 @@ from lagging_device import lagging_device
 from token_masks import ByLastToken
 
 from compiled_engine.bench.families import family, write_checkpoint
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core

@@ -13,15 +13,15 @@ from eagle_heads import write_fitted_head
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.engine.executor import InProcessExecutor
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.features import registry
 from compiled_engine.features.speculation.ngram import ngram_drafts
 from compiled_engine.features.speculation.step_drafts import StepDrafts
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
-from compiled_engine.runner.hooks import RunnerParts, StepFeature
-from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 

@@ -32,7 +32,7 @@ def main():
 """
 ENGINE_ITSELF = """
 def main():
-    import compiled_engine.core.engine_core
+    import compiled_engine.engine.core
 """
 # What a start whose model is compiled does with it.
 PLACE = """

@@ -20,6 +20,7 @@ from small_engines import SMALL
 import compiled_engine
 from compiled_engine.bench.bounds import model_sizes
 from compiled_engine.bench.engine_steps import decodes
+from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.features import registry
 from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
@@ -31,11 +32,10 @@ from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.kv_cache import block_bytes
 
 # The packages that work for each step, whatever the model is.
 ROOT = Path(compiled_engine.__file__).parent
-PACKAGES = tuple(str(ROOT / name) for name in ("core", "rows", "runner", "sampling"))
+PACKAGES = tuple(str(ROOT / name) for name in ("engine", "features", "rows", "sampling"))
 # The engine's functions, and those that dataclasses and named tuples are made with.
 ENGINE = (f"{ROOT}/", "<string>")
 FEATURES = tuple(f"{ROOT / name}/" for name in ("features", "grammars", "recurrence"))

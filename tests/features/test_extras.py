@@ -7,12 +7,12 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.features.adapters import extras as adapters
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.pooling import extras as pooling
 from compiled_engine.features.prompt_logprobs import extras as prompt_logprobs
 from compiled_engine.features.structured import extras as structured
-from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 

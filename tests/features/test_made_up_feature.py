@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.request import Request
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.executor import InProcessExecutor
+from compiled_engine.engine.forward import ForwardOutput
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import EngineRequest, NewRequest, SchedulerOutput
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
 from compiled_engine.features.registry import plan_features, step_features
-from compiled_engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
@@ -21,9 +24,6 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.rows.row_fields import RowField
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.runner.hooks import RunnerParts, StepFeature, Tail
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.model_forward import ForwardOutput
 from compiled_engine.sampling.params import SamplingParams
 
 NAME = "step_tokens"

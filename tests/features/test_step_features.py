@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from compiled_engine.config import Recurrences, RowState
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.runner import update_rows
+from compiled_engine.engine.step_hooks import StepFeature, StepHooks
 from compiled_engine.features.adapters.slots import AdapterSlots
 from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pooling.step_pooling import ByToken, TokenTypes
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.state_rows import StateRows
-from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.runner.hooks import StepFeature, StepHooks
-from compiled_engine.runner.model_runner import update_rows
-from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
 
 NUM_ROWS, NUM_SNAPSHOTS = 3, 2

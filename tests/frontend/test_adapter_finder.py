@@ -12,12 +12,12 @@ from adapter_folders import make_adapter
 from torch import nn
 
 from compiled_engine.config import AdapterConfig
+from compiled_engine.engine.messages import RequestLimits, prefix_root
 from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
 from compiled_engine.frontend import adapters
 from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prompts import parse_prompts
-from compiled_engine.messages import RequestLimits, prefix_root
 from compiled_engine.models.checkpoint import adapter_folder
 from compiled_engine.sampling.params import SamplingParams
 

@@ -10,13 +10,13 @@ import pytest
 from scripted_core import ScriptedCore, logprobs_of
 from tiny_tokenizers import byte_level
 
+from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.logprob_list import GrowingLogprobs, LogprobList, TokenTexts
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
-from compiled_engine.messages import RequestLimits
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 

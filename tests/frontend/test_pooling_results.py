@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_tokenizers import byte_level
 
+from compiled_engine.engine.messages import EngineOutput, RequestLimits, prefix_root
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
 from compiled_engine.frontend.pooling import (
     ClassificationOutput,
@@ -26,7 +27,6 @@ from compiled_engine.frontend.pooling_processor import (
     require_pooling,
 )
 from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
-from compiled_engine.messages import EngineOutput, RequestLimits, prefix_root
 from compiled_engine.pooling import CLASSIFY, EMBED, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, Pooling
 
 TOKENIZER = byte_level()

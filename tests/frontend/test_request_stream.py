@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from compiled_engine.engine.messages import EngineOutput, RequestLimits, StepOutputs
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, RequestStream, RequestStreams
-from compiled_engine.messages import EngineOutput, RequestLimits, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from compiled_engine.bench.shapes import write_shape
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core

@@ -17,7 +17,7 @@ from test_gpu_speculation import ACTIVITIES, ENGINE, FEW_BLOCKS, HERE, MODES, re
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.engine_steps import decodes
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.engine.core import EngineCore
 from compiled_engine.features import registry
 from compiled_engine.frontend.tokenizer import load_tokenizer
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from other_padding import prepare_with, replay_with_other_padding
 
-from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.engine import step_graphs
+from compiled_engine.engine.executor import InProcessExecutor
+from compiled_engine.engine.runner import Runner
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.runner import step_graphs
-from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]

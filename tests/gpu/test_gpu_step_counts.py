@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compiled_engine.bench.engine_steps import decode_kernels, decodes
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]

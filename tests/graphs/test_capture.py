@@ -15,9 +15,8 @@ import torch
 
 from compiled_engine.attention.inputs import FIELDS, AttentionInputs
 from compiled_engine.graphs.cuda_graphs import capture as capture_module
-from compiled_engine.graphs.cuda_graphs.capture import CudaCapture, alias_memory
+from compiled_engine.graphs.cuda_graphs.capture import AttentionsOfEagerCode, CudaCapture, SegmentedGraph, alias_memory
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
-from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode, SegmentedGraph
 
 DEVICE = torch.device("cuda", 0)
 NOTHING = torch.empty(0)  # has no memory that would have to be on the device

@@ -12,8 +12,7 @@ import pytest
 from compiled_engine.attention.backends.decode_splits import contexts_of_drafts, short_contexts_of, short_splits
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draft_lengths, json_value
 from compiled_engine.features.speculation.graph_keys import StepKeys, head_keys, model_keys, prefill_head_keys
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, KeyField
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, KeyField
 from compiled_engine.graphs.inspection.report import make_report
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, graphs_of_head
 

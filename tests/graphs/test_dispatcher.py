@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes
 
 MAX_SEQ_LEN = 4096

@@ -10,9 +10,15 @@ import pytest
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.features.speculation.graph_keys import drafting, head_keys, model_keys, prefill_head_keys
-from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.dispatcher import (
+    Dispatcher,
+    GraphKey,
+    GraphKind,
+    KeyField,
+    decode_key,
+    mixed_key,
+)
+from compiled_engine.graphs.cuda_graphs.manager import Fallback, GraphCounters
 
 OTHER: dict[str, Any] = {
     "kind": GraphKind.BREAKABLE,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_capture import ScriptedCapture
 
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading, capture_order, enough_samples, total_bytes
 from compiled_engine.process.progress import SilentProgress

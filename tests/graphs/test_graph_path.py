@@ -20,19 +20,19 @@ from recorded_capture import RecordedCapture
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
-from compiled_engine.core import scheduler
-from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.engine import runner as model_runner
+from compiled_engine.engine import scheduler, step_graphs
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.executor import InProcessExecutor
+from compiled_engine.engine.messages import EngineRequest, prefix_root
+from compiled_engine.engine.runner import Runner
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.prompt_logprobs.extras import rows_in
-from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.messages import EngineRequest, prefix_root
+from compiled_engine.graphs.cuda_graphs.manager import GraphCounters
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import model_runner, step_graphs
-from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.params import SamplingParams
 
 MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]

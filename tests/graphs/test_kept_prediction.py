@@ -18,7 +18,7 @@ from compiled_engine.graphs.cache.folder import open_cache
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
 from compiled_engine.graphs.cuda_graphs import memory
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind, decode_key
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading, families, predicted_bytes
 from compiled_engine.options import EngineOptions
@@ -160,7 +160,7 @@ def test_other_factors_are_another_prediction(
 
 def test_the_code_that_is_captured_or_captures_is_a_factor(config: EngineConfig) -> None:
     source = memory.graph_memory_factors(config, "1" * 32, [])["source"]
-    captured = {"attention/backends/triton_decode.py", "sampling/sampler.py", "runner/model_runner.py"}
+    captured = {"attention/backends/triton_decode.py", "sampling/sampler.py", "engine/runner.py"}
     assert {"graphs/cuda_graphs/capture.py", "kernels/launcher.py", *captured} <= source.keys()
     assert len(set(source.values())) > 1
 

@@ -20,13 +20,16 @@ from torch import fx
 from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
 from compiled_engine.bench.fused_forward import BLOCK_SIZE, fuse
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
+from compiled_engine.engine import runner as model_runner
+from compiled_engine.engine.input_batch import InputBuffers, empty_batch, make_batch, prepare, step_of_batch
+from compiled_engine.engine.messages import EngineRequest, NewRequest, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import forward_source, stitch
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
@@ -40,9 +43,6 @@ from compiled_engine.passes.registry import register_pass, step_tensors, unregis
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import model_runner
-from compiled_engine.runner.input_batch import InputBuffers, empty_batch, make_batch, prepare, step_of_batch
-from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.tune.pass_gains import make_step_inputs
 

@@ -13,7 +13,11 @@ import torch
 
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
 from compiled_engine.attention.inputs import attention_inputs_of
-from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.engine import warm_up
+from compiled_engine.engine.executor import InProcessExecutor
+from compiled_engine.engine.input_batch import empty_batch, prepare, step_of_batch
+from compiled_engine.engine.runner import Runner
+from compiled_engine.engine.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
 from compiled_engine.kernels.cache_folder import VARIABLE
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
@@ -21,10 +25,6 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import warm_up
-from compiled_engine.runner.input_batch import empty_batch, prepare, step_of_batch
-from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
 from compiled_engine.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -11,23 +11,22 @@ import torch
 from compiled_engine.attention.backends.triton_backend import BACKEND as TRITON
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
-from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.engine import input_batch, step_sampling, warm_up
+from compiled_engine.engine.executor import InProcessExecutor
+from compiled_engine.engine.forward import BatchForward, ModelForward
+from compiled_engine.engine.input_batch import InputBuffers, launch_prepare
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.runner import Runner
+from compiled_engine.engine.step_graphs import ModelStep
+from compiled_engine.engine.step_hooks import StepHooks
+from compiled_engine.engine.step_sampling import PendingSteps, StepAdvance, StepSampling, launch_advance
+from compiled_engine.engine.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.features.speculation.ngram import Ngrams
 from compiled_engine.features.speculation.verification import Acceptance, launch_verify
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import SilentProgress
-from compiled_engine.runner import input_batch, step_sampling, warm_up
-from compiled_engine.runner.hooks import StepHooks
-from compiled_engine.runner.input_batch import InputBuffers, launch_prepare
-from compiled_engine.runner.model_forward import BatchForward, ModelForward
-from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.pending_steps import PendingSteps, launch_advance
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_graphs import ModelStep
-from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
-from compiled_engine.runner.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.sampling.sampler import Sampler
 
 SPECULATIONS = {

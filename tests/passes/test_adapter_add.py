@@ -16,6 +16,7 @@ from hopper_compilation import compiled_for_hopper
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
+from compiled_engine.engine.warm_up import start_up_batches
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear.adapter_add import TOKEN_COUNTS, launch, reference
@@ -29,7 +30,6 @@ from compiled_engine.passes.linear.adapter_tile_kernels import (
 )
 from compiled_engine.passes.linear.adapter_token_kernels import add_by_token, expand_token_kernel, shrink_token_kernel
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.warm_up import start_up_batches
 
 
 class Case(NamedTuple):

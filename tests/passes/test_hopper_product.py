@@ -13,6 +13,7 @@ from small_batch_linear_cases import Case, arguments_of, nan_in_new_tensors
 from triton.experimental.gluon.language import NVMMASharedLayout
 from tuned_linears import PLAIN
 
+from compiled_engine.engine.warm_up import start_up_batches
 from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
@@ -27,7 +28,6 @@ from compiled_engine.passes.linear.hopper_product import (
     product_tiles,
 )
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.warm_up import start_up_batches
 from compiled_engine.tune.product_tuning import (
     SHARED_MEMORY,
     TOKENS_OF_MANY,

@@ -227,7 +227,7 @@ def test_what_is_imported_before_a_fork_asks_cuda_nothing(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "asks_nothing.py").write_text(ASKS_NOTHING.format(program=program))
     processes = WorkerProcesses("asks_nothing", 1)
-    processes.begin({"modules": ["compiled_engine.runner.warm_up"], "settings": {}, "entry": str(tmp_path)})
+    processes.begin({"modules": ["compiled_engine.engine.warm_up"], "settings": {}, "entry": str(tmp_path)})
     question = {"key": "none", "target": ["cuda", 90, 32], "module": "none", "name": "none", "specialization": ""}
     assert "error" in processes.workers[0].ask(question)
     processes.close()

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from left_over import SOON_S
 
-from compiled_engine.core.control import Failed
-from compiled_engine.messages import RunnerOutput
+from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.messages import RunnerOutput
 from compiled_engine.processes import channel, ring
 from compiled_engine.processes.channel import Connection, FrameReader, MessageTooLargeError, frame, receive, send
 from compiled_engine.processes.ring import RingDescriptors, RingReader, RingWriter

@@ -15,8 +15,8 @@ from small_engines import SMALL
 from tiny_models import tiny_config
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.core.control import ControlError, Failed
-from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
+from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
 from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
 from compiled_engine.processes.core_child import CoreChild
 from compiled_engine.processes.core_client import CoreClient, EngineDeadError, wait_started

@@ -21,10 +21,10 @@ from small_engines import PROMPTS
 from tiny_models import tiny_config
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.pooling import Pooling
 from compiled_engine.processes.channel import Connection, FrameReader, MessageTooLargeError, frame
 from compiled_engine.processes.core_child import ForeignCore

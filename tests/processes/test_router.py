@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.core.block_pool import hash_blocks
-from compiled_engine.messages import ROOT, EngineRequest, prefix_root
+from compiled_engine.engine.block_pool import hash_blocks
+from compiled_engine.engine.messages import ROOT, EngineRequest, prefix_root
 from compiled_engine.processes.router import GENERATED, PrefixHistory, Route, Router
 from compiled_engine.sampling.params import SamplingParams
 

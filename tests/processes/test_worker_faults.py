@@ -22,9 +22,9 @@ from folders import SUPPORT
 from left_over import SOON_S, has_ended, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
-from compiled_engine.core.control import ControlError
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.llm import LLM
-from compiled_engine.messages import ControlCall
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.child import import_path
 from compiled_engine.processes import monitor

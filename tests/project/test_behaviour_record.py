@@ -13,7 +13,7 @@ from folders import REPOSITORY
 from message_record import MessageDigests, recorded_messages, recorded_properties
 from simulated_engine import SimulatedEngine, outputs_of
 
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

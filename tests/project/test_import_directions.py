@@ -51,10 +51,8 @@ LAYERS = (
     "sampling",
     "options",
     "other_engines",
-    "messages",
+    "engine",
     "grammars",
-    "runner",
-    "core",
     "features.adapters",
     "features.pipeline",
     "features.pooling",
@@ -79,17 +77,32 @@ LAYERS = (
     "__main__",
     "models.bundled_training",
 )
-# The modules of the core that decide on paper.
+# The modules of the engine that plan steps, and those that run them.
 ON_PAPER = (
     "block_pool",
     "cache_resource",
-    "hooks",
-    "kv_cache_manager",
+    "kv_cache",
+    "messages",
+    "plan_hooks",
     "request",
     "request_table",
     "steps",
     "scheduler",
 )
+ON_DEVICE = (
+    "cache_memory",
+    "eager_forward",
+    "forward",
+    "input_batch",
+    "request_states",
+    "runner",
+    "step_graphs",
+    "step_hooks",
+    "step_kernels",
+    "step_sampling",
+    "warm_up",
+)
+OF_DEVICE = ("graphs", "passes", "models", "attention", "kernels", *(f"engine.{name}" for name in ON_DEVICE))
 # The same of features.
 PLANNING = (
     "features.adapters.extras",
@@ -111,13 +124,20 @@ PLANNING = (
 )
 # Packages, and modules, that may not import some others below them.
 FORBIDDEN = {
-    **{f"core.{name}": ("graphs", "passes", "models", "attention", "kernels", "runner") for name in ON_PAPER},
-    **dict.fromkeys(PLANNING, ("graphs", "passes", "models", "attention", "kernels", "runner")),
+    **{f"engine.{name}": OF_DEVICE for name in ON_PAPER},
+    **dict.fromkeys(PLANNING, OF_DEVICE),
     "models.textbook": ("kernels", "process"),
     "sampling": ("graphs", "passes", "models", "attention"),
     "grammars": ("graphs", "passes", "models", "attention", "kernels"),
-    "graphs": ("sampling", "core"),
-    "frontend": ("graphs", "passes", "runner", "core"),
+    "graphs": ("sampling", "engine"),
+    "frontend": (
+        "graphs",
+        "passes",
+        "engine.core",
+        "engine.executor",
+        "engine.scheduler",
+        *OF_DEVICE[-len(ON_DEVICE) :],
+    ),
 }
 
 
@@ -202,7 +222,7 @@ def test_extras_are_data_of_messages_alone() -> None:
     """Whoever reads or writes a message may import them."""
     for module in modules():
         if module.startswith("features.") and module.endswith(".extras"):
-            assert imports_of(module) <= {"messages", "sampling.sampled_tokens"}, module
+            assert imports_of(module) <= {"engine.messages", "sampling.sampled_tokens"}, module
 
 
 def test_tests_can_be_collected_from_any_folder() -> None:

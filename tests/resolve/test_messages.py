@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from compiled_engine.messages import (
+from compiled_engine.engine.messages import (
     EngineOutput,
     EngineRequest,
     GrammarVocabulary,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.engine.forward import ForwardOutput, ModelForward, _Variant
+from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.graphs.compiled_model import Forwards
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key, mixed_key
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward, _Variant
-from compiled_engine.runner.step_graphs import ModelStep
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, decode_key, mixed_key
 
 HIDDEN_TD = torch.arange(10.0).view(5, 2)
 SLOTS_T = torch.tensor([3, -1, 2, 0, 1], dtype=torch.int32)

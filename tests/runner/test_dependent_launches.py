@@ -15,9 +15,9 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_S
 from compiled_engine.attention.backends.decoded_contexts import decode_contexts_kernel
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
-from compiled_engine.runner.input_batch import InputBuffers, launch_prepare
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_kernels import TILE, prepare_kernel
+from compiled_engine.engine.input_batch import InputBuffers, launch_prepare
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_kernels import TILE, prepare_kernel
 
 STEP: dict[str, Any] = {"NUM_DRAFTS": 0, "MAX_BLOCKS": 8, "BLOCK_SIZE": 16, "TILE": TILE}
 STEP |= dict.fromkeys(("numbers_ptr", "drafts_ptr", "history_ptr"))

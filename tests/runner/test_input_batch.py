@@ -11,12 +11,7 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.features.speculation.draft_rows import DraftedRows, DraftedSteps, StepRows, make_drafted_batch
-from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
-from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.input_batch import (
+from compiled_engine.engine.input_batch import (
     LAST_NUMBER,
     RING,
     InputBatch,
@@ -25,8 +20,13 @@ from compiled_engine.runner.input_batch import (
     prepare,
     step_of_batch,
 )
-from compiled_engine.runner.pending_steps import PendingSteps, advance
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_sampling import PendingSteps, advance
+from compiled_engine.features.speculation.draft_rows import DraftedRows, DraftedSteps, StepRows, make_drafted_batch
+from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import SamplingParams
 
 BLOCK_SIZE = 4

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from compiled_engine.config import EngineConfig, HeadShape
+from compiled_engine.engine.cache_memory import allocate, block_bytes, size_cache
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.kv_cache import allocate, block_bytes, size_cache
 
 
 def config_of(**options: Any) -> EngineConfig:

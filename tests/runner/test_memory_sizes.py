@@ -21,9 +21,9 @@ from compiled_engine.config import (
     ParallelConfig,
     SpeculationConfig,
 )
+from compiled_engine.engine.cache_memory import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
+from compiled_engine.engine.step_graphs import affordable
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
-from compiled_engine.runner.kv_cache import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
-from compiled_engine.runner.step_graphs import affordable
 
 # Two layers, keys and values, 16 slots, two heads of 16 elements in float32.
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4

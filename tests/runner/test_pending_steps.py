@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_engine.engine.input_batch import NO_ROW, NOT_TAKEN, RING, InputBatch
+from compiled_engine.engine.step_sampling import Deferred, PendingStep, UnsampledStep
 from compiled_engine.features.pooling.step_pooling import PooledRows
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
 from compiled_engine.features.speculation.draft_rows import DraftedRows
 from compiled_engine.process.profiling import StepClock
-from compiled_engine.runner.input_batch import NO_ROW, NOT_TAKEN, RING, InputBatch
-from compiled_engine.runner.pending_steps import Deferred, PendingStep, UnsampledStep
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
 

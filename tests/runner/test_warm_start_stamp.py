@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine import warm_up as warm_start_stamp
+from compiled_engine.engine.warm_up import stamp_of_start, write_stamp
 from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import warm_start_stamp
-from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
 
 
 def config_of(**options: Any) -> EngineConfig:

@@ -39,13 +39,13 @@ from message_record import recorded_loads, recorded_properties
 
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.forward import load_model
 from compiled_engine.graphs.compiled_model import compile_model
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stages import stages_of
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.model_forward import load_model
 from compiled_engine.sampling.params import SamplingParams
 
 # Textbook and foreign, dense and experts; with windows and soft caps, norms behind blocks, and packed weights.

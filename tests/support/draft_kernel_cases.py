@@ -12,6 +12,15 @@ import torch
 from runner_cases import MADE, STATES
 
 from compiled_engine.config import SpeculationConfig
+from compiled_engine.engine.input_batch import (
+    LAST_NUMBER,
+    RING,
+    InputBatch,
+    InputBuffers,
+    launch_prepare,
+    prepare_reference,
+)
+from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.features.speculation.draft_rows import (
     keep_drafts,
     launch_keep_drafts,
@@ -20,15 +29,6 @@ from compiled_engine.features.speculation.draft_rows import (
 from compiled_engine.features.speculation.ngram import Ngrams, ngram_drafts
 from compiled_engine.features.speculation.verification import Acceptance, launch_verify, verify_reference
 from compiled_engine.rows.row_fields import RowField
-from compiled_engine.runner.input_batch import (
-    LAST_NUMBER,
-    RING,
-    InputBatch,
-    InputBuffers,
-    launch_prepare,
-    prepare_reference,
-)
-from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER
 
 ROWS, BLOCK_SIZE, WORDS = 9, 4, 5

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from draft_kernel_cases import ROWS, WORDS, DraftCase
 
+from compiled_engine.engine.input_batch import prepare_reference
 from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts, launch_keep_drafts
 from compiled_engine.features.speculation.eagle import (
     begin_drafts,
@@ -18,7 +19,6 @@ from compiled_engine.features.speculation.eagle import (
     launch_following_tokens,
     launch_keep_hidden,
 )
-from compiled_engine.runner.input_batch import prepare_reference
 
 SIZE = 1030  # more than a tile
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words

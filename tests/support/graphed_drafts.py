@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.frontend.tokenizer import load_tokenizer
-from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core

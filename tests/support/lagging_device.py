@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import RunnerOutput, TokenMasks
+from compiled_engine.engine.runner import Runner
+from compiled_engine.engine.step_sampling import UnsampledStep
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.features.speculation.draft_model import DraftModel
 from compiled_engine.features.speculation.eagle import EagleDrafter
-from compiled_engine.messages import RunnerOutput, TokenMasks
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.pending_steps import UnsampledStep
 
 
 class LaunchedStep:

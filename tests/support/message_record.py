@@ -22,7 +22,7 @@ from hypothesis import Phase, settings
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
 from hypothesis.stateful import run_state_machine_as_test
 
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.scheduler import Scheduler
 
 # Fields that say when something was.
 OF_THE_CLOCK = ("scheduled_time",)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.runner import input_batch
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers
-from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.engine import input_batch
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.runner import Runner
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 
 
 def prepare_with(padding_1: torch.Tensor) -> Callable[[InputBatch, RequestStates, InputBuffers], None]:

@@ -19,7 +19,7 @@ from checkpoints import load_checkpoint
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
 from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.features.recurrence.state_rows import StateRows
 
 VOCABULARY, POSITIONS = 131, 4096

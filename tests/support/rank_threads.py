@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import apply
-from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.executor import apply
+from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import worker

@@ -10,9 +10,9 @@ import random
 import numpy as np
 import torch
 
-from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers, launch_prepare, prepare_reference
-from compiled_engine.runner.pending_steps import advance_reference, launch_advance
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.engine.input_batch import LAST_NUMBER, RING, InputBuffers, launch_prepare, prepare_reference
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_sampling import advance_reference, launch_advance
 from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER
 
 MADE = (

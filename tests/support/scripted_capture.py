@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
 
 Work = Callable[[], torch.Tensor]

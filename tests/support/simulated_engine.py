@@ -11,8 +11,9 @@ from typing import Any
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
@@ -20,7 +21,6 @@ from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.structured.plan import Structured
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask

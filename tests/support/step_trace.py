@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_engine
 from compiled_engine import graphs, llm_parts, models, passes
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.engine import runner as model_runner
+from compiled_engine.engine.core import EngineCore
 from compiled_engine.llm import LLM
 from compiled_engine.models.bundled import BUNDLED_HEAD_PATH
-from compiled_engine.runner import model_runner
 from compiled_engine.sampling.params import SamplingParams
 
 SIZES, TOKEN_SIZES = (1, 2, 4), (8, 16)

@@ -10,13 +10,13 @@ import pytest
 from plain_config import BASE
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.core.control import ControlError
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.pooling import PoolingParams
 from compiled_engine.frontend.request_stream import RequestStreams
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 PARAMS, POOLING, DEFAULT = SamplingParams(seed=3), PoolingParams(), SamplingParams(temperature=0.25)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from compiled_engine.messages import EngineRequest
+from compiled_engine.engine.messages import EngineRequest
 
 NAME = "adapters"
 

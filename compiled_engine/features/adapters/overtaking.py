@@ -7,7 +7,7 @@ in time.
 
 from __future__ import annotations
 
-from compiled_engine.core.request import Request
+from compiled_engine.engine.request import Request
 
 
 class Overtaking:

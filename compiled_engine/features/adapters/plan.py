@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import CacheResource
-from compiled_engine.core.control import ControlError
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.request import Request
-from compiled_engine.core.steps import StepInFlight
+from compiled_engine.engine.block_pool import BlockGroup
+from compiled_engine.engine.cache_resource import CacheResource
+from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.messages import ControlCall, EngineRequest
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.steps import StepInFlight
 from compiled_engine.features.adapters.extras import NAME, adapter_of
 from compiled_engine.features.adapters.overtaking import Overtaking
 from compiled_engine.features.adapters.table import AdapterTable
-from compiled_engine.messages import ControlCall, EngineRequest
 
 CALLS = ("begin_load_adapter", "has_read_adapter", "load_adapter", "unload_adapter")
 OFF = "enable_lora is False, so there are no adapters; allowed: True"

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import AdapterConfig
+from compiled_engine.engine.eager_forward import adapted_parameters
+from compiled_engine.engine.step_hooks import RunnerParts
 from compiled_engine.models.checkpoint.adapter_files import LONGEST_HEADER
 from compiled_engine.models.checkpoint.adapter_folder import (
     Adapter,
@@ -28,8 +30,6 @@ from compiled_engine.models.checkpoint.adapter_folder import (
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.parameter import WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
-from compiled_engine.runner.eager_forward import adapted_parameters
-from compiled_engine.runner.hooks import RunnerParts
 
 # Host memory is pinned in parts of so many bytes: a part for each matrix would take most of the time of reading an
 # adapter, and while memory is pinned the driver launches nothing.

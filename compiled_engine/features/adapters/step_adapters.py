@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.features.adapters.extras import NAME
 from compiled_engine.features.adapters.slots import AdapterSlots
-from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.passes.linear.adapters import ADAPTED, ADAPTER_SLOT
 from compiled_engine.rows.row_fields import RowField
-from compiled_engine.runner.hooks import RunnerParts, StepFeature
-from compiled_engine.runner.request_states import RequestStates
 
 
 class StepAdapters(StepFeature):

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from typing import Any
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.core.cache_resource import check_holders
-from compiled_engine.core.request import Request
+from compiled_engine.engine.cache_resource import check_holders
+from compiled_engine.engine.request import Request
 from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
 
 # Names whose requests are counted.

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.request import Request
-from compiled_engine.core.steps import StepInFlight
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.steps import StepInFlight
 
 
 class MicroBatches(PlanFeature):

@@ -12,15 +12,14 @@ from itertools import compress
 
 import torch
 
-from compiled_engine.messages import SchedulerOutput
+from compiled_engine.engine.forward import ForwardOutput, ModelForward
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_hooks import StepFeature
+from compiled_engine.engine.step_sampling import Deferred, StepAdvance
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.runner.hooks import StepFeature
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
-from compiled_engine.runner.pending_steps import Deferred
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_sampling import StepAdvance
 
 
 @dataclass(frozen=True)

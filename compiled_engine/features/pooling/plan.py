@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.request import Request
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES
 
 

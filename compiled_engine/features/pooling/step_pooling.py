@@ -17,16 +17,15 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
+from compiled_engine.engine.forward import ForwardOutput
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import NewRequest
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
+from compiled_engine.engine.step_sampling import Deferred, StepAdvance
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
-from compiled_engine.messages import NewRequest
 from compiled_engine.pooling import LAST, Pooling
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import download, upload
-from compiled_engine.runner.hooks import RunnerParts, StepFeature
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.model_forward import ForwardOutput
-from compiled_engine.runner.pending_steps import Deferred
-from compiled_engine.runner.step_sampling import StepAdvance
 
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From the position of each token, int32 [T], and the number of tokens of its request, fp32 [T]."""

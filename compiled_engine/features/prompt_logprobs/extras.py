@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.messages import EngineRequest
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 NAME = "prompt_logprobs"

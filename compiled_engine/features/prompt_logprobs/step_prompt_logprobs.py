@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.engine.forward import ForwardOutput
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.features.prompt_logprobs.extras import NAME
-from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.runner.hooks import RunnerParts, StepFeature
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.model_forward import ForwardOutput
 from compiled_engine.sampling.logprobs import logprob_rows
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 

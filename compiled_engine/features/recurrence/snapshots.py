@@ -18,11 +18,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from compiled_engine.core.block_pool import BlockGroup, leading_hashes
-from compiled_engine.core.cache_resource import FindableResource
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.request import Request
-from compiled_engine.core.steps import StepInFlight
+from compiled_engine.engine.block_pool import BlockGroup, leading_hashes
+from compiled_engine.engine.cache_resource import FindableResource
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.steps import StepInFlight
 
 NAME = "recurrence"
 # Tokens that a snapshot must save: a prompt that is computed in more steps is later by the time of one.

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from compiled_engine.config import Recurrences
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.features.recurrence.snapshots import NAME
-from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.hooks import StepFeature
-from compiled_engine.runner.request_states import RequestStates
 
 
 class StateRows(StepFeature):

@@ -11,20 +11,16 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphMode
-from compiled_engine.features.speculation.draft_rows import keep_drafts
-from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
-from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
-from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
-from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
-from compiled_engine.graphs.compiled_model import CompiledModel
-from compiled_engine.graphs.compiler.signature import tensors_beside_steps
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
-from compiled_engine.messages import SchedulerOutput
-from compiled_engine.process.progress import Progress
-from compiled_engine.runner import kv_cache
-from compiled_engine.runner.hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
-from compiled_engine.runner.input_batch import (
+from compiled_engine.engine import cache_memory as kv_cache
+from compiled_engine.engine.forward import (
+    BatchForward,
+    ForwardOutput,
+    ModelForward,
+    compile_in_turn,
+    load_model,
+    threads_for_step,
+)
+from compiled_engine.engine.input_batch import (
     NO_GENERATION,
     InputBatch,
     InputBuffers,
@@ -33,14 +29,17 @@ from compiled_engine.runner.input_batch import (
     make_batch,
     prepare,
 )
-from compiled_engine.runner.model_forward import (
-    BatchForward,
-    ForwardOutput,
-    ModelForward,
-    compile_in_turn,
-    load_model,
-    threads_for_step,
-)
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.step_hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
+from compiled_engine.features.speculation.draft_rows import keep_drafts
+from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
+from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
+from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
+from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
+from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
+from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.sampler import SamplerClass
 
 NO_ROWS = np.empty(0, np.int32)

@@ -24,10 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
-from compiled_engine.runner.input_batch import (
+from compiled_engine.engine.input_batch import (
     NO_ROW,
     NOT_TAKEN,
     InputBatch,
@@ -35,7 +32,10 @@ from compiled_engine.runner.input_batch import (
     RowsOfRequests,
     host_of,
 )
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
 

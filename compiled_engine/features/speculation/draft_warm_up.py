@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.forward import BatchForward
+from compiled_engine.engine.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
 from compiled_engine.process.progress import Progress
-from compiled_engine.runner.model_forward import BatchForward
-from compiled_engine.runner.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
 
 
 class Passes(Protocol):

@@ -9,9 +9,9 @@ from operator import add
 
 import numpy as np
 
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.features.speculation.draft_rows import StepShares
-from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.request_states import RequestStates
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,19 @@ from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.forward import BatchForward, ForwardOutput
+from compiled_engine.engine.input_batch import (
+    NO_GENERATION,
+    InputBatch,
+    InputBuffers,
+    StagedDecodes,
+    empty_batch,
+    prepare,
+    step_of_batch,
+)
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
 from compiled_engine.features.speculation.draft_model import NO_ROWS, Drafting, single_tokens
 from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts
 from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
@@ -26,24 +39,10 @@ from compiled_engine.features.speculation.graph_keys import drafting as drafting
 from compiled_engine.features.speculation.graph_keys import head_keys, prefill_head_keys
 from compiled_engine.features.speculation.step_extras import sharpness_of
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.messages import SchedulerOutput
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.process.progress import Progress
-from compiled_engine.runner.hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
-from compiled_engine.runner.input_batch import (
-    NO_GENERATION,
-    InputBatch,
-    InputBuffers,
-    StagedDecodes,
-    empty_batch,
-    prepare,
-    step_of_batch,
-)
-from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
-from compiled_engine.runner.request_states import RequestStates
 
 WORK = "attention_inputs.work_W"
 

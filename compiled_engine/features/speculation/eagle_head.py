@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.engine import cache_memory as kv_cache
+from compiled_engine.engine.forward import ModelForward, compile_in_turn, load_model
+from compiled_engine.engine.step_hooks import RunnerParts
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
-from compiled_engine.runner import kv_cache
-from compiled_engine.runner.hooks import RunnerParts
-from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model
 
 
 def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:

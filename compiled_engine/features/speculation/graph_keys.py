@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, decode_key
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, decode_key
 
 # Tokens per request in a draft model's first pass.
 FIRST = 2

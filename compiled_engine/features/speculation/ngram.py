@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from compiled_engine.config import SpeculationConfig
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
-from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.hooks import StepFeature
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers
-from compiled_engine.runner.request_states import RequestStates
 
 
 def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:

@@ -8,16 +8,16 @@ from operator import add
 
 import torch
 
+from compiled_engine.engine.input_batch import InputBatch, make_batch
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts, StepFeature, StepLayout
 from compiled_engine.features.speculation.draft_model import DraftModel
 from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRows
 from compiled_engine.features.speculation.eagle import EagleDrafter
 from compiled_engine.features.speculation.graph_keys import StepKeys
 from compiled_engine.features.speculation.ngram import Ngrams, NgramsOnHost
 from compiled_engine.features.speculation.verification import Acceptance, verify
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
-from compiled_engine.messages import SchedulerOutput
-from compiled_engine.runner.hooks import FeatureGraphs, RunnerParts, StepFeature, StepLayout
-from compiled_engine.runner.input_batch import InputBatch, make_batch
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 
 
 def drafting(parts: RunnerParts) -> list[StepFeature]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiled_engine.messages import SchedulerOutput
+from compiled_engine.engine.messages import SchedulerOutput
 
 NAME = "speculation"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.engine.input_batch import LAST_NUMBER, NO_ROW, NOT_TAKEN, RING, InputBuffers
+from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
-from compiled_engine.runner.input_batch import LAST_NUMBER, NO_ROW, NOT_TAKEN, RING, InputBuffers
-from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.gumbel import splitmix64
 
 # The index of a hash that is no token's.

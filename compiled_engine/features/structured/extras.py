@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.messages import EngineRequest
+from compiled_engine.engine.messages import EngineRequest
 
 NAME = "structured"
 

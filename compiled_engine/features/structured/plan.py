@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compiled_engine.core.hooks import PlanFeature
-from compiled_engine.core.request import Finish, Request
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Finish, Request
 from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
 from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.grammars.constraint import is_complete
-from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
 from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.config import AdapterConfig, CacheConfig, SchedulerConfig
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import ROOT, ControlCall, EngineRequest, RunnerOutput, SchedulerOutput, prefix_root
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.adapters.plan import Adapters
-from compiled_engine.messages import ROOT, ControlCall, EngineRequest, RunnerOutput, SchedulerOutput, prefix_root
 from compiled_engine.sampling.params import SamplingParams
 
 

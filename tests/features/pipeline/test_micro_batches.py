@@ -8,10 +8,10 @@ from typing import cast
 
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
-from compiled_engine.core.request import Request
-from compiled_engine.core.steps import StepInFlight
+from compiled_engine.engine.messages import EngineRequest, SchedulerOutput
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.steps import StepInFlight
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
-from compiled_engine.messages import EngineRequest, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 
 

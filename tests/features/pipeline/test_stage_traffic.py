@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.messages import SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.features.pipeline.stage_traffic import StageTraffic
-from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.stages import Stage
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.request_states import RequestStates
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import pytest
 from msgspec import structs
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.pooling.extras import Vectors, extras_of, vectors_in
 from compiled_engine.features.pooling.plan import PoolingPlan
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from compiled_engine.core.request import Request
+from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.engine.request import Request
 from compiled_engine.features.prompt_logprobs.extras import resumed
 from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
-from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 

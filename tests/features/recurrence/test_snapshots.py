@@ -14,14 +14,14 @@ import torch
 from simulated_engine import SimulatedEngine, outputs_of
 
 from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.kv_cache_manager import KVCacheManager
-from compiled_engine.core.request import Request
-from compiled_engine.core.steps import StepInFlight
+from compiled_engine.engine.block_pool import BlockGroup
+from compiled_engine.engine.kv_cache import KVCacheManager
+from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.steps import StepInFlight
 from compiled_engine.features.recurrence.snapshots import LEAST_GAIN, StateSnapshots
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
-from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve

@@ -12,11 +12,11 @@ from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
 from compiled_engine.config import SpeculationConfig
+from compiled_engine.engine.input_batch import launch_prepare
 from compiled_engine.features.speculation.draft_rows import launch_keep_drafts
 from compiled_engine.features.speculation.ngram import Ngrams
 from compiled_engine.features.speculation.verification import launch_verify
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
-from compiled_engine.runner.input_batch import launch_prepare
 
 
 @loops_to_a_loaded_bound

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_length import LEAST_STEPS, PROBE_EVERY, DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan
-from compiled_engine.messages import EngineRequest, RunnerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 

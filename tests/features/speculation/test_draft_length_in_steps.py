@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig, draft_lengths
-from compiled_engine.core.scheduler import Scheduler
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_length import LEAST_STEPS, DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan
-from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.core.request import Request
-from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.core.steps import StepBuilder, StepInFlight
+from compiled_engine.engine.messages import EngineRequest, NewRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.request import Request
+from compiled_engine.engine.scheduler import Scheduler
+from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.speculation.draft_sharpness import LEAST
 from compiled_engine.features.speculation.step_extras import sharpness_of
-from compiled_engine.messages import EngineRequest, NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 

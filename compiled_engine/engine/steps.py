@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
-from compiled_engine.core.request import Finish, Request, RequestStatus
-from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
+from compiled_engine.engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
+from compiled_engine.engine.request import Finish, Request, RequestStatus
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 
 OutputExtras = Callable[[Request, dict[str, Any]], dict[str, Any]]

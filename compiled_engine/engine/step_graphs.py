@@ -14,15 +14,13 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig, GraphConfig
+from compiled_engine.engine.forward import BatchForward, ForwardOutput
+from compiled_engine.engine.input_batch import InputBatch, empty_batch, prepare
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_hooks import NO_HOOKS, StepHooks, Tail
 from compiled_engine.graphs.cuda_graphs.capture import Capture
-from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
-from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager
-from compiled_engine.runner.hooks import NO_HOOKS, StepHooks, Tail
-from compiled_engine.runner.input_batch import InputBatch, empty_batch, prepare
-from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
-from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField
+from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager, Fallback, GraphCounters
 
 log = logging.getLogger("compiled_engine")
 # Largest share of the KV cache's memory that the graphs' pool may take.

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
-from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import BatchLogprobs
 
 # Entries of the ring: more than twice the steps in flight, since resampling writes a second entry.
@@ -186,7 +186,7 @@ def launch_prepare(
     decodes_only: bool,
     numbered: bool = False,
 ) -> None:
-    from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
+    from compiled_engine.engine.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
     ahead_SK, history_SL = (states.ahead_SK, states.history_SL) if numbered else (None, None)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](

@@ -7,9 +7,9 @@ import heapq
 import operator
 from collections.abc import Sequence
 
-from compiled_engine.core.hooks import PlanHooks
-from compiled_engine.core.kv_cache_manager import KVCacheManager
-from compiled_engine.core.request import Request, RequestStatus, check_requests
+from compiled_engine.engine.kv_cache import KVCacheManager
+from compiled_engine.engine.plan_hooks import PlanHooks
+from compiled_engine.engine.request import Request, RequestStatus, check_requests
 
 
 class WaitingQueue:

@@ -226,7 +226,7 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class ControlCall:
-    """API to core, and core to ranks: what to do between two steps, see core/control.py. `arguments` are plain data."""
+    """API to core, and core to ranks: what to do between two steps, see executor.py. `arguments` are plain data."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)

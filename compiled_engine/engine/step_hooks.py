@@ -30,20 +30,19 @@ from torch import nn
 
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.engine.forward import ForwardOutput, ModelForward
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_sampling import Deferred, StepAdvance
 from compiled_engine.graphs.compiled_model import CompiledModel
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.graphs.cuda_graphs.manager import Capturable
-from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.overriding import by_name, having, overriding, sole, sole_overriding
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
-from compiled_engine.runner.pending_steps import Deferred
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_sampling import StepAdvance
 from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 

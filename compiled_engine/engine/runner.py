@@ -13,13 +13,34 @@ from torch import nn
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
+from compiled_engine.engine import cache_memory as kv_cache
+from compiled_engine.engine.forward import (
+    BatchForward,
+    ModelForward,
+    compile_in_turn,
+    load_model,
+    threads_for_step,
+)
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch
+from compiled_engine.engine.messages import NewRequest, SchedulerOutput, TokenMasks
+from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
+from compiled_engine.engine.step_hooks import MakeFeatures, ModelBeside, RunnerParts, StepHooks, StepLayout
+from compiled_engine.engine.step_sampling import (
+    Deferred,
+    PendingStep,
+    PendingSteps,
+    StepAdvance,
+    StepSampling,
+    UnsampledStep,
+)
+from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
-from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
 from compiled_engine.parallel.stages import Stage, StageLink
@@ -28,22 +49,6 @@ from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.runner import kv_cache
-from compiled_engine.runner.hooks import MakeFeatures, ModelBeside, RunnerParts, StepHooks, StepLayout
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.runner.model_forward import (
-    BatchForward,
-    ModelForward,
-    compile_in_turn,
-    load_model,
-    threads_for_step,
-)
-from compiled_engine.runner.pending_steps import Deferred, PendingStep, PendingSteps, UnsampledStep
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.step_graphs import ModelStep, StepGraphs, affordable
-from compiled_engine.runner.step_sampling import StepAdvance, StepSampling
-from compiled_engine.runner.warm_start_stamp import stamp_of_start, write_stamp
-from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.ranks import VocabularySlice

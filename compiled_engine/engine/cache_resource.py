@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Protocol, runtime_checkable
 
-from compiled_engine.core.request import Request
+from compiled_engine.engine.request import Request
 
 
 class CacheResource(Protocol):

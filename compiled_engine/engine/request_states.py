@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.messages import NewRequest
+from compiled_engine.engine.messages import NewRequest
 from compiled_engine.rows.row_fields import RowField, RowFields
 
 

@@ -13,11 +13,8 @@ from typing import Any
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import apply
-from compiled_engine.core.executor import Executor, PendingOutput
-from compiled_engine.core.hooks import PlanFeature, PlanHooks
-from compiled_engine.core.scheduler import Scheduler
-from compiled_engine.messages import (
+from compiled_engine.engine.executor import Executor, PendingOutput, apply
+from compiled_engine.engine.messages import (
     NO_CACHE,
     ControlCall,
     EngineOutput,
@@ -26,6 +23,8 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
 )
+from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
+from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived

@@ -11,12 +11,14 @@ traced.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,27 +34,56 @@ from compiled_engine.attention.inputs import (
     attention_inputs_of,
     padding_of,
 )
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.engine.forward import BatchForward, ForwardOutput
+from compiled_engine.engine.input_batch import empty_batch, padding_starts
+from compiled_engine.engine.step_graphs import ModelStep
+from compiled_engine.engine.step_hooks import StepFeature
+from compiled_engine.engine.step_sampling import StepSampling
+from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.memory import OF_NO_EFFECT
 from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, fake_group_for
+from compiled_engine.passes.framework.profile import PROFILES
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.runner.hooks import StepFeature
-from compiled_engine.runner.input_batch import empty_batch, padding_starts
-from compiled_engine.runner.model_forward import BatchForward, ForwardOutput
-from compiled_engine.runner.step_graphs import ModelStep
-from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_mask import num_words
+
+# Config fields, or prefixes of them, that select many kernels without being factors of the compiled model. Sizes of
+# batches and contexts select few.
+FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
+
+
+def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
+    """Return the file that exists if a start with these kernels has succeeded.
+
+    entry_key: of the compiled model. stage: of a pipeline.
+    """
+    fields = {
+        name: value
+        for name, value in flat_fields(config).items()
+        if name.startswith(FIELDS) and name not in OF_NO_EFFECT
+    }
+    profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
+    factors = {"entry": entry_key, "stage": stage, "config": fields, "profiles": profiles}
+    return kernels / f"start_{factors_key(factors)}"
+
+
+def write_stamp(stamp: Path) -> None:
+    """Record that the start has succeeded; if nothing can be written, the next start uses workers again."""
+    with suppress(OSError):
+        stamp.touch(mode=0o600)
+
 
 PROMPT_TOKENS = 16
 FILTERED = SamplingParams(top_k=20, top_p=0.9)

@@ -16,10 +16,12 @@ from compiled_engine.attention.case import AttentionCase
 from compiled_engine.attention.inputs import AttentionInputs, ForwardArguments, arguments_of, attention_inputs_of
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.engine.eager_forward import eager_forwards, eager_parameters
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers, step_of_batch
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards, compile_model
 from compiled_engine.graphs.compiler.stage_plan import StageForward
 from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, RecordingCounts, recorded
-from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
+from compiled_engine.graphs.cuda_graphs.capture import AttentionsOfEagerCode
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors, shards_of
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
@@ -29,8 +31,6 @@ from compiled_engine.passes.framework.parameter import KEPT
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.eager_forward import eager_forwards, eager_parameters
-from compiled_engine.runner.input_batch import InputBatch, InputBuffers, step_of_batch
 
 # Multiply-adds that justify a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
 # parallel regions of a few microseconds, each of which waits for all threads, and on a busy machine for the system to

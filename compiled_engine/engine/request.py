@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from compiled_engine.messages import ROOT, EngineRequest, NewRequest
+from compiled_engine.engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS
 

@@ -19,8 +19,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from compiled_engine.core.cache_resource import check_holders
-from compiled_engine.core.request import Request
+from compiled_engine.engine.cache_resource import check_holders
+from compiled_engine.engine.request import Request
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -19,10 +19,10 @@ import sys
 from collections.abc import Collection, Sequence
 from itertools import cycle
 
-from compiled_engine.core.block_pool import BlockGroup
-from compiled_engine.core.cache_resource import CacheResource, FindableResource
-from compiled_engine.core.request import Request
-from compiled_engine.messages import NO_CACHE
+from compiled_engine.engine.block_pool import BlockGroup
+from compiled_engine.engine.cache_resource import CacheResource, FindableResource
+from compiled_engine.engine.messages import NO_CACHE
+from compiled_engine.engine.request import Request
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Blocks of each KV group."""

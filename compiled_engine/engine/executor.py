@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import builtins
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import apply
+from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.runner import Runner
+from compiled_engine.engine.step_hooks import MakeFeatures
 from compiled_engine.kernels.compile_ahead import triton_digests
-from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.passes.registry import check_registered, load_plugins
@@ -20,9 +24,59 @@ from compiled_engine.process.init_cuda import cuda_context
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.hooks import MakeFeatures
-from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+
+KINDS = ValueError | TypeError | OSError | RuntimeError | MemoryError
+
+
+class FatalError(RuntimeError):
+    """The engine cannot go on. Its requests are lost, and a new engine is needed."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """An exception of another process, which cannot start or go on."""
+
+    kind: str  # name of the exception's type
+    text: str
+    where: str  # traceback
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def as_exception(self, place: str, prefix: str = "") -> Exception:
+        """Return the exception if its type is one of KINDS, otherwise a RuntimeError with its name.
+
+        place: of the other process, for a note. prefix: of the text.
+        """
+        kind = getattr(builtins, self.kind, None)
+        error: Exception
+        if isinstance(kind, type) and issubclass(kind, KINDS):
+            text = prefix + self.text
+            error = RuntimeError(text) if issubclass(kind, UnicodeError) else kind(text)
+        else:
+            error = RuntimeError(f"{prefix}{self.kind}: {self.text}")
+        error.add_note(f"in {place}:\n{self.where}")
+        return error
+
+
+class ControlError(RuntimeError):
+    """A call was refused or failed, with the reason. The engine continues."""
+
+
+def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
+    """Serve a call by the function of its name; return its result, which is plain data.
+
+    Raises ControlError if the call is none of `calls` or its function raises; FatalError passes through.
+    """
+    if call.name not in calls:
+        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")
+    try:
+        return calls[call.name](**call.arguments)
+    except (FatalError, ControlError):
+        raise
+    except Exception as error:
+        raise ControlError(f"{call.name}: {type(error).__name__}: {error}") from error
 
 
 class PendingOutput(Protocol):

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from compiled_engine.process.overriding import by_name, overriding, sole_overriding
 
 if TYPE_CHECKING:
-    from compiled_engine.core.block_pool import BlockGroup
-    from compiled_engine.core.cache_resource import CacheResource
-    from compiled_engine.core.request import Finish, Request
-    from compiled_engine.core.steps import StepBuilder, StepInFlight
-    from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, RunnerOutput, TokenMasks
+    from compiled_engine.engine.block_pool import BlockGroup
+    from compiled_engine.engine.cache_resource import CacheResource
+    from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, RunnerOutput, TokenMasks
+    from compiled_engine.engine.request import Finish, Request
+    from compiled_engine.engine.steps import StepBuilder, StepInFlight
 
 
 class PlanFeature:
