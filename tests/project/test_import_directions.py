@@ -77,7 +77,6 @@ LAYERS = (
     "tune",
     "cli",
     "__main__",
-    "models.bundled_training",
 )
 # The modules of the core that decide on paper.
 ON_PAPER = (
