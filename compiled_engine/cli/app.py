@@ -9,7 +9,6 @@ from typer.core import TyperCommand
 
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_embed import embed
-from compiled_engine.cli.bench_families import families, layouts
 from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_load import load
 from compiled_engine.cli.bench_loss import loss
@@ -41,10 +40,7 @@ BENCH_KINDS: dict[Any, type[TyperCommand]] = {
     **dict.fromkeys((table, ablation, startup, step, http, embed), EngineCommand),
     bench_serve: BenchServeCommand,
 }
-for command in (
-    *(table, compare, ablation, plot, startup, step, bench_serve, http, families, layouts),
-    *(transformers, load, embed, loss),
-):
+for command in (*(table, compare, ablation, plot, startup, step, bench_serve, http, transformers, load, embed, loss),):
     bench.command(cls=BENCH_KINDS.get(command))(command)
 
 app = typer.Typer(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from bundled_training.held_out import held_out_windows, mean_nats_per_token, scored_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from compiled_engine.bench.held_out_loss import BASE, VARIANTS, compare_losses
 from compiled_engine.cli.app import app
 from compiled_engine.cli.bench_loss import loss_table
-from compiled_engine.models.bundled_training.held_out import held_out_windows, mean_nats_per_token, scored_tokens
 from compiled_engine.process.progress import SilentProgress
 
 pytestmark = pytest.mark.usefixtures("one_thread")

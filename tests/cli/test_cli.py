@@ -291,14 +291,6 @@ BAD_INPUT = [
         "device is 'foo'; allowed: auto, cpu, cuda, cuda:N",
     ),
     (["config", "--capture-size", "8"], "capture_sizes is (8,), but the mode captures no"),
-    (
-        ["bench", "families", "--family", "qwen3", "--mode", "eager", "--mode", "quick"],
-        "mode is 'quick'; allowed with tensor_parallel_size 1: eager, compiled, graphed, fused",
-    ),
-    (
-        ["bench", "families", "--family", "qwen3", "--mode", "fused", "--tensor-parallel-size", "2"],
-        "mode is 'fused'; allowed with tensor_parallel_size 2: eager, compiled, graphed, verified",
-    ),
     (["bench", "step", "--profile", "README.md"], "profile is 'README.md', a file; allowed: a folder"),
 ]
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from bundled_training.held_out import held_out_windows, scored_tokens
 
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.llm import LLM
-from compiled_engine.models.bundled_training.held_out import held_out_windows, scored_tokens
 from compiled_engine.sampling.params import SamplingParams
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import family, write_checkpoint
 from lagging_device import lagging_device
 from token_masks import ByLastToken
 
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from families import family, write_checkpoint
+from family_comparison import difference_of
 from small_engines import PROMPTS
 
-from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.bench.family_comparison import difference_of
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams

@@ -11,10 +11,10 @@ import pytest
 import torch
 from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
+from families import family, write_checkpoint
+from family_comparison import difference_of
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
-from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.bench.family_comparison import difference_of
 
 pytestmark = [
     pytest.mark.gpu,

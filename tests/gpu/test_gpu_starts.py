@@ -20,10 +20,10 @@ from typing import Any
 import gpu_start
 import pytest
 import torch
+from families import Family, family, load_oracle, write_checkpoint
+from family_comparison import BF16_FACTOR, TOLERANCE
 from folders import SUPPORT
 
-from compiled_engine.bench.families import Family, family, load_oracle, write_checkpoint
-from compiled_engine.bench.family_comparison import BF16_FACTOR, TOLERANCE
 from compiled_engine.passes.registry import registered_passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from fused_forward import BLOCK_SIZE, fuse
 from hypothesis import given
 from hypothesis import strategies as st
 from pass_cases import CPU, QWEN3, RANGES
@@ -18,7 +19,6 @@ from recorded_capture import RecordedCapture
 from torch import fx
 
 from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
-from compiled_engine.bench.fused_forward import BLOCK_SIZE, fuse
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine.input_batch import InputBuffers, empty_batch, make_batch, prepare, step_of_batch

@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-
-from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
-from compiled_engine.models.bundled_training.corpus import read_corpus
-from compiled_engine.models.bundled_training.held_out import (
+from bundled_training.corpus import read_corpus
+from bundled_training.held_out import (
     HELD_OUT_DEFINITION,
     HELD_OUT_WINDOW,
     cut_windows,
@@ -25,8 +20,13 @@ from compiled_engine.models.bundled_training.held_out import (
     mean_nats_per_token,
     scored_tokens,
 )
-from compiled_engine.models.bundled_training.recipe import Recipe, learning_rate
-from compiled_engine.models.bundled_training.train import main
+from bundled_training.recipe import Recipe, learning_rate
+from bundled_training.train import main
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
 
 MODEL_FILES = {
     "LICENSE-PSF.txt",

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from pass_cases import CPU
-from small_engines import PROMPTS, SMALL
-from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
-
-from compiled_engine.bench.families import IN_TESTS, family, write_checkpoint
-from compiled_engine.bench.family_comparison import (
+from families import IN_TESTS, family, write_checkpoint
+from family_comparison import (
     difference_after_passes,
     difference_of,
     fused_model,
 )
+from pass_cases import CPU
+from small_engines import PROMPTS, SMALL
+from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
+
 from compiled_engine.config import ModelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.signature import forward_signature

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES, TINY, WRAPPERS
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from compiled_engine.bench.families import FAMILIES, TINY, WRAPPERS
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.foreign.mechanisms import missing_mechanisms
 
@@ -79,7 +79,7 @@ def test_every_type_is_accepted_and_compared_or_refused_by_its_mechanism(
         if "\n" in text or not any(re.search(cause, text) for cause in CAUSES)
     }
     assert not unclear
-    # Nothing is accepted that `bench families` does not compare, and nothing that it compares is refused.
+    # Nothing is accepted that compare_families.py does not compare, and nothing that it compares is refused.
     assert found.keys() - refused.keys() == KNOWN.keys() & found.keys()
     assert len(found) - len(refused) >= (90 if every else 10)
 

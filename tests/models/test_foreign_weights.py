@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from families import family, load_oracle, write_checkpoint
+from family_comparison import difference_after_passes, fused_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from compiled_engine.bench.families import family, load_oracle, write_checkpoint
-from compiled_engine.bench.family_comparison import difference_after_passes, fused_model
 from compiled_engine.llm import LLM
 from compiled_engine.models.foreign import compat
 from compiled_engine.models.foreign.conversion import plan_weights

@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_heads import Reference
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
-from compiled_engine.models.bundled_training import train_head
-from compiled_engine.models.bundled_training.train_head import (
+from bundled_training import train_head
+from bundled_training.train_head import (
     LAYERS,
     STATE,
     HeadRecipe,
@@ -24,6 +19,11 @@ from compiled_engine.models.bundled_training.train_head import (
     main,
     new_head,
 )
+from eagle_heads import Reference
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPE = HeadRecipe(steps=3, batch_tokens=64, window=32, test_steps=3, draft_vocab=60, intermediate_size=32)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from families import family, write_checkpoint
 from typer.testing import CliRunner
 
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
 from compiled_engine.models.checkpoint.build_model import shards_of

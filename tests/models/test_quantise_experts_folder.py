@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from families import family, write_checkpoint
 from quantised_checkpoints import E4M3, LARGEST, LAYOUTS, load_all, write_quantised
 from test_quantise_folder import ROUNDED, load, plan_of, quantise
 from transformers import AutoModelForCausalLM
 
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.models.checkpoint.config_reader import DEFAULT_IGNORE
 from compiled_engine.models.checkpoint.quantise_folder import EXPERTS, write_folder
 from compiled_engine.process.progress import SilentProgress

@@ -13,13 +13,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from encoder_folders import make_encoder
+from families import family, write_checkpoint
 from pooling_folders import make_embedder
 from quantised_checkpoints import LAYOUTS, load_all, write_quantised
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.cli.app import app
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model

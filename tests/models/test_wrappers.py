@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from families import WRAPPERS, Family, family, write_checkpoint
+from family_comparison import difference_of
 from safetensors.torch import load_file, save_file
 from small_engines import SMALL
 from transformers import AutoConfig
 
-from compiled_engine.bench.families import WRAPPERS, Family, family, write_checkpoint
-from compiled_engine.bench.family_comparison import difference_of
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.wrappers import DEFAULTS, text_model

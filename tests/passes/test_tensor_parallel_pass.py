@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import family, write_checkpoint
+from family_comparison import verified_passes
 from pass_cases import BIASED, CPU, FAMILIES, LLAMA, RANGES, Family
 from tiny_models import tiny_config
 from torch import fx
 
-from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.bench.family_comparison import verified_passes
 from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trace_whole

@@ -75,7 +75,6 @@ LAYERS = (
     "tune",
     "cli",
     "__main__",
-    "models.bundled_training",
 )
 # The modules of the engine that plan steps, and those that run them.
 ON_PAPER = (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import family, write_checkpoint
+from family_comparison import difference_after_passes, difference_of, fused_model
 
-from compiled_engine.bench.families import family, write_checkpoint
-from compiled_engine.bench.family_comparison import difference_after_passes, difference_of, fused_model
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.llm import LLM
 from compiled_engine.other_engines.translate import make_options

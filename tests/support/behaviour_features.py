@@ -15,13 +15,13 @@ import torch
 from adapter_folders import make_adapter
 from checkpoints import make_checkpoint
 from encoder_folders import make_encoder
+from families import family, write_checkpoint
 from message_record import MessageDigests, recorded_messages
 from pooling_folders import make_classifier, make_embedder
 from scripted_drafts import AnyLength
 from step_trace import recorded_graphs, steady_step
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.features import registry
 from compiled_engine.models.bundled import BUNDLED_HEAD_PATH, BUNDLED_MODEL_PATH
 

@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 from behaviour_features import FEATURES, QUICK, record_feature
+from families import family, write_checkpoint
 from folders import REPOSITORY
 from message_record import recorded_loads, recorded_properties
 
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.forward import load_model
 from compiled_engine.graphs.compiled_model import compile_model

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families import family as bench_family
 from tiny_models import tiny_config
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_engine.bench.families import family as bench_family
 from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage

@@ -16,9 +16,9 @@ import poison
 import torch
 from adapter_folders import make_adapter
 from checkpoints import load_checkpoint
+from families import family, write_checkpoint
 
 from compiled_engine import LLM, LoRARequest, SamplingParams
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.features.recurrence.state_rows import StateRows
 

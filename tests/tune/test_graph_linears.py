@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import family
 from tuned_linears import PLAIN, head, layer
 
-from compiled_engine.bench.families import family
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.config import EngineConfig
 from compiled_engine.options import EngineOptions

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from families import family, write_checkpoint
 from simulated_engine import SimulatedEngine, outputs_of
 
-from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.engine.block_pool import BlockGroup
 from compiled_engine.engine.kv_cache import KVCacheManager
 from compiled_engine.engine.messages import EngineRequest

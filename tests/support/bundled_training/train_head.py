@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head for the bundled model: `python -m compiled_engine.models.bundled_training.train_head`.
+"""Train an EAGLE-3 head of the bundled model: `PYTHONPATH=tests/support python -m bundled_training.train_head`.
 
 The model is frozen and reads windows of the text that it was trained on. The head reads its hidden states, and learns
 its distribution of the token behind the next one. As in EAGLE-3 ("training-time test"), it then takes further steps on
@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bundled_training.corpus import read_corpus
+from bundled_training.held_out import cut_windows
+from bundled_training.recipe import Recipe, learning_rate, make_optimizer, random_windows, say
+from bundled_training.train import choose_device, machine_name, token_stream
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.config import HeadConfig, ModelConfig
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
-from compiled_engine.models.bundled_training.corpus import read_corpus
-from compiled_engine.models.bundled_training.held_out import cut_windows
-from compiled_engine.models.bundled_training.recipe import Recipe, learning_rate, make_optimizer, random_windows, say
-from compiled_engine.models.bundled_training.train import choose_device, machine_name, token_stream
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.textbook.eagle3 import EAGLE3, Eagle3Attention, Eagle3Head
 from compiled_engine.models.textbook.layers import rotate
@@ -330,7 +330,7 @@ def acceptance(head: Path, temperature: float) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a wrong option or an unusable corpus ends it with status 2 and the reason."""
     parser = argparse.ArgumentParser(
-        prog="python -m compiled_engine.models.bundled_training.train_head",
+        prog="python -m bundled_training.train_head",
         description="Train an EAGLE-3 head for the bundled model and write its folder.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

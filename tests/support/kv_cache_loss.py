@@ -1,6 +1,6 @@
 """Measure the quality of a KV cache of 8 bits: the bundled model's held-out text, compared with a cache in fp32.
 
-`python -m compiled_engine.bench.kv_cache_loss FILE` writes the figures as JSON. It runs on a CPU, in minutes.
+`python tests/support/kv_cache_loss.py FILE` writes the figures as JSON. It runs on a CPU, in minutes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fused_forward import BLOCK_SIZE, FusedModel, fuse
 
-from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.results import provenance
 from compiled_engine.frontend.tokenizer import load_tokenizer
 from compiled_engine.kv_format import AUTO, CODED

@@ -1,4 +1,4 @@
-"""Trains the bundled model from a Python standard library: `python -m compiled_engine.models.bundled_training.train`.
+"""Train the bundled model on a Python standard library: `PYTHONPATH=tests/support python -m bundled_training.train`.
 
 Files are split by name, a tokenizer is learned, a small Qwen3 model is trained on random windows of the token
 stream until steps or minutes are used up, and a complete model folder is written. Nothing is downloaded.
@@ -22,16 +22,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
 
-from compiled_engine.models.bundled_training.corpus import END_OF_TEXT, Corpus, Document, join, read_corpus
-from compiled_engine.models.bundled_training.folder import TrainingRecord, write_licence, write_record
-from compiled_engine.models.bundled_training.held_out import (
+from bundled_training.corpus import END_OF_TEXT, Corpus, Document, join, read_corpus
+from bundled_training.folder import TrainingRecord, write_licence, write_record
+from bundled_training.held_out import (
     HELD_OUT_DEFINITION,
     cut_windows,
     held_out_windows,
     mean_nats_per_token,
     scored_tokens,
 )
-from compiled_engine.models.bundled_training.recipe import (
+from bundled_training.recipe import (
     MAX_POSITIONS,
     Recipe,
     TrainingResult,
@@ -40,7 +40,7 @@ from compiled_engine.models.bundled_training.recipe import (
     say,
     train,
 )
-from compiled_engine.models.bundled_training.tokenizer import END_OF_TEXT_ID, save_tokenizer, train_tokenizer
+from bundled_training.tokenizer import END_OF_TEXT_ID, save_tokenizer, train_tokenizer
 
 SAMPLE_PROMPTS = ("def __init__(self,", "import os\n", "class Test", "for i in range(")
 SAMPLE_TOKENS = 96
@@ -191,7 +191,7 @@ def choose_device(name: str) -> torch.device:
 def command_line() -> argparse.ArgumentParser:
     """The options; one for each field of Recipe."""
     parser = argparse.ArgumentParser(
-        prog="python -m compiled_engine.models.bundled_training.train",
+        prog="python -m bundled_training.train",
         description="Train the bundled model on Python source and write a complete model folder.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -107,9 +107,9 @@ trained on.
 
 Definition: $definition.
 
-`models/bundled_training/held_out.py` does exactly this. The files in `held_out.txt` are named in `training.json`;
-they are whole and unchanged, each followed by `<|endoftext|>`. None was trained on or helped to pick a
-checkpoint.
+`tests/support/bundled_training/held_out.py` does exactly this. The files in `held_out.txt` are named in
+`training.json`; they are whole and unchanged, each followed by `<|endoftext|>`. None was trained on or helped to
+pick a checkpoint.
 
 ## Training
 
@@ -121,7 +121,7 @@ $steps steps, $seen tokens, $epochs epochs, $minutes minutes on one $machine.
 
 To repeat it (figures vary a little with hardware and versions):
 
-    python -m compiled_engine.models.bundled_training.train --out DIR $options
+    PYTHONPATH=tests/support python -m bundled_training.train --out DIR $options
 
 ## A sample
 

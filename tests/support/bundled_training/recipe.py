@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from compiled_engine.models.bundled_training.held_out import mean_nats_per_token
-from compiled_engine.models.bundled_training.tokenizer import END_OF_TEXT_ID, VOCAB_SIZE
+from bundled_training.held_out import mean_nats_per_token
+from bundled_training.tokenizer import END_OF_TEXT_ID, VOCAB_SIZE
 
 MAX_POSITIONS = 2048
 REPORT_SECONDS = 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from compiled_engine.models.bundled_training.corpus import END_OF_TEXT
+from bundled_training.corpus import END_OF_TEXT
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families import Family, load_oracle, write_checkpoint
+from fused_forward import BLOCK_SIZE, FusedModel, fuse
 
-from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
-from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.results import provenance
 from compiled_engine.config import EngineConfig
 from compiled_engine.frontend.outputs import RequestOutput
@@ -81,20 +81,19 @@ class Difference:
 def compare_families(
     cases: Sequence[Family], modes: Sequence[str], options: dict[str, Any], done: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Compare each family in each mode, as JSON; `done` is called with each record.
+    """Compare each family in each mode, as JSON; `done` is given the result so far after each family.
 
     modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU; or, for several ranks,
     "verified": its graphs, with sums over the ranks compared with the undivided model. options: further options of
     `LLM`.
     """
-    results = []
+    found: dict[str, Any] = {"benchmark": "families", "ranks": options.get("tensor_parallel_size", 1), "results": []}
+    found |= provenance(resolve_device(options.get("device", "auto"), {}))
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(_compare(case, Path(folder), modes, options))
-        done(results[-1])
-    device = resolve_device(options.get("device", "auto"), {})
-    ranks = options.get("tensor_parallel_size", 1)
-    return {"benchmark": "families", "ranks": ranks, "results": results, **provenance(device)}
+            found["results"].append(_compare(case, Path(folder), modes, options))
+        done(found)
+    return found
 
 
 def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +262,7 @@ def compare_layouts(
             row: dict[str, Any] = {"family": case.name, "implementation": options["model_impl"]}
             for name in layouts:
                 given = {**options, **LAYOUTS[name]}
-                # `bench families` reports contracts that transformers' code may miss.
+                # `compare_families` reports contracts that transformers' code may miss.
                 given |= {"strict_passes": True} if given["model_impl"] == "textbook" and "eager" not in name else {}
                 row[name] = _compared(Path(folder), oracle, given)
         found["results"].append(row)
