@@ -86,6 +86,20 @@ def check_all(options: Any) -> None:
             each.kind.check(each.name, value)
 
 
+def require_defaults(options: Any, because: str, *names: str, allowed: str = "") -> None:
+    """Raise ValueError for a field whose value means nothing, or cannot be had, because of others.
+
+    because: the reason, which follows "but". allowed: what there is besides the default.
+    """
+    defaults = {each.name: each.default for each in declarations(type(options))}
+    for name in names:
+        value, default = getattr(options, name), defaults[name]
+        if value != default:
+            value = str(value) if isinstance(value, Path) else value
+            alternatives = ", ".join(filter(None, (default if isinstance(default, str) else repr(default), allowed)))
+            raise ValueError(f"{name} is {value!r}, but {because}; allowed: {alternatives}")
+
+
 def documented(options: type[Any]) -> str:
     """The docstring of a dataclass, completed by its fields."""
     lines = (f"    {each.name}: {plain(described(each))}." for each in declarations(options))

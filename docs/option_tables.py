@@ -85,11 +85,11 @@ def honoured_keywords() -> str:
 
 
 def keywords_not_supported() -> str:
-    """Keywords that ask for what the engine cannot do, by that."""
+    """Keywords that ask for unsupported features, by what to do instead."""
     only = {name: row for name, row in KEYWORDS.items() if isinstance(row, Only)}
-    names = by_value(((row.feature, row.instead), f"`{name}`{values(row.values)}") for name, row in only.items())
-    rows = [(feature, each, instead) for (feature, instead), each in names.items()]
-    return markdown("not supported", "keywords (values that do not ask for it)", "instead", rows=rows)
+    names = by_value((row.instead, f"`{name}`{values(row.values)}") for name, row in only.items())
+    rows = [(each, instead) for instead, each in names.items()]
+    return markdown("keywords (values that do not ask for it)", "instead", rows=rows)
 
 
 def keywords_without_effect() -> str:
@@ -118,7 +118,7 @@ def _here(row: Row) -> str:
     if isinstance(row, Honoured):
         return "" if row.means == f"`{row.option}`" else row.means
     if isinstance(row, Only):
-        return f"error: {row.feature} is not supported; {row.instead}"
+        return f"error: not supported; {row.instead}"
     return f"no effect: {row.reason}" if isinstance(row, WithoutEffect) else ""
 
 

@@ -160,10 +160,8 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
         case WithoutEffect(reason, anyway):
             if value not in anyway if anyway else not _asks_for_nothing(value):
                 yield Ignored(name, reason)
-        case Only(values, feature, instead):
-            if not _is_one_of(value, values):
-                allowed = ", ".join(map(repr, (*values, None)))
-                raise ValueError(f"{name} is {value!r}: {feature} is not supported; {instead} (allowed: {allowed})")
+        case Only():
+            refuse(name, value, row)
         case Honoured():
             try:
                 found = _honour(value, row, given)
@@ -185,6 +183,13 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
                 if key not in rows:
                     raise TypeError(unknown_name_message(f"{name} has no key", str(key), rows))
                 yield from _read(f"{name}[{key!r}]", item, rows[key], given)
+
+
+def refuse(name: str, value: Any, row: Only) -> None:
+    """Raise ValueError for a value that asks for an unsupported feature."""
+    if not _is_one_of(value, row.values):
+        allowed = ", ".join(map(repr, (*row.values, None)))
+        raise ValueError(f"{name} is {value!r}, which is not supported; {row.instead} (allowed: {allowed})")
 
 
 def _read_json(name: str, text: str) -> Any:

@@ -20,6 +20,7 @@ from compiled_engine.graphs.cuda_graphs.draft_keys import FIRST, model_keys
 from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
@@ -121,7 +122,7 @@ class DraftModelProposer:
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.model = ModelForward(model, self.compiled, named, on_attention, most_tokens, recorded)
         self.kv_caches = kv_cache.allocate(config, 1)
-        cases = cases_of(config.local_model, config.cache.block_size, config.device, config.cache.kv_dtype)
+        cases = cases_of(local_model(config), config.cache.block_size, config.device, config.cache.kv_dtype)
         backend, case = config.attention_backend, planned_together(cases)
 
         def forward_of(num_tokens: int, num_rows: int, *, has_drafts: bool) -> BatchForward:

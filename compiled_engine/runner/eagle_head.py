@@ -13,6 +13,7 @@ from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
 from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
@@ -22,7 +23,7 @@ from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, 
 def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
     """The embedding of the engine's model, for a head (`config`) that has none of its own. Raises ValueError if the
     model has none of that shape."""
-    head = config.local_model
+    head = local_model(config)
     if has_embedding(head):
         return None
     shape = head.vocab_size, head.hidden_size

@@ -24,6 +24,7 @@ from compiled_engine.attention.inputs import (
 )
 from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.linear.adapters import ADAPTED, Adapters
 from compiled_engine.passes.registry import step_tensors
@@ -136,7 +137,7 @@ def forward_signature(config: EngineConfig) -> Signature:
     """A step: hidden states of every token, and in ranges for small batches their logits if the model has them. What
     drafts needs both, and returns hidden states.
     """
-    model = config.local_model
+    model = local_model(config)
     own = _of_model(config)
     arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
@@ -172,7 +173,7 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 def logits_signature(config: EngineConfig) -> Signature:
     """Logits of the rows of hidden states that need them, for batches whose forward ends at the hidden states."""
-    model = config.local_model
+    model = local_model(config)
     return Signature(
         ("hidden_RD",),
         (StepTensor("hidden_RD", ("tokens", model.hidden_size), model.dtype),),
