@@ -8,6 +8,7 @@ server's requests, and the tables of the documents. An unknown name is answered 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -142,6 +143,21 @@ def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any]
     return check
 
 
+def read_mapping(name: str, value: Any, allowed: str = "a dict") -> Mapping[str, Any]:
+    """Return a mapping, which may be given as JSON; None is an empty one. Raises TypeError or ValueError.
+
+    allowed: what it must be, in words.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name} is {value!r}; allowed: {allowed} as JSON ({error})") from error
+    if not isinstance(value, Mapping | None):
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}, or one as JSON")
+    return value or {}
+
+
 def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -180,22 +196,26 @@ def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
     return Kind(check, {"type": "string", "format": format})
 
 
-def a_list(item: JsonSchema) -> Kind:
-    """A tuple with entries checked elsewhere."""
-    return Kind(require("a list", lambda value: isinstance(value, tuple)), {"type": "array", "items": item})
+def a_list(
+    item: JsonSchema, allowed: str = "", holds: Callable[[Any], bool] = lambda entry: True, *, secret: bool = False
+) -> Kind:
+    """A tuple. allowed, holds: its entries, in words and as a check. secret: whether errors must not show them."""
+    is_tuple = require("a list", lambda value: isinstance(value, tuple))
+
+    def check(name: str, value: Any) -> Any:
+        for entry in is_tuple(name, value):
+            if not holds(entry):
+                shown = "an entry that is not allowed" if secret else repr(entry)
+                raise ValueError(f"{name} has {shown}; allowed: {allowed}")
+        return value
+
+    return Kind(check, {"type": "array", "items": item})
 
 
 def sizes() -> Kind:
     """A tuple of integers from 1 on."""
-    kind = a_list({"type": "integer", "minimum": 1})
-
-    def check(name: str, value: Any) -> Any:
-        for size in kind.check(name, value):
-            if not is_integer(size) or size < 1:
-                raise ValueError(f"{name} has {size!r}; allowed: integers of at least 1")
-        return value
-
-    return Kind(check, kind.schema)
+    at_least_1 = {"type": "integer", "minimum": 1}
+    return a_list(at_least_1, "integers of at least 1", lambda size: is_integer(size) and size >= 1)
 
 
 def switch(allowed: str = "True or False") -> Kind:

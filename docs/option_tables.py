@@ -12,7 +12,8 @@ from compiled_engine.other_engines.bench_words import BENCH
 from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, Rows, WithoutEffect
 from compiled_engine.other_engines.methods import MISSING
 from compiled_engine.other_engines.serve_words import SERVER
-from compiled_engine.sampling.params import OF_TRANSFORMERS, OTHER_PARAMS, SamplingParams
+from compiled_engine.sampling.other_params import OF_TRANSFORMERS, OTHER_PARAMS
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, declarations, described
 from compiled_engine.server.options import Limits, ServerOptions
 

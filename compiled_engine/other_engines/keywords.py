@@ -313,7 +313,7 @@ HONOURED: Rows = {
     **COMPILATION_KEYWORDS,
 }
 
-# Of vLLM, of its versions before speculative_config, and of SGLang.
+# Options of vLLM, of its versions before speculative_config, and of SGLang.
 OPTIONS_OF_DRAFTS = """
     spec_method spec_model spec_tokens speculative_model num_speculative_tokens
 
@@ -327,7 +327,7 @@ OPTIONS_OF_DRAFTS = """
     speculative_adaptive
 """
 
-# Of vLLM's speculative_config.
+# Keys of vLLM's speculative_config that this engine does not have.
 OTHER_KEYS_OF_DRAFTS = """
     enforce_eager max_model_len quantization attention_backend moe_backend draft_load_config code_revision
     speculative_token_tree parallel_drafting disable_padded_drafter_batch draft_sample_method acceptance_method

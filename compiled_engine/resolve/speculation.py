@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,6 +43,7 @@ from compiled_engine.schema import (
     integer,
     number,
     one_of,
+    read_mapping,
     require,
     require_defaults,
     text,
@@ -290,16 +290,9 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """Return the given keys. A key of value None counts as absent, as does one of vLLM's that asks for nothing."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"speculative_config is {value!r}; allowed: a dict as JSON ({error})") from error
-    if not isinstance(value, Mapping | None):
-        raise TypeError(f"speculative_config is {value!r}; allowed: a dict, or one as JSON")
     return {
         name: each
-        for name, each in (value or {}).items()
+        for name, each in read_mapping("speculative_config", value).items()
         if each is not None and not (each is False and name in KEYS_OF_DRAFTS)
     }
 

@@ -120,17 +120,17 @@ SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "options"), ENGINE)
-def test_a_word_of_another_engine_is_an_option_of_this_one(line: str, options: dict[str, Any]) -> None:
-    words = line.split()
-    for order in (["model", *words], [*words, "--model", "model"]):
-        assert EngineOptions(**started(*order)[1]) == EngineOptions(model="model", **options)
+def test_a_word_of_another_engine_is_an_option_of_this_one() -> None:
+    for line, options in ENGINE:
+        words = line.split()
+        for order in (["model", *words], [*words, "--model", "model"]):
+            assert EngineOptions(**started(*order)[1]) == EngineOptions(model="model", **options), line
 
 
-@pytest.mark.parametrize(("line", "options"), SERVER_WORDS)
-def test_a_word_of_another_server_is_an_option_of_this_one(line: str, options: dict[str, Any]) -> None:
-    server, engine, _ = started("model", *line.split())
-    assert (server, engine) == (ServerOptions(**options), {"model": "model"})
+def test_a_word_of_another_server_is_an_option_of_this_one() -> None:
+    for line, options in SERVER_WORDS:
+        server, engine, _ = started("model", *line.split())
+        assert (server, engine) == (ServerOptions(**options), {"model": "model"}), line
 
 
 def test_what_has_no_effect_is_named_in_one_line() -> None:
@@ -255,11 +255,11 @@ LOADS: list[tuple[str, dict[str, Any]]] = [
 BENCH: Any = typer.main.get_command(app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("line", "options"), LOADS)
-def test_commands_of_another_load_test_are_read(line: str, options: dict[str, Any]) -> None:
-    plain, found = (BENCH.make_context("serve", words).params for words in ([], line.split()))
-    changed = {name: value for name, value in found.items() if value != plain[name]}
-    assert changed == options
+def test_commands_of_another_load_test_are_read() -> None:
+    plain = BENCH.make_context("serve", []).params
+    for line, options in LOADS:
+        found = BENCH.make_context("serve", line.split()).params
+        assert {name: value for name, value in found.items() if value != plain[name]} == options, line
 
 
 @pytest.mark.parametrize(

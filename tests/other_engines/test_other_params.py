@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from compiled_engine.sampling.params import OF_TRANSFORMERS, OTHER_PARAMS, SamplingParams
+from compiled_engine.sampling.other_params import OF_TRANSFORMERS, OTHER_PARAMS
+from compiled_engine.sampling.params import SamplingParams
 
 # vLLM's public signature, and what earlier versions had; names that begin with an underscore are not for callers.
 SIGNATURE = re.findall(

@@ -205,7 +205,7 @@ def test_a_wrong_value_of_the_environment_is_named() -> None:
         ("port: {a: 1}", "port"),
         ("a: [", "cannot read"),
         ("port: abc", "(the file of --config has 'abc')"),
-        ("api-key: ''", "api_key has an empty entry"),  # one is a list of one
+        ("api-key: ''", "api_key has an entry that is not allowed; allowed: printable ASCII"),  # one is a list of one
     ],
 )
 def test_files_that_are_no_configuration(text: str, message: str, tmp_path: Path) -> None:
