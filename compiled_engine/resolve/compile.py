@@ -94,7 +94,7 @@ def default_passes(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
 
 def _with_work(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
     """The names of all passes without those of other models: of several ranks, or of quantised linears."""
-    idle = frozenset().union(*(names for names, _ in _idle(model, num_ranks)))
+    idle = {name for names, _ in _idle(model, num_ranks) for name in names}
     return tuple(graph_pass.name for graph_pass in registered_passes() if graph_pass.name not in idle)
 
 

@@ -51,7 +51,7 @@ def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, A
         return None
     if kind == "json_object":
         return {"json_object": True}
-    described = response_format if "schema" in response_format else response_format.get("json_schema")
+    described: Any = response_format if "schema" in response_format else response_format.get("json_schema")
     require(isinstance(described, dict), f"{name}.json_schema", "an object with a schema", described, param=name)
     strict, schema = described.get("strict"), described.get("schema")
     require(isinstance(strict, bool | None), f"{name}.json_schema.strict", "a boolean", strict, param=name)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -317,7 +317,8 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
             normalises = True
         elif kind == "LogitScore":
             scores = JsonFields.from_file(folder / "config.json")
-            false, true = (scores.values.get(name) for name in ("false_token_id", "true_token_id"))
+            ids: list[Any] = [scores.values.get(name) for name in ("false_token_id", "true_token_id")]
+            false, true = ids
             are_ids = type(true) is int and type(false) in (int, type(None))
             scores.require("true_token_id", are_ids, "a token id, and false_token_id another one or null")
             score_tokens = (true,) if false is None else (false, true)
