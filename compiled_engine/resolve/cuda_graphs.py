@@ -248,7 +248,7 @@ def _sizes(
         ),
     )
     defaults = (default_capture_sizes(scheduler.max_num_seqs), default_token_sizes(most_tokens))
-    sizes = []
+    sizes: list[tuple[int, ...]] = []
     for (option, field, captured, most, limit), default in zip(families, defaults, strict=True):
         given = getattr(options, option)
         if not captured:
