@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -18,25 +16,6 @@ import torch
 from compiled_engine.kv_format import AUTO, cache_dtype, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
-
-# Heads of gated delta nets, of keys and of values.
-DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
-# Rows of MLPs and of experts, under the names that the families which can be divided have for them.
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-
-
-def divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int], vocab_size: int) -> str:
-    """heads: query and K/V heads of a rank, and the elements of each; vocab_size: of a rank."""
-    values: dict[str, Any] = json.loads(config_json)
-    num_heads, num_kv_heads, head_dim = heads
-    values |= {"num_attention_heads": num_heads, "head_dim": head_dim, "vocab_size": vocab_size}
-    if values.get("num_key_value_heads") is not None:
-        values["num_key_value_heads"] = num_kv_heads
-    values |= {
-        name: values[name] // num_ranks for name in (*_WIDTHS, *DELTA_HEADS) if isinstance(values.get(name), int)
-    }
-    values["pad_token_id"] = None  # it may not be among a rank's tokens, and nothing is padded
-    return json.dumps(values, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -133,11 +112,6 @@ class Recurrences:
     states: tuple[RowState, ...]
     num_rows: int = 0
     num_snapshots: int = 0
-
-    def divided(self, num_ranks: int) -> Recurrences:
-        """The states of a rank's heads, or channels of convolutions, which are the first dimension."""
-        states = (replace(s, shape=(s.shape[0] // num_ranks, *s.shape[1:])) for s in self.states)
-        return replace(self, states=tuple(states))
 
     @property
     def row_bytes(self) -> int:
@@ -363,10 +337,6 @@ class GraphMode(Enum):
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
-# Up to this many rows, a product of matrices takes about as long as reading its weights.
-MOST_ROWS_READ = 256
-
-
 @dataclass(frozen=True)
 class GraphConfig:
     """Graphs: the mode, and the captured sizes on CUDA, ascending.
@@ -455,59 +425,12 @@ class SpeculationConfig:
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 
-GREEDY_DRAFTS = 1e6
-"""A sharpness that leaves the noise of sampling no influence."""
-
-
-def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
-    """Those of these ascending sizes that powers of two are padded to, as long as these have at most MOST_ROWS_READ
-    rows, and all larger ones.
-
-    For batches that are rare, or of little work: up to so many rows, a few more take about as long. query_len: rows of
-    a request.
-    """
-    powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
-    padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}
-    return tuple(sorted(padded | {size for size in sizes if size > max(powers, default=0)}))
-
-
 def draft_lengths(most: int) -> tuple[int, ...]:
     """The numbers of drafts between which a step chooses: `most`, and each half of the one before, rounded down, to 0.
 
     Each is measured, and has graphs of its own.
     """
     return tuple(most >> power for power in range(most.bit_length(), -1, -1))
-
-
-def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
-
-    Ranks that are more than the KV heads share these. A vocabulary that num_ranks does not divide stays whole.
-    """
-    if num_ranks == 1:
-        return model
-    vocab_size = model.vocab_size if model.vocab_size % num_ranks else model.vocab_size // num_ranks
-
-    def part(heads: HeadShape) -> HeadShape:
-        num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
-        return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
-
-    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
-    foreign = model.transformers
-    if foreign is not None:
-        sizes = usual.num_heads, usual.num_kv_heads, usual.head_dim
-        foreign = replace(foreign, config=divided_config(foreign.config, num_ranks, sizes, vocab_size))
-    return replace(
-        model,
-        num_heads=usual.num_heads,
-        num_kv_heads=usual.num_kv_heads,
-        layer_heads=None if model.layer_heads is None else tuple(map(part, model.layer_heads)),
-        intermediate_size=model.intermediate_size // num_ranks,
-        vocab_size=vocab_size,
-        experts=replace(model.experts, intermediate_size=model.experts.intermediate_size // num_ranks),
-        transformers=foreign,
-        recurrences=None if model.recurrences is None else model.recurrences.divided(num_ranks),
-    )
 
 
 @dataclass(frozen=True)
@@ -576,11 +499,6 @@ class EngineConfig:
     def steps_in_flight(self) -> int:
         """Most steps in flight: one for each stage, and one in preparation."""
         return self.parallel.num_stages + self.scheduler.async_scheduling
-
-    @property
-    def local_model(self) -> ModelConfig:
-        """The model as one rank computes it."""
-        return local_share(self.model, self.parallel.tensor_parallel_size)
 
     @property
     def draft(self) -> EngineConfig | None:

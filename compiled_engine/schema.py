@@ -8,6 +8,7 @@ in the documents. Errors for unknown names suggest the nearest known one.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -82,6 +83,20 @@ def check_all(options: Any) -> None:
             each.kind.check(each.name, value)
 
 
+def require_defaults(options: Any, because: str, *names: str, allowed: str = "") -> None:
+    """Raise ValueError for a field whose value means nothing, or cannot be had, because of others.
+
+    because: the reason, which follows "but". allowed: what there is besides the default.
+    """
+    defaults = {each.name: each.default for each in declarations(type(options))}
+    for name in names:
+        value, default = getattr(options, name), defaults[name]
+        if value != default:
+            value = str(value) if isinstance(value, Path) else value
+            alternatives = ", ".join(filter(None, (default if isinstance(default, str) else repr(default), allowed)))
+            raise ValueError(f"{name} is {value!r}, but {because}; allowed: {alternatives}")
+
+
 def documented(options: type[Any]) -> str:
     """Return the docstring of a dataclass, completed by its fields."""
     lines = (f"    {each.name}: {plain(described(each))}." for each in declarations(options))
@@ -124,6 +139,21 @@ def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any]
     return check
 
 
+def read_mapping(name: str, value: Any, allowed: str = "a dict") -> Mapping[str, Any]:
+    """Return a mapping, which may be given as JSON; None is an empty one. Raises TypeError or ValueError.
+
+    allowed: what it must be, in words.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name} is {value!r}; allowed: {allowed} as JSON ({error})") from error
+    if not isinstance(value, Mapping | None):
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}, or one as JSON")
+    return value or {}
+
+
 def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -162,22 +192,26 @@ def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
     return Kind(check, {"type": "string", "format": format})
 
 
-def a_list(item: JsonSchema) -> Kind:
-    """Allow a tuple, whose items are checked elsewhere."""
-    return Kind(require("a list", lambda value: isinstance(value, tuple)), {"type": "array", "items": item})
+def a_list(
+    item: JsonSchema, allowed: str = "", holds: Callable[[Any], bool] = lambda entry: True, *, secret: bool = False
+) -> Kind:
+    """Allow a tuple. allowed, holds: its entries, in words and as a check. secret: errors do not show the entries."""
+    is_tuple = require("a list", lambda value: isinstance(value, tuple))
+
+    def check(name: str, value: Any) -> Any:
+        for entry in is_tuple(name, value):
+            if not holds(entry):
+                shown = "an entry that is not allowed" if secret else repr(entry)
+                raise ValueError(f"{name} has {shown}; allowed: {allowed}")
+        return value
+
+    return Kind(check, {"type": "array", "items": item})
 
 
 def sizes() -> Kind:
     """Allow a tuple of integers of at least 1."""
-    kind = a_list({"type": "integer", "minimum": 1})
-
-    def check(name: str, value: Any) -> Any:
-        for size in kind.check(name, value):
-            if not is_integer(size) or size < 1:
-                raise ValueError(f"{name} has {size!r}; allowed: integers of at least 1")
-        return value
-
-    return Kind(check, kind.schema)
+    at_least_1 = {"type": "integer", "minimum": 1}
+    return a_list(at_least_1, "integers of at least 1", lambda size: is_integer(size) and size >= 1)
 
 
 def switch(allowed: str = "True or False") -> Kind:

@@ -12,7 +12,8 @@ from compiled_engine.other_engines.bench_words import BENCH
 from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, Rows, WithoutEffect
 from compiled_engine.other_engines.methods import MISSING
 from compiled_engine.other_engines.serve_words import SERVER
-from compiled_engine.sampling.params import OF_TRANSFORMERS, OTHER_PARAMS, SamplingParams
+from compiled_engine.sampling.other_params import OF_TRANSFORMERS, OTHER_PARAMS
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, declarations, described
 from compiled_engine.server.options import Limits, ServerOptions
 
@@ -85,11 +86,11 @@ def honoured_keywords() -> str:
 
 
 def keywords_not_supported() -> str:
-    """Keywords that ask for what the engine cannot do, by that."""
+    """Keywords that ask for unsupported features, by what to do instead."""
     only = {name: row for name, row in KEYWORDS.items() if isinstance(row, Only)}
-    names = by_value(((row.feature, row.instead), f"`{name}`{values(row.values)}") for name, row in only.items())
-    rows = [(feature, each, instead) for (feature, instead), each in names.items()]
-    return markdown("not supported", "keywords (values that do not ask for it)", "instead", rows=rows)
+    names = by_value((row.instead, f"`{name}`{values(row.values)}") for name, row in only.items())
+    rows = [(each, instead) for instead, each in names.items()]
+    return markdown("keywords (values that do not ask for it)", "instead", rows=rows)
 
 
 def keywords_without_effect() -> str:
@@ -118,7 +119,7 @@ def _here(row: Row) -> str:
     if isinstance(row, Honoured):
         return "" if row.means == f"`{row.option}`" else row.means
     if isinstance(row, Only):
-        return f"error: {row.feature} is not supported; {row.instead}"
+        return f"error: not supported; {row.instead}"
     return f"no effect: {row.reason}" if isinstance(row, WithoutEffect) else ""
 
 

@@ -39,6 +39,7 @@ from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.engine.cache_memory import block_bytes
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.other_engines.translate import make_options
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 
@@ -141,7 +142,7 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
         workload=workload,
         variants=tuple(found),
         text=_text_workload(config, asked) if has_loss else None,
-        sizes=model_sizes(config.local_model),  # of a rank
+        sizes=model_sizes(local_model(config)),  # of a rank
         notes=(
             *((QUICK_NOTE,) if asked.quick else ()),
             *((QUANTISED_NOTE,) if rounds else ()),

@@ -51,12 +51,13 @@ def rank_plan(config: EngineConfig) -> RankPlan:
     """Plan without reading weights or creating a GPU's context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
+    from compiled_engine.parallel.rank_share import local_model
 
-    local = dict(build_tensors(config.local_model, config.compile.cache_dir).named_parameters())
+    local = dict(build_tensors(local_model(config), config.compile.cache_dir).named_parameters())
     shards = shards_of(config)
     weight_bytes, draft_bytes = sum(parameter.nbytes for parameter in local.values()), 0
     if (draft := config.draft) is not None:
-        tensors = build_tensors(draft.local_model, draft.compile.cache_dir)
+        tensors = build_tensors(local_model(draft), draft.compile.cache_dir)
         draft_bytes = sum(parameter.nbytes for parameter in tensors.parameters())
     sums = sum(_is_summed(name, shards[name]) for name in local)
     return RankPlan(
@@ -67,7 +68,7 @@ def rank_plan(config: EngineConfig) -> RankPlan:
         draft_weight_bytes=draft_bytes,
         block_bytes=block_bytes(config),
         most_blocks=most_blocks(config, weight_bytes + draft_bytes) if config.parallel.num_stages == 1 else None,
-        collectives_a_step=sums + (config.local_model.vocab_size != config.model.vocab_size),
+        collectives_a_step=sums + (local_model(config).vocab_size != config.model.vocab_size),
         slices=_slices({name: (shards[name], tuple(parameter.shape)) for name, parameter in local.items()}),
     )
 
@@ -146,11 +147,12 @@ def stage_shares(config: EngineConfig) -> list[StageShare]:
     """Plan without reading weights or creating a GPU's context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.parallel.rank_share import local_model
     from compiled_engine.parallel.stages import parameter_places, stages_of
 
-    model, tensor = build_model(config.local_model), config.parallel.tensor_parallel_size
+    model, tensor = build_model(local_model(config)), config.parallel.tensor_parallel_size
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    places = parameter_places(model, config.local_model)
+    places = parameter_places(model, local_model(config))
     shares = []
     for stage in stages_of(config.parallel.stage_layers, config.model.num_layers):
         own = {id(parameters[name]): parameters[name] for name in places.of_stage(stage)}  # a tied one counts once

@@ -11,6 +11,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
+from compiled_engine.parallel.rank_share import local_model
 
 GIB = 1 << 30
 CPU_LIMIT_BYTES = 4 * GIB
@@ -122,5 +123,5 @@ def _untouched(size: int) -> torch.Tensor:
 
 
 def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:
-    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)
+    shapes = local_model(config).kv_shapes(num_blocks, config.cache.block_size, config.cache_dtype)
     return shapes if layers is None else shapes[layers.start : layers.stop]

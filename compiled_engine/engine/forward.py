@@ -26,6 +26,7 @@ from compiled_engine.models.checkpoint.build_model import build_model, build_ten
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.passes.framework.parameter import KEPT
 from compiled_engine.passes.registry import registered_passes
@@ -73,7 +74,7 @@ def load_model(
     load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
-    model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
+    model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))
     shared = shared or {}
     parameters = compiled.parameters if compiled else eager_parameters(config, model)
     weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)

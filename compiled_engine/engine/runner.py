@@ -43,6 +43,7 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
@@ -141,7 +142,7 @@ class Runner:
         )
         aux_layers = config.speculation.aux_layers
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
-        divided = self._group if config.local_model.vocab_size != vocab_size else None
+        divided = self._group if local_model(config).vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         self.states = RequestStates(
             max_rows,
@@ -152,7 +153,7 @@ class Runner:
             config.num_ahead,
             has_history=config.num_ahead > 0 and on_gpu,
         )
-        planned = planned_together(cases_of(config.local_model, block_size, config.device, config.cache.kv_dtype))
+        planned = planned_together(cases_of(local_model(config), block_size, config.device, config.cache.kv_dtype))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]

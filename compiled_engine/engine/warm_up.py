@@ -47,6 +47,7 @@ from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, ke
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, fake_group_for
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.profile import PROFILES
 from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
@@ -342,7 +343,7 @@ def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: Kernel
 @torch.inference_mode()
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
     """Dry-run attention of each kind of layer, on separate tensors."""
-    model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
+    model, backend, block_size = local_model(config), get_backend(config.attention_backend), config.cache.block_size
     num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
     for case in cases_of(model, block_size, config.device, config.cache.kv_dtype):

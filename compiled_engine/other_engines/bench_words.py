@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from compiled_engine.other_engines.keywords import Honoured, Rows, only, without_effect
+from compiled_engine.other_engines.keywords import LEAVE_OUT, Honoured, Rows, only, without_effect
 
 BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 RESULT = "bench_serve.json"
@@ -51,17 +51,12 @@ BENCH: Rows = {
     "ready_check_timeout_sec": Honoured("`ready_timeout`", "ready_timeout"),
     "custom_output_len": Honoured("`output_len`", "output_len"),
     "disable_tqdm": Honoured("`quiet`", choices={True: {"quiet": True}, False: {}}, switch=True),
-    **only("a range around a length", "give --input-len and --output-len uniform:LEAST:MOST", random_range_ratio=(0,)),
-    **only("a profile of the server", "run compiled-engine bench step --profile", profile=False),
-    **only("answers in one part", "leave it out", no_stream=False),
-    **only("beam search", "leave it out", use_beam_search=False),
-    **only("log-probabilities in answers", "give --extra-body '{\"logprobs\": 1}'", logprobs=()),
-    **only("adapters in turn", "give --model, an adapter's name", lora_modules=([],)),
-    **without_effect(
-        {
-            "the server tokenises": "tokenizer tokenizer_mode trust_remote_code?",
-            "all of these metrics are reported": "percentile_metrics",
-            "the result has the command, the date and the machine": "label metadata* request_id_prefix append_result?",
-        }
-    ),
+    **only("give --input-len and --output-len uniform:LEAST:MOST", random_range_ratio=(0,)),
+    **only("run compiled-engine bench step --profile", profile=False),
+    **only(LEAVE_OUT, no_stream=False, use_beam_search=False),
+    **only("give --extra-body '{\"logprobs\": 1}'", logprobs=()),
+    **only("give --model, an adapter's name", lora_modules=([],)),
+    **without_effect("tokenizer tokenizer_mode trust_remote_code?", "the server tokenises"),
+    **without_effect("percentile_metrics", "all of these metrics are reported"),
+    **without_effect("label metadata* request_id_prefix append_result?"),
 }

@@ -36,6 +36,11 @@ SHORT = {
 }
 """Short options of vLLM's command line."""
 
+NO_SUCH_SETTING = "this engine has no such setting"
+LEAVE_OUT = "leave it out"
+TEXT_ALONE = "models take only text"
+THE_SERVER_REASONS = "the server parses reasoning, see --reasoning-parser"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OnCommandLine:
@@ -74,10 +79,9 @@ class Honoured(OnCommandLine):
 
 @dataclass(frozen=True)
 class Only(OnCommandLine):
-    """The engine does what these values ask for and nothing else. feature: what others ask for; instead: what to do."""
+    """The engine does what these values ask for and nothing else. instead: what to do, which the error says."""
 
     values: tuple[Any, ...]
-    feature: str
     instead: str
 
 
@@ -110,21 +114,19 @@ def same(names: str) -> Rows:
     }
 
 
-def only(feature: str, instead: str, **values: Any) -> Rows:
-    """Rows for the words that ask for a feature, each with the value or the tuple of values that does not; False makes
-    a switch."""
+def only(instead: str, **values: Any) -> Rows:
+    """Rows for words that ask for unsupported features, each with the value or the tuple of values that does not; False
+    makes a switch."""
     return {
-        name: Only(value if isinstance(value, tuple) else (value,), feature, instead, switch=value is False)
+        name: Only(value if isinstance(value, tuple) else (value,), instead, switch=value is False)
         for name, value in values.items()
     }
 
 
-def without_effect(reasons: Mapping[str, str]) -> Rows:
-    """Rows for {reason: names with spaces between them}."""
+def without_effect(names: str, reason: str = NO_SUCH_SETTING) -> Rows:
+    """Rows for names with spaces between them."""
     return {
-        name: WithoutEffect(reason, switch=form.switch, several=form.several)
-        for reason, names in reasons.items()
-        for name, form in written(names).items()
+        name: WithoutEffect(reason, switch=form.switch, several=form.several) for name, form in written(names).items()
     }
 
 
@@ -146,18 +148,15 @@ CONFIG_KEYS: Rows = {
     "compile_ranges_endpoints": Honoured("`compile_ranges`", "compile_ranges"),
     "cache_dir": Honoured("`cache_dir`", "cache_dir", nothing=("",)),
     **LARGEST_CAPTURE,
-    **only("another compiler", "leave it out", backend=("", "inductor")),
+    **only(LEAVE_OUT, backend=("", "inductor")),
     **without_effect(
-        {
-            "the engine has its own passes: see passes and disable_passes": "pass_config custom_ops splitting_ops "
-            "inductor_passes use_inductor_graph_partition ir_enable_torch_wrap",
-            "the engine sets the compiler up by itself": "compile_sizes inductor_compile_config use_inductor "
-            "dynamic_shapes_config compile_cache_save_format debug_dump_path fast_moe_cold_start",
-            "the engine captures graphs in its own way": "cudagraph_num_of_warmups cudagraph_copy_inputs "
-            "cudagraph_specialize_lora",
-            "models take only text": "compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets "
-            "encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch",
-        }
+        """
+        pass_config custom_ops splitting_ops inductor_passes use_inductor_graph_partition ir_enable_torch_wrap
+        compile_sizes inductor_compile_config use_inductor dynamic_shapes_config compile_cache_save_format
+        debug_dump_path fast_moe_cold_start cudagraph_num_of_warmups cudagraph_copy_inputs cudagraph_specialize_lora
+        compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets
+        encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch
+        """
     ),
 }
 
@@ -225,13 +224,12 @@ HONOURED: Rows = {
         {
             "backend": ATTENTION_BACKEND,
             **without_effect(
-                {
-                    "the engine's backends have no such setting": "flash_attn_version use_prefill_decode_attention "
-                    "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph use_trtllm_attention "
-                    "disable_flashinfer_q_quantization mla_prefill_backend use_prefill_query_quantization "
-                    "indexer_kv_dtype use_non_causal flex_attn_block_m flex_attn_block_n flex_attn_q_block_size "
-                    "flex_attn_kv_block_size use_fp4_indexer_cache"
-                }
+                """
+                flash_attn_version use_prefill_decode_attention flash_attn_max_num_splits_for_cuda_graph
+                tq_max_kv_splits_for_cuda_graph use_trtllm_attention disable_flashinfer_q_quantization
+                mla_prefill_backend use_prefill_query_quantization indexer_kv_dtype use_non_causal flex_attn_block_m
+                flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size use_fp4_indexer_cache
+                """
             ),
         }
     ),
@@ -273,32 +271,26 @@ HONOURED: Rows = {
     "profiler_config": Nested(
         {
             "torch_profiler_dir": Honoured("`profile_dir`", "profile_dir", nothing=("",)),
-            **only("another profiler", "run the script under nsys, for example", profiler=("torch",)),
+            **only("run the script under nsys, for example", profiler=("torch",)),
             **without_effect(
-                {
-                    "a profile records every step from start_profile() to stop_profile()": "torch_profiler_with_stack "
-                    "torch_profiler_with_flops torch_profiler_use_gzip torch_profiler_dump_cuda_time_total "
-                    "torch_profiler_record_shapes torch_profiler_with_memory ignore_frontend delay_iterations "
-                    "max_iterations warmup_iterations active_iterations wait_iterations"
-                }
+                """
+                torch_profiler_with_stack torch_profiler_with_flops torch_profiler_use_gzip
+                torch_profiler_dump_cuda_time_total torch_profiler_record_shapes torch_profiler_with_memory
+                ignore_frontend delay_iterations max_iterations warmup_iterations active_iterations wait_iterations
+                """,
+                "a profile records every step from start_profile() to stop_profile()",
             ),
         }
     ),
     "structured_outputs_config": Nested(
         {
             **only(
-                "one JSON format for all requests",
                 "give it to SamplingParams(structured_outputs=...)",
                 disable_any_whitespace=False,
                 disable_additional_properties=False,
             ),
-            **without_effect(
-                {
-                    "grammars are llguidance's": "backend disable_fallback",
-                    "the server parses reasoning, see --reasoning-parser": "reasoning_parser "
-                    "reasoning_parser_plugin enable_in_reasoning",
-                }
-            ),
+            **without_effect("backend disable_fallback"),
+            **without_effect("reasoning_parser reasoning_parser_plugin enable_in_reasoning", THE_SERVER_REASONS),
         }
     ),
     "disable_log_stats": Honoured(
@@ -321,7 +313,7 @@ HONOURED: Rows = {
     **COMPILATION_KEYWORDS,
 }
 
-# Of vLLM, of its versions before speculative_config, and of SGLang.
+# Options of vLLM, of its versions before speculative_config, and of SGLang.
 OPTIONS_OF_DRAFTS = """
     spec_method spec_model spec_tokens speculative_model num_speculative_tokens
 
@@ -335,17 +327,49 @@ OPTIONS_OF_DRAFTS = """
     speculative_adaptive
 """
 
+# Keys of vLLM's speculative_config that this engine does not have.
+OTHER_KEYS_OF_DRAFTS = """
+    enforce_eager max_model_len quantization attention_backend moe_backend draft_load_config code_revision
+    speculative_token_tree parallel_drafting disable_padded_drafter_batch draft_sample_method acceptance_method
+    posterior_threshold posterior_alpha suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
+    suffix_decoding_max_spec_factor suffix_decoding_min_token_prob
+"""
+KEYS_OF_DRAFTS: dict[str, Only] = {
+    **dict.fromkeys(OTHER_KEYS_OF_DRAFTS.split(), Only((False,), LEAVE_OUT)),
+    "disable_by_batch_size": Only(
+        (False,), "give enable_adaptive_verification: True, with which a step has as many drafts as pay"
+    ),
+    "tensor_parallel_size": Only((False,), "give draft_tensor_parallel_size"),
+    "use_heterogeneous_vocab": Only((False,), "give a draft model of the same vocabulary"),
+}
+
 # Unsupported features, with the values that do not use them.
 NOT_SUPPORTED: Rows = {
     **only(
-        "this kind of parallelism",
+        LEAVE_OUT,
+        code_revision=(),
+        diffusion_config=({},),
+        kv_transfer_config=(),
+        kv_events_config=(),
+        ec_transfer_config=(),
+        model_class_overrides=({},),
+        scheduler_cls=(),
+        worker_cls="auto",
+        worker_extension_cls="",
+        logprobs_mode="raw_logprobs",
+        enable_return_routed_experts=False,
+        return_sampling_mask=False,
+        aux_output_config=({},),
+        watermark_config=(),
+        io_processor_plugin=(),
+    ),
+    **only(
         "give tensor_parallel_size, pipeline_parallel_size or data_parallel_size",
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
     ),
     **only(
-        "an engine that is started in parts, on several hosts",
-        "start it once, on one host or with distributed_executor_backend='ray'",
+        "start the engine once, on one host or with distributed_executor_backend='ray'",
         nnodes=1,
         node_rank=0,
         data_parallel_rank=(),
@@ -353,160 +377,129 @@ NOT_SUPPORTED: Rows = {
         data_parallel_hybrid_lb=False,
         data_parallel_external_lb=False,
     ),
-    **only("a separate revision of the code", "name a folder that has it", code_revision=()),
-    **only("a quantisation configuration as a keyword", "give quantization", quantization_config=({},)),
-    **only("calibrating scales of the KV cache", "give kv_cache_dtype='int8'", calculate_kv_scales=False),
-    **only("a KV cache size in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
+    **only("give quantization", quantization_config=({},)),
+    **only("give kv_cache_dtype='int8'", calculate_kv_scales=False),
+    **only("give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
     **only(
-        "speculative decoding by separate options",
         "give speculative_config, a dict with method, num_speculative_tokens and model, see docs/speculation.md",
         **dict.fromkeys(OPTIONS_OF_DRAFTS.split(), ()),
     ),
-    **only("diffusion", "use an autoregressive model", diffusion_config=({},)),
-    **only("the option task", "give runner and convert", task=("auto", "generate")),
-    **only("a prompt given as embeddings", "give token ids", enable_prompt_embeds=False),
+    **only("give runner and convert", task=("auto", "generate")),
+    **only("give token ids", enable_prompt_embeds=False),
     **only(
-        "naming adapters for the whole engine",
         "give enable_lora, and lora_request=LoRARequest(name, 1, path) to each call, or --lora-modules name=path to "
         "compiled-engine serve",
         lora_modules=([],),
     ),
     **only(
-        "offloading weights or the KV cache to the host",
         "use a smaller model or a device with more memory",
         cpu_offload_gb=0,
         offload_group_size=0,
         kv_offloading_size=(0,),
     ),
     **only(
-        "transferring the KV cache to other engines",
-        "leave it out",
-        kv_transfer_config=(),
-        kv_events_config=(),
-        ec_transfer_config=(),
-    ),
-    **only("updating the weights of a running engine", "close() it and make a new one", weight_transfer_config=()),
-    **only(
-        "sleep mode", "close() the engine and make a new one: it starts from the compile cache", enable_sleep_mode=False
+        "close() the engine and make a new one, which starts from the compile cache",
+        weight_transfer_config=(),
+        enable_sleep_mode=False,
     ),
     **only(
-        "another model configuration",
         "give hf_overrides, or change the checkpoint's config.json",
         hf_config=(),
         hf_config_path=(),
         override_attention_dtype=(),
         disable_sliding_window=False,
     ),
-    **only("a configuration object of vLLM", "give its fields as keywords", vllm_config=()),
-    **only("another end-of-sequence token", "give SamplingParams(stop_token_ids=...)", eos=-1),
-    **only("weights in a folder of their own", "put weights and configuration into one folder", model_weights=""),
-    **only("another implementation of a model", "leave it out", model_class_overrides=({},)),
-    **only(
-        "a custom scheduler or worker class",
-        "leave it out",
-        scheduler_cls=(),
-        worker_cls="auto",
-        worker_extension_cls="",
-    ),
-    **only("changing the checkpoint's sampling defaults", "give SamplingParams", override_generation_config=({},)),
-    **only("a chat template for the whole engine", "give it to chat(chat_template=...)", chat_template=()),
-    **only("log-probabilities other than the model's own", "leave it out", logprobs_mode="raw_logprobs"),
-    **only("returning the experts that were used", "leave it out", enable_return_routed_experts=False),
-    **only(
-        "returning more than tokens and log-probabilities",
-        "leave it out",
-        return_sampling_mask=False,
-        aux_output_config=({},),
-    ),
-    **only("watermarked text", "leave it out", watermark_config=()),
-    **only("input and output plugins", "change prompts and outputs in your script", io_processor_plugin=()),
+    **only("give its fields as keywords", vllm_config=()),
+    **only("give SamplingParams(stop_token_ids=...)", eos=-1),
+    **only("put weights and configuration into one folder", model_weights=""),
+    **only("give SamplingParams", override_generation_config=({},)),
+    **only("give it to chat(chat_template=...)", chat_template=()),
 }
 
-# Keywords without effect, by reason.
+# Keywords without effect. A reason of its own says what a user may look for, or that nothing is lost.
 WITHOUT_EFFECT: Rows = {
-    "enable_chunked_prefill": WithoutEffect("long prompts are always computed in chunks", anyway=(True,), switch=True)
-} | without_effect(
-    {
-        "no code of a checkpoint is ever run: the model's code is the engine's own or that of transformers": """
-            trust_remote_code?
+    "enable_chunked_prefill": WithoutEffect("long prompts are always computed in chunks", anyway=(True,), switch=True),
+    **without_effect(
+        "trust_remote_code?",
+        "no code of a checkpoint is ever run: the model's code is the engine's own or that of transformers",
+    ),
+    **without_effect(
+        """
+        enable_expert_parallel? enable_ep_weight_filter? moe_backend all2all_backend enable_elastic_ep? eplb_config
+        enable_eplb? expert_placement_strategy
         """,
-        "the processes of an engine run on one host and need no address": """
-            master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind?
-            numa_bind_nodes* numa_bind_cpus* data_parallel_size_local data_parallel_address
-            data_parallel_rpc_port data_parallel_multi_port_external_lb? data_parallel_backend
-            dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
-            disable_nccl_for_dp_synchronization? disable_custom_all_reduce? ray_workers_use_nsight?
-            worker_use_ray? max_parallel_loading_workers enable_dbo? ubatch_size dbo_decode_token_threshold
-            dbo_prefill_token_threshold mm_tensor_ipc mm_ipc_gpu_memory_gb dcp_q_replicate dp_sync_interval
-            enable_hc_sp? enable_batch_sharded_sampling? elastic_ep_max_dp_size enable_nccl_comm_suspend?
-            enable_fault_tolerance? fault_tolerance_config watchdog_config enable_shm_tensor_arena?
+        "there is no expert parallelism: each rank has a part of every expert, as of an MLP",
+    ),
+    **without_effect(
+        """
+        limit_mm_per_prompt allowed_local_media_path allowed_media_domains* enable_mm_embeds? interleave_mm_strings?
+        media_io_kwargs mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type
+        mm_shm_cache_max_object_size_mb mm_encoder_only? mm_encoder_tp_mode mm_encoder_attn_backend
+        mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+        mm_encoder_fp8_scale_save_margin skip_mm_profiling? video_pruning_rate disable_chunked_mm_input?
+        enable_mm_processor_stats? disable_mm_preprocessor_cache? mm_hasher_algorithm video_pruning_method
+        mm_processor_device mm_device_do_normalize? ec_manager_config mm_tensor_ipc mm_ipc_gpu_memory_gb
+        default_mm_loras enable_tower_connector_lora?
         """,
-        "it configures a server; see docs/serving.md": """
-            served_model_name shutdown_timeout stream_interval tokens_only? renderer_num_workers tokenizer_pool_size
-            _api_process_count _api_process_rank
+        TEXT_ALONE,
+    ),
+    **without_effect("kv_cache_dtype_skip_layers*", "kv_cache_dtype applies to all layers"),
+    **without_effect(
+        """
+        offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
+        kv_offloading_backend swap_space
         """,
-        "there is no expert parallelism: each rank has a part of every expert, as of an MLP": """
-            enable_expert_parallel? enable_ep_weight_filter? moe_backend all2all_backend enable_elastic_ep?
-            eplb_config enable_eplb? expert_placement_strategy
+        "nothing is offloaded",
+    ),
+    **without_effect("reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning?", THE_SERVER_REASONS),
+    **without_effect(
+        """
+        aggregate_engine_logging? show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces*
+        kv_cache_metrics? kv_cache_metrics_sample cudagraph_metrics? enable_layerwise_nvtx_tracing?
+        enable_mfu_metrics? enable_logging_iteration_details? custom_histogram_buckets* per_request_spec_decode_metrics?
+        logging_config log_level log_config_file enable_trace_replay?
         """,
-        "states of recurrences have no options": """
-            mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode
-            mamba_backend enable_mamba_cache_stochastic_rounding? mamba_cache_philox_rounds
-            gdn_prefill_backend mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint? use_replayssm?
-            replayssm_buffer_len kda_prefill_backend kda_decode_backend engram_config
-        """,
-        "models take only text": """
-            limit_mm_per_prompt allowed_local_media_path allowed_media_domains*
-            enable_mm_embeds? interleave_mm_strings? media_io_kwargs mm_processor_kwargs
-            mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only?
-            mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
-            mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling?
-            video_pruning_rate disable_chunked_mm_input? enable_mm_processor_stats?
-            disable_mm_preprocessor_cache? mm_hasher_algorithm video_pruning_method mm_processor_device
-            mm_device_do_normalize? ec_manager_config
-        """,
-        "adapters have the model's dtype, change any of its linears, and are divided as these are": """
-            default_mm_loras fully_sharded_loras? lora_dtype lora_target_modules* enable_tower_connector_lora?
-            specialize_active_lora? enable_mixed_moe_lora_format? enable_moe_shared_loras? max_lora_cls_labels
-        """,
-        "kv_cache_dtype applies to all layers": "kv_cache_dtype_skip_layers*",
-        "no supported format is deprecated": "allow_deprecated_quantization?",
-        "nothing is offloaded": """
-            offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
-            kv_offloading_backend swap_space
-        """,
-        "safetensors files are mapped into memory": """
-            safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-            model_loader_extra_config ignore_patterns* pt_load_map_location use_tqdm_on_load?
-        """,
-        "kernels come from attention_backend and the passes": """
-            linear_backend ir_op_priority kernel_config enable_flashinfer_autotune? use_fp64_gumbel?
-            performance_mode kv_sharing_fast_prefill? jit_monitor_mode jit_monitor_verbose?
-            sparse_indexer_topk_backend monokernel?
-        """,
-        "the scheduler has no such setting": """
-            max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold
-            scheduler_reserve_full_isl? prefill_schedule_interval watermark disable_hybrid_kv_cache_manager?
-            prefix_caching_hash_algo num_scheduler_steps use_v2_block_manager? preemption_mode
-            scheduler_delay_factor disable_async_output_proc? long_prefill_token_threshold_adaptive?
-            max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs max_num_queued_tokens
-            prefix_cache_retention_interval prefix_match_unit swa_bounded_replay?
-        """,
-        "a CUDA graph serves any sequence length": "max_seq_len_to_capture",
-        "structured output is SamplingParams(structured_outputs=...)": "guided_decoding_backend",
-        "the server parses reasoning, see --reasoning-parser": """
-            reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning?
-        """,
-        "see metrics(), get_metrics() and start_profile()": """
-            aggregate_engine_logging? show_hidden_metrics_for_version otlp_traces_endpoint
-            collect_detailed_traces* kv_cache_metrics? kv_cache_metrics_sample cudagraph_metrics?
-            enable_layerwise_nvtx_tracing? enable_mfu_metrics? enable_logging_iteration_details?
-            custom_histogram_buckets* per_request_spec_decode_metrics? logging_config log_level
-            log_config_file enable_trace_replay?
-        """,
-        "this engine does not use it": "additional_config enable_cumem_allocator? fail_on_environ_validation?",
-        "there is no sleep mode": "sleep_mode_backend sleep_mode_offload_cudagraph? sleep_preserve_parameter_names",
-    }
-)
+        "see metrics(), get_metrics() and start_profile()",
+    ),
+    **without_effect(
+        """
+        master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind? numa_bind_nodes*
+        numa_bind_cpus* data_parallel_size_local data_parallel_address data_parallel_rpc_port
+        data_parallel_multi_port_external_lb? data_parallel_backend dcp_comm_backend dcp_kv_cache_interleave_size
+        cp_kv_cache_interleave_size disable_nccl_for_dp_synchronization? disable_custom_all_reduce?
+        ray_workers_use_nsight? worker_use_ray? max_parallel_loading_workers enable_dbo? ubatch_size
+        dbo_decode_token_threshold dbo_prefill_token_threshold dcp_q_replicate dp_sync_interval enable_hc_sp?
+        enable_batch_sharded_sampling? elastic_ep_max_dp_size enable_nccl_comm_suspend? enable_fault_tolerance?
+        fault_tolerance_config watchdog_config enable_shm_tensor_arena?
+
+        served_model_name shutdown_timeout stream_interval tokens_only? renderer_num_workers tokenizer_pool_size
+        _api_process_count _api_process_rank
+
+        mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
+        enable_mamba_cache_stochastic_rounding? mamba_cache_philox_rounds gdn_prefill_backend mamba_ssu_algorithm
+        enable_mamba_shared_prefix_checkpoint? use_replayssm? replayssm_buffer_len kda_prefill_backend
+        kda_decode_backend engram_config
+
+        fully_sharded_loras? lora_dtype lora_target_modules* specialize_active_lora? enable_mixed_moe_lora_format?
+        enable_moe_shared_loras? max_lora_cls_labels
+
+        allow_deprecated_quantization? safetensors_load_strategy safetensors_prefetch_num_threads
+        safetensors_prefetch_block_size model_loader_extra_config ignore_patterns* pt_load_map_location
+        use_tqdm_on_load?
+
+        linear_backend ir_op_priority kernel_config enable_flashinfer_autotune? use_fp64_gumbel? performance_mode
+        kv_sharing_fast_prefill? jit_monitor_mode jit_monitor_verbose? sparse_indexer_topk_backend monokernel?
+
+        max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold scheduler_reserve_full_isl?
+        prefill_schedule_interval watermark disable_hybrid_kv_cache_manager? prefix_caching_hash_algo
+        num_scheduler_steps use_v2_block_manager? preemption_mode scheduler_delay_factor disable_async_output_proc?
+        long_prefill_token_threshold_adaptive? max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs
+        max_num_queued_tokens prefix_cache_retention_interval prefix_match_unit swa_bounded_replay?
+
+        max_seq_len_to_capture guided_decoding_backend additional_config enable_cumem_allocator?
+        fail_on_environ_validation? sleep_mode_backend sleep_mode_offload_cudagraph? sleep_preserve_parameter_names
+        """
+    ),
+}
 
 KEYWORDS: Rows = {**HONOURED, **NOT_SUPPORTED, **WITHOUT_EFFECT}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from compiled_engine.other_engines.keywords import Honoured, Rows, WithoutEffect, only, without_effect
+from compiled_engine.other_engines.keywords import LEAVE_OUT, Honoured, Rows, WithoutEffect, only, without_effect
 
 # Parsers with other names elsewhere, which read the same markup as one here.
 TOOL_PARSERS = {
@@ -48,59 +48,40 @@ SERVER: Rows = {
     "chat_template_content_format": WithoutEffect(
         "a template gets contents in the form that it reads", anyway=("auto",)
     ),
+    **only("start the server once, on one host or with --distributed-executor ray", headless=False),
+    **only("give --host and --port", uds=()),
+    **only("use a proxy", ssl_ca_certs=(), ssl_cert_reqs=0, ssl_ciphers=(), enable_ssl_refresh=False, middleware=([],)),
     **only(
-        "a server that is started in parts, on several hosts",
-        "start it once, on one host or with --distributed-executor ray",
-        headless=False,
-    ),
-    **only("listening on a Unix socket", "give --host and --port", uds=()),
-    **only(
-        "checking certificates of clients, or reloading the server's",
-        "use a proxy",
-        ssl_ca_certs=(),
-        ssl_cert_reqs=0,
-        ssl_ciphers=(),
-        enable_ssl_refresh=False,
-    ),
-    **only("code of the user's own in the server", "use a proxy", middleware=([],)),
-    **only(
-        "a parser of the user's own",
         "give --tool-call-parser and --reasoning-parser one of their names, or none",
         tool_parser_plugin="",
         tool_call_parser_plugin="",
         reasoning_parser_plugin="",
     ),
-    **only("calling tools in the server", "call them in the client", tool_server=()),
-    **only("another role of answers", "leave it out", response_role="assistant"),
-    **only("a chat template in a request", "give --chat-template", trust_request_chat_template=False),
+    **only("call tools in the client", tool_server=()),
+    **only("give --chat-template", trust_request_chat_template=False),
     **only(
-        "a field in all answers that requests do not ask for",
         "let requests give return_tokens_as_token_ids, or stream_options with include_usage",
         return_tokens_as_token_ids=False,
         enable_force_include_usage=False,
     ),
-    **only("gRPC", "leave it out", grpc=False),
-    **only(
-        "restricting methods or headers of other sites",
-        "leave it out",
-        allowed_methods=(["*"],),
-        allowed_headers=(["*"],),
+    **only(LEAVE_OUT, response_role="assistant", grpc=False, allowed_methods=(["*"],), allowed_headers=(["*"],)),
+    **without_effect(
+        """
+        enable_log_requests? disable_log_requests? enable_log_outputs? enable_log_deltas? max_log_len log_error_stack?
+        disable_access_log_for_endpoints
+        """,
+        "requests and answers are never logged",
+    ),
+    **without_effect("disable_frontend_multiprocessing?", "processes are divided by --api-server-count"),
+    **without_effect(
+        "h11_max_incomplete_event_size h11_max_header_count",
+        "bounds of requests are options of their own, such as --max-header-bytes",
     ),
     **without_effect(
-        {
-            "requests and answers are never logged": """
-                enable_log_requests? disable_log_requests? enable_log_outputs? enable_log_deltas? max_log_len
-                log_error_stack? disable_access_log_for_endpoints
-            """,
-            "no cookies are used": "allow_credentials? allowed_credentials?",
-            "the server's documents are the file /openapi.json alone": "disable_fastapi_docs? enable_offline_docs?",
-            "processes are divided by --api-server-count": "disable_frontend_multiprocessing?",
-            "bounds of requests are options of their own, such as --max-header-bytes": """
-                h11_max_incomplete_event_size h11_max_header_count
-            """,
-            "a stream sends each token as it is made": "stream_interval",
-            "this server does not use it": "tokens_only? renderer_num_workers tokenizer_pool_size",
-        }
+        """
+        allow_credentials? allowed_credentials? disable_fastapi_docs? enable_offline_docs? stream_interval tokens_only?
+        renderer_num_workers tokenizer_pool_size
+        """
     ),
 }
 

@@ -20,7 +20,7 @@ from compiled_engine.other_engines.keywords import (
 )
 from compiled_engine.other_engines.lengths import read_length
 from compiled_engine.process.callers import warn_caller
-from compiled_engine.schema import unknown_name_message
+from compiled_engine.schema import read_mapping, unknown_name_message
 
 SIZES = ("capture_sizes", "capture_token_sizes")
 # Words for values in the place of those in config.json.
@@ -160,10 +160,8 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
         case WithoutEffect(reason, anyway):
             if value not in anyway if anyway else not _asks_for_nothing(value):
                 yield Ignored(name, reason)
-        case Only(values, feature, instead):
-            if not _is_one_of(value, values):
-                allowed = ", ".join(map(repr, (*values, None)))
-                raise ValueError(f"{name} is {value!r}: {feature} is not supported; {instead} (allowed: {allowed})")
+        case Only():
+            refuse(name, value, row)
         case Honoured():
             try:
                 found = _honour(value, row, given)
@@ -176,7 +174,7 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
                     yield Wanted(name, option, _fixed(wanted))
         case Nested(rows, scalar):
             if isinstance(value, str) and value.startswith("{"):
-                value = _read_json(name, value)
+                value = read_mapping(name, value)
             elif scalar is not None and isinstance(value, int | str):
                 value = {scalar: value}
             if not isinstance(value, Mapping):
@@ -187,11 +185,11 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
                 yield from _read(f"{name}[{key!r}]", item, rows[key], given)
 
 
-def _read_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name} is {text!r}, which is no JSON: {error}") from error
+def refuse(name: str, value: Any, row: Only) -> None:
+    """Raise ValueError for a value that asks for an unsupported feature."""
+    if not _is_one_of(value, row.values):
+        allowed = ", ".join(map(repr, (*row.values, None)))
+        raise ValueError(f"{name} is {value!r}, which is not supported; {row.instead} (allowed: {allowed})")
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any] | str:

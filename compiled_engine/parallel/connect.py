@@ -14,6 +14,7 @@ import torch.distributed as dist
 from compiled_engine.config import EngineConfig
 from compiled_engine.parallel.gloo import GlooGroup, all_reduce_min, join
 from compiled_engine.parallel.group import FakeGroup, Group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.stages import Stage, StageLink, stages_of
 
 if TYPE_CHECKING:
@@ -138,5 +139,5 @@ def _largest_bytes(config: EngineConfig) -> int:
     """Return the bytes of the largest tensor in a collective: a step's hidden states, or its logits."""
     scheduler = config.scheduler
     hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
-    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * config.local_model.vocab_size
+    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * local_model(config).vocab_size
     return max(hidden, logits) * config.model.dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compiled_engine.config import AdapterConfig, ModelConfig, ParallelConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.schema import require_defaults
 
 # Options that mean nothing without enable_lora.
 _NEEDING = ("max_loras", "max_lora_rank", "max_cpu_loras")
@@ -14,13 +15,10 @@ def resolve_adapters(
 ) -> AdapterConfig | None:
     """None where requests have no adapters. Raises ValueError naming the option, its value and what is allowed."""
     if not options.enable_lora:
-        defaults = EngineOptions()
-        for name in _NEEDING:
-            if (value := getattr(options, name)) != (default := getattr(defaults, name)):
-                raise ValueError(f"{name} is {value}, but enable_lora is False; allowed: {default}")
+        require_defaults(options, "enable_lora is False", *_NEEDING)
         return None
     if (reason := _obstacle(options, model, parallel)) is not None:
-        raise ValueError(f"enable_lora is True, but {reason}; allowed: False, or merge_adapter for a single adapter")
+        require_defaults(options, reason, "enable_lora", allowed="or merge_adapter for a single adapter")
     max_cpu_loras = options.max_cpu_loras
     if max_cpu_loras is None:
         max_cpu_loras = options.max_loras

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 
 import torch
 
@@ -14,6 +15,7 @@ from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import load_plugins, passes_of_quantised, passes_of_ranks, registered_passes
 from compiled_engine.resolve.folders import resolve_cache_dir
+from compiled_engine.schema import require_defaults
 
 COMPILE_OPTIONS = (
     "passes",
@@ -55,27 +57,19 @@ def resolve_compile(
 ) -> CompileConfig:
     """enabled: what `mode` came to. Raises ValueError or TypeError naming the field."""
     load_plugins(options.plugins)
-    defaults = EngineOptions()
     if not enabled:
-        for name in COMPILE_OPTIONS:
-            if getattr(options, name) != getattr(defaults, name):
-                raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
+        require_defaults(options, "the mode is eager: nothing is compiled", *COMPILE_OPTIONS)
         return CompileConfig(False, (), (), False, False, 0, resolve_cache_dir(options))
     known = tuple(graph_pass.name for graph_pass in registered_passes())
     for field in ("passes", "disable_passes"):
         for name in getattr(options, field) or ():
             if name not in known:
                 raise ValueError(f"{field} is {name!r}; allowed: {', '.join(known)}")
-    of_ranks = passes_of_ranks()
+    for names, reason in _idle(model, options.tensor_parallel_size):
+        if asked := sorted(names.intersection(options.passes or ())):
+            raise ValueError(f"passes has {asked[0]!r}, but {reason}; allowed: without it")
     if options.tensor_parallel_size == 1:
-        if options.passes is not None and (asked := sorted(of_ranks.intersection(options.passes))):
-            raise ValueError(f"passes has {asked[0]!r}, but tensor_parallel_size is 1: there is nothing to sum")
-        if options.sequence_parallel:
-            raise ValueError("sequence_parallel is True, but tensor_parallel_size is 1; allowed: False")
-    if model.quantisation is None:
-        of_quantised = passes_of_quantised()
-        if options.passes is not None and (asked := sorted(of_quantised.intersection(options.passes))):
-            raise ValueError(f"passes has {asked[0]!r}, but no linear is quantised; allowed: with a quantised model")
+        require_defaults(options, "tensor_parallel_size is 1", "sequence_parallel")
     known = _with_work(model, options.tensor_parallel_size)
     wanted = default_passes(model, options.tensor_parallel_size) if options.passes is None else options.passes
     if options.sequence_parallel:
@@ -100,9 +94,16 @@ def default_passes(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
 
 def _with_work(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
     """The names of all passes without those of other models: of several ranks, or of quantised linears."""
-    idle = passes_of_ranks() if num_ranks == 1 else frozenset()
-    idle |= passes_of_quantised() if model.quantisation is None else frozenset()
+    idle = {name for names, _ in _idle(model, num_ranks) for name in names}
     return tuple(graph_pass.name for graph_pass in registered_passes() if graph_pass.name not in idle)
+
+
+def _idle(model: ModelConfig, num_ranks: int) -> Iterator[tuple[frozenset[str], str]]:
+    """Yield the names of passes that have nothing to do, and the reason."""
+    if num_ranks == 1:
+        yield passes_of_ranks(), "tensor_parallel_size is 1: there is nothing to sum"
+    if model.quantisation is None:
+        yield passes_of_quantised(), "no linear is quantised"
 
 
 def _check_sequence_parallel(wanted: tuple[str, ...], disabled: tuple[str, ...]) -> None:

@@ -15,11 +15,12 @@ from compiled_engine.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    few_sizes,
 )
+from compiled_engine.graphs.cuda_graphs.dispatcher import few_sizes
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.rope.rope_attend import RopeAttend
+from compiled_engine.schema import require_defaults
 
 # Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
@@ -54,9 +55,7 @@ def resolve_graphs(
     """
     mode = _mode(options, compiled, graphed, attention, recording_obstacle, model, device, reasons)
     if mode in (GraphMode.NONE, GraphMode.RECORDED):
-        for name in CAPTURE_OPTIONS:
-            if getattr(options, name) != getattr(EngineOptions(), name):
-                raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
+        require_defaults(options, "the mode captures no CUDA graphs", *CAPTURE_OPTIONS)
         return GraphConfig(mode)
     decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons, decodes)
     if not decode_sizes and not token_sizes:
@@ -249,15 +248,15 @@ def _sizes(
         ),
     )
     defaults = (default_capture_sizes(scheduler.max_num_seqs), default_token_sizes(most_tokens))
-    sizes = []
+    sizes: list[tuple[int, ...]] = []
     for (option, field, captured, most, limit), default in zip(families, defaults, strict=True):
         given = getattr(options, option)
-        if given is None:
-            sizes.append(default if captured else ())
-            if captured:
-                reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 128 in steps of 8, then in wider ones"
-        elif not captured:
-            raise ValueError(f"{option} is {given!r}, but graph mode {mode.value!r} captures no such batches")
+        if not captured:
+            require_defaults(options, f"graph mode {mode.value!r} captures no such batches", option)
+            sizes.append(())
+        elif given is None:
+            sizes.append(default)
+            reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 128 in steps of 8, then in wider ones"
         else:
             sizes.append(_explicit(option, given, most, limit))
     return sizes[0], sizes[1]

@@ -19,11 +19,9 @@ from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
     json_value,
-    local_share,
 )
 from compiled_engine.kv_format import AUTO, BY_OPTION, FP8
 from compiled_engine.models.checkpoint.adapter_folder import OUTPUT, read_adapter
@@ -33,6 +31,7 @@ from compiled_engine.models.checkpoint.config_reader import DEFAULT_IGNORE, read
 from compiled_engine.models.checkpoint.linear_names import linear_names, require_linears
 from compiled_engine.models.checkpoint.pooling_folder import PoolingOptions
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import local_share
 from compiled_engine.pooling import PoolerConfig
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.adapters import resolve_adapters
@@ -44,10 +43,11 @@ from compiled_engine.resolve.folders import (
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
-from compiled_engine.resolve.parallel import check_stages, resolve_parallel
+from compiled_engine.resolve.parallel import resolve_parallel
 from compiled_engine.resolve.recurrences import MIB, most_requests, resolve_snapshots, state_bytes
 from compiled_engine.resolve.speculation import resolve_speculation
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
+from compiled_engine.schema import require_defaults
 
 log = logging.getLogger("compiled_engine")
 
@@ -66,12 +66,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     model = _model(options, device, reasons, progress)
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
-    check_stages(parallel, compiled)
+    if not compiled:
+        reason = "mode is 'eager': stages are parts of the compiled model"
+        require_defaults(options, reason, "pipeline_parallel_size", allowed="or mode compiled or graphed")
     if not compiled and model.quantisation is not None and model.quantisation.is_online:
-        raise ValueError(
-            f"quantization is {options.quantization!r}, but the mode is eager, which computes with the weights of the "
-            "checkpoint; allowed: None, or another mode"
-        )
+        reason = "the mode is eager, which computes with the weights of the checkpoint"
+        require_defaults(options, reason, "quantization", allowed="or another mode")
     kv_dtype = _kv_dtype(options, model, compiled, reasons)
     rank_state_bytes = state_bytes(model, parallel.tensor_parallel_size)
     scheduler = _scheduler(options, model, device, rank_state_bytes, reasons)
@@ -80,7 +80,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         recurrences = replace(model.recurrences, num_rows=scheduler.max_num_seqs, num_snapshots=num_snapshots)
         model = replace(model, recurrences=recurrences)
     if model.pooling is not None:
-        _check_pooling(options, model, parallel)
+        _check_pooling(options, model)
     caches_prefixes = _caches_prefixes(options, model, num_snapshots, reasons)
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
@@ -171,21 +171,16 @@ def _kv_dtype(options: EngineOptions, model: ModelConfig, compiled: bool, reason
     if kv_dtype == AUTO:
         reasons["cache.kv_dtype"] = f"kv_cache_dtype is auto: keys and values are stored in {json_value(model.dtype)}"
     if kv_dtype == FP8 and not compiled:
-        raise ValueError(
-            f"kv_cache_dtype is {options.kv_cache_dtype!r}, but the mode is eager, which reads no scales of keys and "
-            "values; allowed: auto, int8, or another mode"
-        )
+        reason = "the mode is eager, which reads no scales of keys and values"
+        require_defaults(options, reason, "kv_cache_dtype", allowed="int8, or another mode")
     return kv_dtype
 
 
-def _check_pooling(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ValueError for an option that a model that pools cannot have."""
-    if parallel.num_stages > 1:
-        raise ValueError(f"pipeline_parallel_size is {parallel.num_stages}, but the model pools; allowed: 1")
-    if options.logits_processors:
-        raise ValueError(f"logits_processors is {options.logits_processors!r}, but the model pools; allowed: ()")
-    if options.num_blocks is not None and not model.causal:
-        raise ValueError(f"num_blocks is {options.num_blocks}, but an encoder has no KV cache; allowed: None")
+    require_defaults(options, "the model pools", "pipeline_parallel_size", "logits_processors")
+    if not model.causal:
+        require_defaults(options, "an encoder has no KV cache", "num_blocks")
 
 
 def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: int, reasons: dict[str, str]) -> bool:

@@ -11,6 +11,7 @@ from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.cache_root import default_root
 from compiled_engine.process.progress import Progress
+from compiled_engine.schema import require_defaults
 
 if TYPE_CHECKING:
     from compiled_engine.models.checkpoint.hub import Repository
@@ -79,10 +80,7 @@ def local_adapter_folder(named: str | Path) -> Path | None:
 def resolve_cache_dir(options: EngineOptions) -> Path | None:
     """Return the folder of compiled artifacts; None to keep none."""
     if not options.compile_cache:
-        if options.cache_dir is not None:
-            raise ValueError(
-                f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
-            )
+        require_defaults(options, "compile_cache is False: nothing would be kept", "cache_dir")
         return None
     return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()
 

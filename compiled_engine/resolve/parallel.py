@@ -8,10 +8,12 @@ from importlib.util import find_spec
 
 import torch
 
-from compiled_engine.config import DELTA_HEADS, ModelConfig, ParallelConfig, local_share
+from compiled_engine.config import ModelConfig, ParallelConfig
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import DELTA_HEADS, local_share
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
+from compiled_engine.schema import require_defaults
 
 # Model types verified with divided parameters: the textbook's, and of transformers' code.
 DIVISIBLE = (
@@ -82,40 +84,26 @@ def resolve_parallel(
         _check_devices(options, device, executor, sizes, replicas)
     if options.collectives == "nccl" and (device.type != "cuda" or size == 1):
         sums = "a CPU's go through gloo" if size > 1 else "tensor_parallel_size is 1: there is nothing to sum"
-        raise ValueError(f"collectives is 'nccl', but {sums}; allowed: auto")
-    layers = _stage_layers(model, size, stages, reasons)
+        require_defaults(options, sums, "collectives")
+    layers = _stage_layers(options, model, reasons)
     return ParallelConfig(size, executor, replicas, layers, options.collectives)
 
 
-def check_stages(parallel: ParallelConfig, compiled: bool) -> None:
-    """Raise ValueError for stages of a model that is not compiled: what a stage runs is a part of the compiled plan."""
-    if parallel.num_stages > 1 and not compiled:
-        raise ValueError(
-            f"pipeline_parallel_size is {parallel.num_stages}, but mode is 'eager': stages are parts of the compiled "
-            "model; allowed: 1, or mode compiled or graphed"
-        )
-
-
-def _stage_layers(model: ModelConfig, size: int, stages: int, reasons: dict[str, str]) -> tuple[int, ...]:
+def _stage_layers(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> tuple[int, ...]:
     """See ParallelConfig. Raises ValueError for a model that cannot be divided so."""
+    stages = options.pipeline_parallel_size
     if stages == 1:
         return ()
+    reason = allowed = ""
     if stages > model.num_layers:
-        raise ValueError(
-            f"pipeline_parallel_size is {stages}, but the model has {model.num_layers} layers; "
-            f"allowed: at most {model.num_layers}"
-        )
-    if model.recurrences is not None:
-        raise ValueError(
-            f"pipeline_parallel_size is {stages}, but the states of {model.architecture}'s recurrences cannot be "
-            "divided; allowed: 1"
-        )
-    if model.transformers is not None:
-        raise ValueError(
-            f"pipeline_parallel_size is {stages}, but models through transformers' code cannot be divided so far; "
-            "allowed: 1, or model_impl textbook"
-        )
-    local = local_share(model, size)
+        reason, allowed = f"the model has {model.num_layers} layers", f"or at most {model.num_layers}"
+    elif model.recurrences is not None:
+        reason = f"the states of {model.architecture}'s recurrences cannot be divided"
+    elif model.transformers is not None:
+        reason, allowed = "models through transformers' code cannot be divided so far", "or model_impl textbook"
+    if reason:
+        require_defaults(options, reason, "pipeline_parallel_size", allowed=allowed)
+    local = local_share(model, options.tensor_parallel_size)
     built = build_model(local)
     nbytes = {name: parameter.nbytes for name, parameter in built.named_parameters()}
     layers = divide_layers(parameter_places(built, local), nbytes, model.num_layers, stages)
@@ -138,27 +126,21 @@ def check_model(model: ModelConfig, size: int) -> None:
             f"tensor_parallel_size is {size}, but models of {model.architecture} with the code of "
             f"{model.implementation} cannot be divided; allowed: 1, or one of {', '.join(known)}"
         )
-    widths = {"MLP": model.intermediate_size} if model.num_mlps else {}
-    widths |= {"experts": model.experts.intermediate_size} if model.experts.count else {}
-    for what, rows in widths.items():
-        if rows % size:
-            raise ValueError(
-                f"tensor_parallel_size is {size}, which does not divide the {rows} rows of the {what}; "
-                "allowed: a divisor of them"
-            )
     fields = {} if model.transformers is None else json.loads(model.transformers.config)
-    for name in DELTA_HEADS:
-        if fields.get(name, 0) % size:
+    shapes = list(dict.fromkeys(map(model.heads_of, range(model.num_layers))))
+    divided = [
+        ("rows of the MLP", model.intermediate_size if model.num_mlps else 0),
+        ("rows of the experts", model.experts.intermediate_size),
+        *((name, fields.get(name, 0)) for name in DELTA_HEADS),
+        *(("attention heads", heads.num_heads) for heads in shapes),
+    ]
+    for what, count in divided:
+        if count % size:
             raise ValueError(
-                f"tensor_parallel_size is {size}, which does not divide {name}, which is {fields[name]}; "
-                "allowed: a divisor of it"
-            )
-    for heads in dict.fromkeys(map(model.heads_of, range(model.num_layers))):
-        if heads.num_heads % size:
-            raise ValueError(
-                f"tensor_parallel_size is {size}, which does not divide the model's {heads.num_heads} attention heads; "
+                f"tensor_parallel_size is {size}, which does not divide the model's {count} {what}; "
                 "allowed: a divisor of them"
             )
+    for heads in shapes:
         if heads.num_kv_heads % size and size % heads.num_kv_heads:
             raise ValueError(
                 f"tensor_parallel_size is {size}; allowed: a divisor or a multiple of the model's "

@@ -6,6 +6,7 @@ import torch
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.schema import require_defaults
 
 MIB, GIB = 1 << 20, 1 << 30
 # By kind of device, bytes of the states of running requests, and of snapshots, where the user says nothing.
@@ -32,11 +33,10 @@ def resolve_snapshots(
 ) -> int:
     """The number of snapshots. request_bytes: of each. Raises ValueError for snapshots that nothing would use."""
     given = options.num_state_snapshots
-    if given and not request_bytes:
-        raise ValueError(f"num_state_snapshots is {given}, but the model has no recurrences; allowed: None, 0")
-    if given and not options.enable_prefix_caching:
-        raise ValueError(f"num_state_snapshots is {given}, but enable_prefix_caching is False; allowed: None, 0")
     if not request_bytes or not options.enable_prefix_caching:
+        reason = "enable_prefix_caching is False" if request_bytes else "the model has no recurrences"
+        if given:
+            require_defaults(options, reason, "num_state_snapshots", allowed="0")
         return 0
     if given is not None:
         return given

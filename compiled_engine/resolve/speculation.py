@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from compiled_engine.attention.backend import AttentionChoice, choose_backend
 from compiled_engine.attention.case import GraphSupport, cases_of
 from compiled_engine.config import (
-    GREEDY_DRAFTS,
     CompileConfig,
     DraftConfig,
     EngineConfig,
@@ -20,12 +19,14 @@ from compiled_engine.config import (
     SpeculationConfig,
     draft_lengths,
     json_value,
-    local_share,
 )
+from compiled_engine.features.speculation.draft_sharpness import GREEDY_DRAFTS
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.eagle3_folder import is_head, read_head
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.speculative_keys import is_default, other_method_message, unknown_key_message
+from compiled_engine.other_engines.keywords import KEYS_OF_DRAFTS
+from compiled_engine.other_engines.translate import refuse
+from compiled_engine.parallel.rank_share import local_share
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.cuda_graphs import (
@@ -36,7 +37,18 @@ from compiled_engine.resolve.cuda_graphs import (
 )
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 from compiled_engine.resolve.parallel import check_model
-from compiled_engine.schema import SWITCH, Kind, integer, number, one_of, require, text
+from compiled_engine.schema import (
+    SWITCH,
+    Kind,
+    integer,
+    number,
+    one_of,
+    read_mapping,
+    require,
+    require_defaults,
+    text,
+    unknown_name_message,
+)
 
 NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)
@@ -50,7 +62,14 @@ AUTO, GREEDY = "auto", "greedy"
 SHARPNESSES = (3.0, 1.0, 1.5, GREEDY_DRAFTS)
 _SHARE = number("from 0 to 1", lambda share: 0 <= share <= 1)
 KEYS = {
-    "method": one_of(*METHODS),
+    "method": Kind(
+        require(
+            f"{', '.join(METHODS)}, or no speculative_config, which changes no answer",
+            lambda value: True,
+            lambda value: value in METHODS,
+        ),
+        {"enum": METHODS},
+    ),
     "num_speculative_tokens": integer(1, MOST_DRAFTS),
     "prompt_lookup_max": _LENGTH,
     "prompt_lookup_min": _LENGTH,
@@ -92,12 +111,13 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
     given = _read(options.speculative_config)
     if not given:
         return SpeculationConfig()
-    if (message := other_method_message(str(given.get("method")))) is not None:
-        raise ValueError(message)
-    for name, value in given.items():
+    for name in sorted(given, key=lambda name: name != "method"):  # other methods have other keys
+        if name in KEYS_OF_DRAFTS:
+            refuse(f"speculative_config[{name!r}]", given[name], KEYS_OF_DRAFTS[name])
         if name not in KEYS:
-            raise ValueError(unknown_key_message(str(name), value, KEYS))
-        KEYS[name].check(f"speculative_config[{name!r}]", value)
+            message = unknown_name_message("speculative_config has no key", str(name), KEYS)
+            raise ValueError(f"{message}; allowed: {', '.join(KEYS)}")
+        KEYS[name].check(f"speculative_config[{name!r}]", given[name])
     method = given.get("method", "")
     for name in (*REQUIRED, *(("model",) if method in WITH_MODEL else ())):
         if name not in given:
@@ -109,12 +129,8 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
                 f"speculative_config[{name!r}] is {given[name]!r}, but {other!r} is {given.get(other)!r}; allowed with "
                 f"it: {' or '.join(map(repr, values))}"
             )
-    num_tokens, most = given["num_speculative_tokens"], config.scheduler.max_num_batched_tokens - 1
-    if num_tokens > most:
-        raise ValueError(
-            f"speculative_config['num_speculative_tokens'] is {num_tokens}; allowed: at most {most}, one less than "
-            "max_num_batched_tokens"
-        )
+    num_tokens = given["num_speculative_tokens"]
+    _check_limits(given, config.scheduler.max_num_batched_tokens)
     rates, adapts = _acceptance_rates(given, num_tokens), given.get("enable_adaptive_verification", False)
     if adapts:
         *numbers, most_drafts = map(str, draft_lengths(num_tokens))
@@ -131,6 +147,17 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
         return replace(speculation, sharpnesses=_sharpnesses(given, config.reasons)) if aux_layers else speculation
     longest, shortest = _lookup(given, config.reasons)
     return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates, adapts=adapts)
+
+
+def _check_limits(given: Mapping[str, Any], max_num_batched_tokens: int) -> None:
+    """Raise ValueError for a value above one that another option or key has."""
+    for name, most, reason in (
+        ("num_speculative_tokens", max_num_batched_tokens - 1, "one less than max_num_batched_tokens"),
+        ("synthetic_acceptance_length", given["num_speculative_tokens"] + 1, "one more than num_speculative_tokens"),
+        ("prompt_lookup_min", given.get("prompt_lookup_max", math.inf), "prompt_lookup_max"),
+    ):
+        if given.get(name, 0) > most:
+            raise ValueError(f"speculative_config[{name!r}] is {given[name]}; allowed: at most {most}, {reason}")
 
 
 def _sharpnesses(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[float, ...]:
@@ -263,14 +290,11 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """Return the given keys. A key of value None counts as absent, as does one of vLLM's that asks for nothing."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"speculative_config is {value!r}; allowed: a dict as JSON ({error})") from error
-    if not isinstance(value, Mapping | None):
-        raise TypeError(f"speculative_config is {value!r}; allowed: a dict, or one as JSON")
-    return {name: each for name, each in (value or {}).items() if each is not None and not is_default(name, each)}
+    return {
+        name: each
+        for name, each in read_mapping("speculative_config", value).items()
+        if each is not None and not (each is False and name in KEYS_OF_DRAFTS)
+    }
 
 
 def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int]:
@@ -279,12 +303,7 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
     for name, value, other in (("lookup_max", longest, shortest), ("lookup_min", shortest, longest)):
         if value is None:
             reasons[f"speculation.{name}"] = "default" if other is None else "the other bound"
-    longest, shortest = longest or shortest or LOOKUP, shortest or longest or LOOKUP
-    if shortest > longest:
-        raise ValueError(
-            f"speculative_config['prompt_lookup_min'] is {shortest}; allowed: at most prompt_lookup_max ({longest})"
-        )
-    return longest, shortest
+    return longest or shortest or LOOKUP, shortest or longest or LOOKUP
 
 
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
@@ -299,11 +318,6 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
             f"synthetic_acceptance_rates and synthetic_acceptance_length, got {'neither' if rates is None else 'both'}"
         )
     if length is not None:
-        if length > num_tokens + 1:
-            raise ValueError(
-                f"speculative_config['synthetic_acceptance_length'] is {length}; allowed: at most {num_tokens + 1}, "
-                "one more than num_speculative_tokens"
-            )
         return tuple(min(1.0, max(0.0, length - 1 - position)) for position in range(num_tokens))
     name = "speculative_config['synthetic_acceptance_rates']"
     allowed = f"{num_tokens} numbers from 0 to 1, none above the one before it"
@@ -328,4 +342,4 @@ def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     elif options.logits_processors:
         reason = "there are logits_processors, which are not told of drafts"
     if reason is not None:
-        raise ValueError(f"speculative_config is {options.speculative_config!r}, but {reason}; allowed: None")
+        require_defaults(options, reason, "speculative_config")

@@ -1,20 +1,14 @@
-"""SamplingParams: the sampling parameters of one request, checked on creation and on every change.
-
-Other engines' parameters are handled too, so that scripts either run or fail with a reason. All names of vLLM's
-signature are known, and some of its earlier versions. A value that requests nothing is accepted silently; any other
-either has no effect here, with a warning, or is an error that names the alternative. Names from transformers'
-`generate` are errors that give this engine's name.
-"""
+"""SamplingParams: the sampling parameters of one request, checked on creation and on every change."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from compiled_engine.sampling.other_params import settle_other_param
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.sampling.value_checks import (
@@ -36,139 +30,7 @@ from compiled_engine.sampling.value_checks import (
     optional,
     tuple_of,
 )
-from compiled_engine.schema import Check, Kind, declarations, declare, documented, unknown_name_message
-
-
-class OtherParam(Protocol):
-    """A parameter of another engine. Called with its name and a value, it does nothing, warns or raises ValueError.
-
-    asks_nothing: values without any effect. result: the result of any other value, for the documents.
-    """
-
-    @property
-    def asks_nothing(self) -> tuple[Any, ...]: ...
-
-    @property
-    def result(self) -> str: ...
-
-    def __call__(self, name: str, value: Any) -> None: ...
-
-
-class _WithoutEffect:
-    def __init__(self, why: str, *asks_nothing: Any) -> None:
-        self.why, self.asks_nothing = why, asks_nothing
-        self.result = f"no effect: {why}"
-
-    def __call__(self, name: str, value: Any) -> None:
-        if not _is_one_of(value, self.asks_nothing):
-            _warn(name, value, self.why)
-
-
-class _Refused:
-    def __init__(self, what: str, instead: str, *asks_nothing: Any) -> None:
-        self.why, self.asks_nothing = f"{what} not supported; {instead}", asks_nothing
-        self.result = f"error: {self.why}"
-
-    def __call__(self, name: str, value: Any) -> None:
-        if not _is_one_of(value, self.asks_nothing):
-            raise ValueError(f"{name} is {value!r}: {self.why}")
-
-
-class _OutputKind:
-    """vLLM's output_kind: an enumeration member, or its number."""
-
-    asks_nothing = ("CUMULATIVE",)
-    why = "generate returns finished outputs, and stream all text so far"
-    instead = "LLM.stream yields all text so far: drop the part that was already there"
-    result = f"FINAL_ONLY has no effect: {why}; DELTA is an error: {instead}"
-
-    def __call__(self, name: str, value: Any) -> None:
-        kind = getattr(value, "name", value)
-        if _is_one_of(kind, ("FINAL_ONLY", 2)):
-            _warn(name, value, self.why)
-        elif not _is_one_of(kind, (*self.asks_nothing, 0)):
-            raise ValueError(f"{name} is {value!r}, which is not supported; {self.instead}")
-
-
-_BEAM_SEARCH = "beam search is"
-_NO_BEAMS = "use n, and logprobs to choose by cumulative_logprob"
-_STRUCTURED = "use structured_outputs=StructuredOutputs(json=...), or regex, choice, grammar, json_object"
-
-OTHER_PARAMS: dict[str, OtherParam] = {
-    "flat_logprobs": _WithoutEffect("log-probabilities come as a list of dicts", False),
-    "output_kind": _OutputKind(),
-    "stream_interval": _WithoutEffect("LLM.stream yields at each step", None, 1),
-    "skip_clone": _WithoutEffect("each request has a copy of its parameters", False),
-    "output_text_buffer_length": _WithoutEffect("it follows from stop", 0),
-    "skip_reading_prefix_cache": _WithoutEffect("reading the prefix cache changes no token", None, False),
-    "routed_experts_prompt_start": _WithoutEffect("no model here returns its experts", 0),
-    "prompt_logprob_token_ids": _Refused(
-        "log-probabilities of chosen tokens are", "use prompt_logprobs=-1 and look them up by token id", None
-    ),
-    "prompt_logprob_start": _Refused(
-        "log-probabilities of a part of the prompt are", "use prompt_logprobs, which begins at the start", None, 0
-    ),
-    "logprob_token_ids": _Refused(
-        "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
-    ),
-    "guided_decoding": _Refused("this older name of structured_outputs is", _STRUCTURED, None),
-    "thinking_token_budget": _Refused(
-        "a separate limit on thinking is", "use max_tokens, or give it to a chat of the server", None, -1
-    ),
-    "repetition_detection": _Refused(
-        "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None
-    ),
-    "trace_decode_token_ids": _Refused(
-        "generating given tokens is", "put them in the prompt and use prompt_logprobs", None
-    ),
-    "logits_processors": _Refused(
-        "a function for a single request is", "use LLM(logits_processors=[...]), which reads extra_args", None, []
-    ),
-    "best_of": _Refused("generating more completions than are returned is", _NO_BEAMS, None, 1),
-    "use_beam_search": _Refused(_BEAM_SEARCH, _NO_BEAMS, False),
-    "length_penalty": _Refused(_BEAM_SEARCH, _NO_BEAMS, 1.0),
-    "early_stopping": _Refused(_BEAM_SEARCH, _NO_BEAMS, False),
-}
-
-# transformers' names of parameters, with this engine's alternative.
-OF_TRANSFORMERS = {
-    "max_new_tokens": "use max_tokens",
-    "min_new_tokens": "use min_tokens",
-    "max_length": "use max_tokens, which does not count the prompt",
-    "min_length": "use min_tokens, which does not count the prompt",
-    "do_sample": "use temperature: 0 takes the most likely token, values above it sample",
-    "num_return_sequences": "use n",
-    "num_beams": f"{_BEAM_SEARCH} not supported; {_NO_BEAMS}",
-    "eos_token_id": "use stop_token_ids",
-    "stop_strings": "use stop",
-    "bad_words_ids": "use bad_words, which are strings",
-    "output_scores": "use logprobs",
-    "output_logits": "use logprobs",
-}
-
-
-def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """Handle a parameter that is not among the `known` fields: ignore it, warn or raise.
-
-    Raises ValueError if it is not supported, and `unknown` for a name that vLLM lacks too, with this engine's name if
-    transformers has it. Call it directly from the user's call, so that the warning shows the right location.
-    """
-    settle = OTHER_PARAMS.get(name)
-    if name in OF_TRANSFORMERS:
-        raise unknown(f"SamplingParams has no field {name!r}; {OF_TRANSFORMERS[name]}")
-    if settle is None:
-        raise unknown(unknown_name_message("SamplingParams has no field", name, known))
-    settle(name, value)
-
-
-def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Return whether the value is one of these, of the same type: 0 is not False."""
-    return any(type(value) is type(each) and value == each for each in values)
-
-
-def _warn(name: str, value: Any, why: str) -> None:
-    warnings.warn(f"{name}={value!r} has no effect here: {why}", stacklevel=5)
-
+from compiled_engine.schema import Check, Kind, declarations, declare, documented
 
 # Requests below this temperature are greedy: dividing the logits by it could overflow float32.
 SMALLEST_TEMPERATURE = 1e-5

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.server.admin import require_admin
-from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, require, shown
 from compiled_engine.server.lora_modules import adapters_of
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import read_body
@@ -56,11 +56,10 @@ async def load_adapter(request: Request) -> Response:
     except ValueError as error:
         raise blamed_on_request(error) from error
     path = Path(fields.lora_path)
-    if not name or name in serving.names:
-        raise bad_request("lora_name", f"lora_name must be a name that the model does not have, got {shown(name)}")
-    if not _is_allowed(path, folders):
-        allowed = ", ".join(serving.options.allowed_lora_folder)
-        raise bad_request("lora_path", f"lora_path must be a folder within {allowed}, got {shown(fields.lora_path)}")
+    is_new = bool(name) and name not in serving.names
+    require(is_new, "lora_name", "a name that the model does not have", name)
+    allowed = f"a folder within {', '.join(serving.options.allowed_lora_folder)}"
+    require(_is_allowed(path, folders), "lora_path", allowed, fields.lora_path)
     try:
         # The path is absolute, so never a name on the hub.
         await serving.adapters.load(

@@ -12,7 +12,7 @@ from typing import Any
 from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
 from compiled_engine.frontend.prompts import rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
+from compiled_engine.server.errors import ApiError, bad_request, require, require_at_most, shown, without_internals
 from compiled_engine.server.json_size import check_sizes
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import Limits, ServerOptions, template_variables
@@ -95,10 +95,9 @@ class ChatFormat:
                 raise bad_request(
                     "chat_template_kwargs", f"chat_template_kwargs must not have {shown(name)}; allowed: {allowed}"
                 )
-            if not isinstance(value, bool | int | float | str) or len(str(value)) > LONGEST_SETTING:
-                raise bad_request(
-                    "chat_template_kwargs", f"chat_template_kwargs.{name} must be a short string, a number or a boolean"
-                )
+            is_short = isinstance(value, bool | int | float | str) and len(str(value)) <= LONGEST_SETTING
+            where, allowed = f"chat_template_kwargs.{name}", "a short string, a number or a boolean"
+            require(is_short, where, allowed, value, param="chat_template_kwargs")
         if reasoning_effort is not None:
             if not self.knows("reasoning_effort"):
                 raise bad_request(
@@ -106,10 +105,7 @@ class ChatFormat:
                     "reasoning_effort is not supported: this model's chat template does not know it",
                     code="unsupported_parameter",
                 )
-            if len(reasoning_effort) > LONGEST_SETTING:
-                raise bad_request(
-                    "reasoning_effort", f"reasoning_effort must have at most {LONGEST_SETTING} characters"
-                )
+            require_at_most("reasoning_effort", reasoning_effort, LONGEST_SETTING, "characters")
             settings["reasoning_effort"] = reasoning_effort
         return settings
 

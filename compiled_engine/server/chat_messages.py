@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from compiled_engine.server.errors import bad_request
+from compiled_engine.server.errors import bad_request, require, require_at_most
 from compiled_engine.server.options import Limits
-from compiled_engine.server.request_fields import require_at_most
 
 if TYPE_CHECKING:
     from compiled_engine.server.chat_format import ChatFormat
@@ -93,16 +92,15 @@ def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits:
         raise bad_request("messages", "messages must not be empty, got []")
     require_at_most("messages", messages, limits.max_messages, "messages")
     parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    if parts > limits.max_messages:
-        raise bad_request("messages", f"messages must have at most {limits.max_messages} parts, got {parts}")
+    require_at_most("messages", parts, limits.max_messages, "parts")
     return [_message(f"messages[{index}]", message, chat) for index, message in enumerate(messages)]
 
 
 def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
     content: Any = message.content
-    if content is None and not message.tool_calls:
-        raise bad_request(f"{where}.content", f"{where}.content must be a string, or a list of text parts, got null")
+    is_given = content is not None or bool(message.tool_calls)
+    require(is_given, f"{where}.content", "a string, or a list of text parts", None)
     if isinstance(content, list):
         content = [{"type": "text", "text": part.text} for part in content]
     result: dict[str, Any] = {"role": role, "content": content or ""}

@@ -15,7 +15,7 @@ from compiled_engine.server.chat_messages import (
     text_of,
     tools_for_template,
 )
-from compiled_engine.server.errors import bad_request, blamed_on_request, shown
+from compiled_engine.server.errors import bad_request, blamed_on_request, require, require_absent, shown
 from compiled_engine.server.forms import ToolUse, answer_form, asked_form
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
@@ -94,9 +94,8 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
         if not tools:
             raise bad_request("tool_choice", "tool_choice must not be 'required' where there are no tools")
         return ToolUse(tools, required=True, several=not one_call)
-    if not isinstance(tool_choice, dict) or tool_choice.get("type") != "function":
-        allowed = "'auto', 'none', 'required', or a function"
-        raise bad_request("tool_choice", f"tool_choice must be {allowed}, got {shown(tool_choice)}")
+    is_function = isinstance(tool_choice, dict) and tool_choice.get("type") == "function"
+    require(is_function, "tool_choice", "'auto', 'none', 'required', or a function", tool_choice)
     function = tool_choice.get("function", tool_choice)  # the Responses API has the name next to the type
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool.function.name == name]
@@ -108,8 +107,8 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
 def _more(fields: ChatRequest) -> dict[str, Any]:
     """Sampling parameters that chats have under other names."""
     more: dict[str, Any] = {}
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise bad_request("top_logprobs", "top_logprobs must be absent unless logprobs is true")
+    if not fields.logprobs:
+        require_absent("top_logprobs", fields.top_logprobs, "unless logprobs is true")
     if fields.logprobs:
         more["logprobs"] = fields.top_logprobs or 0
     given = (fields.max_tokens, fields.max_completion_tokens)
@@ -130,7 +129,7 @@ def _budget(fields: ChatRequest, chat: ChatFormat) -> int | None:
                                       f"{fields.thinking_budget}")  # fmt: skip
     for name, value in given.items():
         if (why := chat.why_unbounded) is not None:
-            raise bad_request(name, f"{name} must be absent, as {why}, got {value}", code="unsupported_parameter")
+            require_absent(name, value, f"as {why}", "unsupported_parameter")
         return value
     return None
 

@@ -11,16 +11,15 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 
 from compiled_engine.frontend.prompts import LONGEST_SALT
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import bad_request, require_absent, shown
 from compiled_engine.server.pooling import REFUSED_HERE, EmbeddingRequest, encoded, values_as_json
 from compiled_engine.server.replies import Reply, long_json_response, read_body
-from compiled_engine.server.request_fields import Refused
+from compiled_engine.server.request_fields import Refused, refused
 from compiled_engine.server.serving import Serving, serving_of
 
 EMBED_REFUSED: dict[str, Refused] = {
     **REFUSED_HERE,
-    "images": Refused("input is text; give texts", ([],)),
-    "inputs": Refused("give texts", ([],)),
+    **refused("give texts", images=([],), inputs=([],)),
 }
 # The prompts that a checkpoint has for an input_type under another name.
 PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
@@ -88,8 +87,8 @@ async def embed(request: Request) -> Reply:
     """POST /v2/embed."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, EmbedRequest, EMBED_REFUSED)
-    if fields.truncate == "NONE" and fields.max_tokens is not None:
-        raise bad_request("max_tokens", f"max_tokens must be absent where truncate is 'NONE', got {fields.max_tokens}")
+    if fields.truncate == "NONE":
+        require_absent("max_tokens", fields.max_tokens, "where truncate is 'NONE'")
     asked = EmbeddingRequest(
         model=fields.model,
         input=fields.texts,

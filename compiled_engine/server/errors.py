@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import msgspec
@@ -101,6 +101,26 @@ class ApiError(Exception):
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 that blames the field `param`."""
     return ApiError(400, message, param=param, code=code)
+
+
+def require(holds: bool, field: str, allowed: str, value: Any, *, param: str | None = None) -> None:
+    """Raise a 400 with what the field must be, and its value, unless that holds. param: the field to blame, where
+    `field` is a part of it or a text."""
+    if not holds:
+        raise bad_request(param or field, f"{field} must be {allowed}, got {shown(value)}")
+
+
+def require_absent(field: str, value: Any, because: str, code: str | None = None) -> None:
+    """Raise a 400 if a field is given that others, or the model, rule out. because: how, after "must be absent"."""
+    if value is not None:
+        raise bad_request(field, f"{field} must be absent {because}, got {shown(value)}", code)
+
+
+def require_at_most(field: str, values: Sized | int | None, most: int, what: str) -> None:
+    """Raise a 400 if there are more than `most`. values: what is counted, or its number."""
+    count = values if isinstance(values, int) else len(values or ())
+    if count > most:
+        raise bad_request(field, f"{field} must have at most {most} {what}, got {count}")
 
 
 def blamed_on_request(error: Exception, **fields: str) -> ApiError:

@@ -13,7 +13,7 @@ from compiled_engine.grammars.text import WHITESPACE, grammar_text
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.chat_messages import Tool
-from compiled_engine.server.errors import bad_request, shortened, shown
+from compiled_engine.server.errors import bad_request, require, require_absent, shortened
 from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.call_grammars import CallableTool
 from compiled_engine.server.parsers.reasoning_grammars import ReasoningRules
@@ -38,7 +38,7 @@ async def asked_form(
     if given is None:
         return None if values is None else await _checked(checks, name, values)
     if values is not None:
-        raise bad_request("structured_outputs", f"structured_outputs must be absent where {name} is not of type 'text'")
+        require_absent("structured_outputs", given, f"where {name} is not of type 'text'")
     return await _checked(checks, "structured_outputs", given)
 
 
@@ -46,22 +46,19 @@ def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, A
     """Return the form as fields of StructuredOutputs. The Responses API has the schema next to the type, the others
     below it."""
     kind = "text" if response_format is None else response_format.get("type")
-    if kind not in TYPES:
-        raise bad_request(name, f"{name}.type must be one of {', '.join(map(repr, TYPES))}, got {shown(kind)}")
+    require(kind in TYPES, f"{name}.type", f"one of {', '.join(map(repr, TYPES))}", kind, param=name)
     if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}
-    described = response_format if "schema" in response_format else response_format.get("json_schema")
-    if not isinstance(described, dict):
-        raise bad_request(name, f"{name}.json_schema must be an object with a schema, got {shown(described)}")
+    described: Any = response_format if "schema" in response_format else response_format.get("json_schema")
+    require(isinstance(described, dict), f"{name}.json_schema", "an object with a schema", described, param=name)
     strict, schema = described.get("strict"), described.get("schema")
-    if not isinstance(strict, bool | None):
-        raise bad_request(name, f"{name}.json_schema.strict must be a boolean, got {shown(strict)}")
+    require(isinstance(strict, bool | None), f"{name}.json_schema.strict", "a boolean", strict, param=name)
     if schema is None:
         return {"json_object": True}
-    if not isinstance(schema, dict):
-        raise bad_request(name, f"{name}.json_schema.schema must be a JSON schema, an object, got {shown(schema)}")
+    of_schema = f"{name}.json_schema.schema"
+    require(isinstance(schema, dict), of_schema, "a JSON schema, an object", schema, param=name)
     return {"json": schema}
 
 

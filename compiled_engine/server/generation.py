@@ -15,7 +15,7 @@ from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.server.cache_salt import salted
-from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, shortened
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, require, shortened
 from compiled_engine.server.serving import Serving
 
 Outputs: TypeAlias = "AsyncGenerator[tuple[int, RequestOutput], None]"
@@ -43,8 +43,7 @@ async def generate(
     503 if there is too much to do, 500 if the engine fails.
     """
     completions, most = len(prompts) * params.n, serving.options.limits.max_completions
-    if completions > most:
-        raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
+    require(completions <= most, "n times the number of prompts", f"at most {most}", completions, param="n")
     _check_logprobs(serving, prompts, params)
     adapter = serving.adapter(model)
     with serving.admission.admit(completions):
@@ -70,15 +69,14 @@ def _check_logprobs(serving: Serving, prompts: Sequence[PromptLike], params: Sam
         given = [prompt.get("prompt_token_ids") or prompt["prompt"] if isinstance(prompt, Mapping) else prompt
                  for prompt in prompts]  # fmt: skip
         of_prompts = params.n * sum(map(len, given)) * _per_token(serving, params.prompt_logprobs)
-    if of_prompts > most:
-        what = "n times the prompts' tokens times prompt_logprobs + 1"
-        raise bad_request("prompt_logprobs", f"{what} must be at most {most}, got {of_prompts}")
+    what = "n times the prompts' tokens times prompt_logprobs + 1"
+    require(of_prompts <= most, what, f"at most {most}", of_prompts, param="prompt_logprobs")
     completions = len(prompts) * params.n
     if params.logprobs is not None and completions > 1:
         tokens = min(params.max_tokens or longest, longest)
-        if (entries := completions * tokens * _per_token(serving, params.logprobs)) > most:
-            what = "n times the number of prompts times max_tokens times logprobs + 1"
-            raise bad_request("logprobs", f"{what} must be at most {most}, got {entries}")
+        entries = completions * tokens * _per_token(serving, params.logprobs)
+        what = "n times the number of prompts times max_tokens times logprobs + 1"
+        require(entries <= most, what, f"at most {most}", entries, param="logprobs")
 
 
 def _per_token(serving: Serving, wanted: int) -> int:

@@ -8,6 +8,7 @@ import json
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.models.checkpoint.adapter_files import require_adapter
 from compiled_engine.resolve.folders import local_adapter_folder
+from compiled_engine.schema import require_defaults
 from compiled_engine.server.options import ServerOptions
 
 
@@ -24,9 +25,8 @@ def adapters_of(options: ServerOptions) -> list[LoRARequest]:
 
 def check_adapter_options(options: ServerOptions, enable_lora: bool) -> None:
     """Raise ValueError for options that no engine can have, or only one with `enable_lora`."""
-    for name in ("lora_modules", "allowed_lora_folder"):
-        if getattr(options, name) and not enable_lora:
-            raise ValueError(f"{name} is {getattr(options, name)}, but enable_lora is False; allowed: ()")
+    if not enable_lora:
+        require_defaults(options, "enable_lora is False", "lora_modules", "allowed_lora_folder")
     adapters_of(options)
 
 

@@ -18,19 +18,17 @@ from compiled_engine.server.chat_messages import (
     Name,
     Tool,
 )
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import bad_request, require, require_absent, require_at_most, shown
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ChatRequest
-from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, require_at_most
+from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, refused
 from compiled_engine.server.sampling_fields import SAME, SamplingFields
 
 MESSAGES_REFUSED: dict[str, Refused] = {
     **REFUSED,
-    "container": Refused("there is no code execution"),
-    "mcp_servers": Refused("the server calls no tools", ([],)),
-    "context_management": Refused("the conversation is taken whole or not at all", ({"edits": []}, {})),
-    "response_format": Refused("give output_config with a format"),
-    "reasoning_effort": Refused("give output_config with an effort"),
+    **refused(container=(), mcp_servers=([],), context_management=({"edits": []}, {})),
+    **refused("give output_config with a format", response_format=()),
+    **refused("give output_config with an effort", reasoning_effort=()),
 }
 MESSAGES_HABITS = HABITS | {"inference_geo", "cache_control", "betas", "anthropic_beta"}
 # Fields of sampling whose results a message has no place for, with the values that ask for nothing.
@@ -150,11 +148,10 @@ def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignore
     """The request in the terms of chats; `ignored` gets a warning for each part without effect. Raises ApiError 400 for
     what is not supported, naming the field."""
     for name, nothing in WITHOUT_PLACE.items():
-        if (value := getattr(fields, name)) is not None and value not in nothing:
-            raise bad_request(name, f"{name} must be absent, as a message has no place for its result, got {value!r}")
+        if (value := getattr(fields, name)) not in nothing:
+            require_absent(name, value, "as a message has no place for its result")
     require_at_most("messages", fields.messages, limits.max_messages, "messages")
-    if (blocks := sum(map(_num_blocks, fields.messages))) > limits.max_messages:
-        raise bad_request("messages", f"messages must have at most {limits.max_messages} blocks, got {blocks}")
+    require_at_most("messages", sum(map(_num_blocks, fields.messages)), limits.max_messages, "blocks")
     require_at_most("system", fields.system if isinstance(fields.system, list) else (), limits.max_messages, "blocks")
     require_at_most("tools", fields.tools, limits.max_tools, "tools")
     choice = fields.tool_choice
@@ -187,8 +184,7 @@ def _num_blocks(message: InputMessage) -> int:
 def _stop(fields: CountTokensRequest, limits: Limits) -> Any:
     if not isinstance(fields, MessagesRequest) or fields.stop_sequences is None:
         return fields.stop
-    if fields.stop is not None:
-        raise bad_request("stop", f"stop must be absent where there are stop_sequences, got {shown(fields.stop)}")
+    require_absent("stop", fields.stop, "where there are stop_sequences")
     require_at_most("stop_sequences", fields.stop_sequences, limits.max_stop, "strings")
     for text in fields.stop_sequences:
         require_at_most("stop_sequences", text, limits.max_stop_length, "characters in a string")
@@ -239,8 +235,7 @@ def _of_assistant(where: str, content: str | list[Block]) -> ChatMessage:
             case ThinkingBlock(thinking=text):
                 reasoning.append(text)
             case ToolUseBlock(id=id, name=name, input=given):
-                if not isinstance(given, dict):
-                    raise bad_request(where, f"{where}[{index}].input must be an object, got {shown(given)}")
+                require(isinstance(given, dict), f"{where}[{index}].input", "an object", given, param=where)
                 function = FunctionCall(name=name, arguments=given)
                 message.tool_calls.append(MessageToolCall(id=id, type="function", function=function))  # type: ignore[union-attr]
             case RedactedThinkingBlock():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from compiled_engine.schema import (
     SWITCH,
     TEXTS,
     Kind,
+    a_list,
     check_all,
     declare,
     documented,
@@ -20,6 +20,8 @@ from compiled_engine.schema import (
     number,
     one_of,
     path,
+    read_mapping,
+    require_defaults,
     text,
 )
 from compiled_engine.server.origin import read_origin
@@ -34,18 +36,26 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 
 def template_variables(name: str, value: Any) -> dict[str, Any]:
     """Read variables of the chat template: a mapping, or a JSON object as text. Raises TypeError or ValueError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{name} is {value!r}, which is no JSON: {error}") from error
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is {value!r}; allowed: a JSON object")
-    if taken := sorted(SETTINGS & value.keys()):
+    variables = read_mapping(name, value)
+    if taken := sorted(SETTINGS & variables.keys()):
         raise ValueError(f"{name} has {', '.join(taken)}; allowed: other names")
-    return dict(value)
+    return dict(variables)
 
 
+# HTTP headers carry no other characters.
+KEYS = a_list(
+    {"type": "string"},
+    "printable ASCII, at least one character",
+    lambda key: key != "" and key.isascii() and key.isprintable(),
+    secret=True,
+)
+NAMES = a_list({"type": "string"}, "strings that are not empty", lambda name: name != "")
+ORIGINS = a_list(
+    {"type": "string"},
+    "scheme, host and perhaps a port from 1 to 65535, such as https://chat.example:8080, or "
+    f"{ANY_ORIGIN} for every origin",
+    lambda origin: origin == ANY_ORIGIN or read_origin(origin) is not None,
+)
 VARIABLES = Kind(template_variables, {"anyOf": [{"type": "string"}, {"type": "object"}]})
 
 
@@ -113,24 +123,24 @@ class ServerOptions:
     )
     api_key: tuple[str, ...] = declare(
         (),
-        TEXTS,
+        KEYS,
         "key that every request must have",
         "except /health, /ping and /ready; without this option no key is needed",
     )
     admin_api_key: tuple[str, ...] = declare(
         (),
-        TEXTS,
+        KEYS,
         "key that requests must have to load and unload adapters, and to give a priority below 0",
         "it is also a key as `--api-key` is; without this option every request may",
     )
     allowed_origin: tuple[str, ...] = declare(
         (),
-        TEXTS,
+        ORIGINS,
         "origin of web pages that may use the server in a browser, for example https://chat.example, or * for all",
     )
     served_model_name: tuple[str, ...] = declare(
         (),
-        TEXTS,
+        NAMES,
         "name of the model in requests",
         "answers have the first one",
         default_is="the model's own",
@@ -230,31 +240,15 @@ class ServerOptions:
         """Raises TypeError or ValueError naming the option, its value and what is allowed."""
         check_all(self)
         check_all(self.limits)
-        keys = (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
-        for name, value in (*keys, ("served_model_name", self.served_model_name)):
-            if "" in value:
-                raise ValueError(f"{name} has an empty entry; allowed: a string that is not empty")
-        for name, value in keys:
-            if any(not key.isascii() or not key.isprintable() for key in value):
-                raise ValueError(f"{name} has a character that HTTP headers cannot carry; allowed: printable ASCII")
-        for origin in self.allowed_origin:
-            if origin != ANY_ORIGIN and read_origin(origin) is None:
-                raise ValueError(
-                    f"allowed_origin is {origin!r}; allowed: scheme, host and perhaps a port from 1 to 65535, "
-                    f"such as https://chat.example:8080, or {ANY_ORIGIN} for every origin"
-                )
         given = self.chat_template
         if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):
             raise ValueError(f"chat_template is {given!r}, which is neither a Jinja template nor an existing file")
-        if self.prefix_cache_salt_per_key and not self.api_key:
-            raise ValueError(
-                "prefix_cache_salt_per_key needs api_key: without keys all requests would have the same salt"
-            )
-        if self.allowed_lora_folder and self.api_server_count > 1:
-            raise ValueError(
-                f"allowed_lora_folder is given, but api_server_count is {self.api_server_count}, and only one process "
-                "would know the adapter; allowed: 1"
-            )
+        if not self.api_key:
+            reason = "there is no api_key: all requests would have the same salt"
+            require_defaults(self, reason, "prefix_cache_salt_per_key", allowed="or api_key")
+        if self.api_server_count > 1:
+            reason = f"api_server_count is {self.api_server_count}, and only one process would know the adapter"
+            require_defaults(self, reason, "allowed_lora_folder", allowed="or api_server_count 1")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
 

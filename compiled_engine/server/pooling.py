@@ -20,11 +20,11 @@ from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.server.cache_salt import cache_salt, salted
 from compiled_engine.server.chat_messages import ChatMessage, messages_for_template
-from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, require_absent
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import PromptTokensDetails, parse_prompts
 from compiled_engine.server.replies import Reply, long_json_response, read_body, unless_gone, warned
-from compiled_engine.server.request_fields import REFUSED, Refused
+from compiled_engine.server.request_fields import REFUSED, Refused, refused
 from compiled_engine.server.serving import Serving, serving_of
 
 # Values that are made JSON before other work runs.
@@ -33,9 +33,8 @@ Result = TypeVar("Result", bound="Sequence[PoolingRequestOutput[Any]]")
 Encoding = Literal["float", "base64"]
 REFUSED_HERE: dict[str, Refused] = {
     **REFUSED,
-    "truncation_side": Refused("truncate_prompt_tokens keeps the first tokens", ("right",)),
-    "embed_dtype": Refused("values are 32-bit floats", ("float32",)),
-    "endianness": Refused("values are little-endian", ("little", "native")),
+    **refused("truncate_prompt_tokens keeps the first tokens", truncation_side=("right",)),
+    **refused(embed_dtype=("float32",), endianness=("little", "native")),
 }
 
 
@@ -246,8 +245,7 @@ async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
     """The prompt that the chat template makes of the messages. Raises ApiError 400 naming the field."""
     assert fields.messages is not None
     for name in ("input", "prompt_name"):
-        if getattr(fields, name) is not None:
-            raise bad_request(name, f"{name} must be absent where there are messages")
+        require_absent(name, getattr(fields, name), "where there are messages")
     chat, limits = serving.chat_format(), serving.options.limits
     text, token_ids = await chat.render(
         messages_for_template(fields.messages, chat, limits),

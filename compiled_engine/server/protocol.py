@@ -9,9 +9,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.server.chat_messages import ChatMessage, Tool
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import bad_request, require_at_most, shown
 from compiled_engine.server.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, require_at_most
+from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, refused
 from compiled_engine.server.sampling_fields import SamplingFields
 
 # Tokens of a request, counted from its outputs.
@@ -82,13 +82,10 @@ class UsageCounter:
 STATELESS = "the server keeps no responses; give the whole conversation as input"
 RESPONSES_REFUSED: dict[str, Refused] = {
     **REFUSED,
-    "previous_response_id": Refused(STATELESS),
-    "conversation": Refused(STATELESS),
-    "prompt": Refused("the server keeps no prompts; give instructions and input"),
-    "background": Refused("there is nothing to fetch the response from later", (False,)),
-    "truncation": Refused("the input is taken whole or not at all", ("disabled",)),
-    "context_management": Refused("the input is taken whole or not at all", ([],)),
-    "max_tokens": Refused("give max_output_tokens"),
+    **refused(background=(False,), truncation=("disabled",), context_management=([],)),
+    **refused(STATELESS, previous_response_id=(), conversation=()),
+    **refused("the server keeps no prompts; give instructions and input", prompt=()),
+    **refused("give max_output_tokens", max_tokens=()),
 }
 RESPONSES_HABITS = HABITS | {"max_tool_calls"}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from compiled_engine.sampling.params import OTHER_PARAMS
+from compiled_engine.sampling.other_params import OTHER_PARAMS
 from compiled_engine.schema import nearest
 from compiled_engine.server.errors import ApiError, bad_request, shown
 
@@ -30,10 +30,16 @@ HABITS = frozenset(
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that would change the answer and is not supported. `asks_nothing`: values that are taken all the same."""
+    """A field that would change the answer and is not supported. `asks_nothing`: values that are taken all the same.
+    `instead`: what to do, or why; empty where the name says it."""
 
-    why: str
+    instead: str
     asks_nothing: tuple[Any, ...] = ()
+
+
+def refused(instead: str = "", **fields: tuple[Any, ...]) -> dict[str, Refused]:
+    """Rows for fields, each with the values that are taken all the same."""
+    return {name: Refused(instead, asks_nothing) for name, asks_nothing in fields.items()}
 
 
 STRUCTURED = "give structured_outputs with json, regex, choice, grammar or json_object, or response_format"
@@ -42,27 +48,28 @@ OTHER_FORMS = (  # earlier names, and those of other servers
     *("json_schema", "regex", "choice", "grammar", "ebnf", "structural_tag"),
 )
 REFUSED: dict[str, Refused] = {
-    "best_of": Refused("more completions than are returned are not generated; give n", (1,)),
-    "suffix": Refused("text cannot be inserted before a suffix", ("",)),
-    "echo": Refused("an answer of a chat does not repeat the message that it continues", (False,)),
-    "functions": Refused("it is deprecated; give tools", ([],)),
-    "function_call": Refused("it is deprecated; give tool_choice", ("none",)),
-    "modalities": Refused("answers are text", (["text"],)),
-    "audio": Refused("answers are text"),
-    "web_search_options": Refused("there is no search"),
-    "verbosity": Refused("no model here knows it", ("medium",)),
-    "moderation": Refused("there is no moderation"),
-    "chat_template": Refused("templates come only from the server"),
-    "documents": Refused("no template here knows them", ([],)),
-    "media_io_kwargs": Refused("input is text", ({},)),
-    "mm_processor_kwargs": Refused("input is text", ({},)),
-    "prompt_embeds": Refused("prompts are text or token ids"),
-    "token_mask": Refused("it is an object of Python; only LLM takes one"),
-    "truncation_side": Refused("truncate_prompt_tokens keeps the last tokens", ("left",)),
-    "return_tokens_as_token_ids": Refused("token ids come with return_token_ids", (False,)),
-    "vllm_xargs": Refused("give extra_args", ({},)),
-    **{name: Refused(STRUCTURED) for name in OTHER_FORMS},
-    "guided_json_object": Refused(STRUCTURED, (False,)),
+    **refused(
+        suffix=("",),
+        echo=(False,),
+        modalities=(["text"],),
+        audio=(),
+        web_search_options=(),
+        verbosity=("medium",),
+        moderation=(),
+        documents=([],),
+        media_io_kwargs=({},),
+        mm_processor_kwargs=({},),
+    ),
+    **refused("give n", best_of=(1,)),
+    **refused("it is deprecated; give tools", functions=([],)),
+    **refused("it is deprecated; give tool_choice", function_call=("none",)),
+    **refused("templates come only from the server", chat_template=()),
+    **refused("give text or token ids", prompt_embeds=()),
+    **refused("it is an object of Python; only LLM takes one", token_mask=()),
+    **refused("truncate_prompt_tokens keeps the last tokens", truncation_side=("left",)),
+    **refused("token ids come with return_token_ids", return_tokens_as_token_ids=(False,)),
+    **refused("give extra_args", vllm_xargs=({},)),
+    **refused(STRUCTURED, **dict.fromkeys(OTHER_FORMS, ()), guided_json_object=(False,)),
 }
 
 
@@ -168,8 +175,9 @@ def _with_integers(values: Any) -> Any:
 def refuse(name: str, value: Any, field: Refused) -> None:
     """Raise ApiError 400 unless the value has no effect."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
-        but = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""
-        raise bad_request(name, f"{name} is not supported: {field.why}{but}", code="unsupported_parameter")
+        instead = f": {field.instead}" if field.instead else ""
+        allowed = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""
+        raise bad_request(name, f"{name} is not supported{instead}{allowed}", code="unsupported_parameter")
 
 
 def _settle(name: str, value: Any) -> list[str]:
@@ -177,7 +185,7 @@ def _settle(name: str, value: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            OTHER_PARAMS[name](name, value)
+            OTHER_PARAMS[name].settle(name, value)
         except ValueError as error:
             raise bad_request(name, str(error), code="unsupported_parameter") from error
     return [str(warning.message) for warning in caught]
@@ -191,9 +199,3 @@ def _at(values: Any, path: str) -> Any:
         except (KeyError, IndexError, TypeError, ValueError):
             return ...
     return values
-
-
-def require_at_most(name: str, values: Sequence[Any] | Mapping[str, Any] | None, most: int, what: str) -> None:
-    """Raise ApiError 400 if there are more than `most`."""
-    if values is not None and len(values) > most:
-        raise bad_request(name, f"{name} must have at most {most} {what}, got {len(values)}")

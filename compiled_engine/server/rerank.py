@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from compiled_engine.frontend.pooling import ScoringRequestOutput
 from compiled_engine.server.cache_salt import cache_salt
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import bad_request, require, require_at_most
 from compiled_engine.server.pooling import (
     REFUSED_HERE,
     PoolingAnswer,
@@ -23,7 +23,7 @@ from compiled_engine.server.pooling import (
     pooling_params,
 )
 from compiled_engine.server.replies import json_response, read_body, unless_gone
-from compiled_engine.server.request_fields import Refused, require_at_most
+from compiled_engine.server.request_fields import Refused, refused
 from compiled_engine.server.serving import serving_of
 
 COHERE = "/v2/rerank"  # its answers have no documents unless asked for
@@ -31,9 +31,8 @@ COHERE = "/v2/rerank"  # its answers have no documents unless asked for
 PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 REFUSED_OF_RERANK: dict[str, Refused] = {
     **REFUSED_HERE,
-    "rank_fields": Refused("documents are strings"),
-    "max_chunks_per_doc": Refused("documents are not divided"),
-    "max_tokens_per_doc": Refused("give truncate_prompt_tokens, which counts the tokens of a pair"),
+    **refused(rank_fields=(), max_chunks_per_doc=()),
+    **refused("give truncate_prompt_tokens, which counts the tokens of a pair", max_tokens_per_doc=()),
 }
 
 
@@ -141,10 +140,8 @@ async def _scores(
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair. names: of the fields that hold the texts."""
     serving = serving_of(request)
-    if len(queries) not in (1, len(documents)):
-        raise bad_request(
-            names[0], f"{names[0]} must be one, or one for each of the {len(documents)} {names[1]}, got {len(queries)}"
-        )
+    allowed = f"one, or one for each of the {len(documents)} {names[1]}"
+    require(len(queries) in (1, len(documents)), names[0], allowed, len(queries))
     work = serving.engine.score(
         queries,
         documents,
@@ -172,7 +169,7 @@ def _names(fields: ScoreRequest) -> tuple[str, str]:
 def _texts(request: Request, name: str, given: Any) -> list[str]:
     """Raises ApiError 400 unless there are texts, and not too many."""
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise bad_request(name, f"{name} must be a string or a list of strings, got {shown(given)}")
+    are_texts = isinstance(texts, list) and len(texts) > 0 and all(isinstance(text, str) for text in texts)
+    require(are_texts, name, "a string or a list of strings", given)
     require_at_most(name, texts, serving_of(request).options.limits.max_inputs, "strings")
     return texts

@@ -21,7 +21,7 @@ from compiled_engine.server.chat_messages import (
     Tool,
 )
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
-from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request, shown
+from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request, require, shown
 from compiled_engine.server.generation import begun, generate
 from compiled_engine.server.logprob_shapes import TextLogprobs, TokenLogprob
 from compiled_engine.server.parsers.answer import joined
@@ -63,13 +63,12 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
-    if not isinstance(given, list) or not given:
-        raise bad_request("input", f"input must be a string, or a list of items that is not empty, got {shown(given)}")
+    is_list = isinstance(given, list) and len(given) > 0
+    require(is_list, "input", "a string, or a list of items that is not empty", given)
     reasoning: str | None = None
     for index, item in enumerate(given):
         where = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise bad_request(where, f"{where} must be an object, got {shown(item)}")
+        require(isinstance(item, dict), where, "an object", item)
         kind = "message" if item.get("type") is None else item["type"]
         if kind == "message":
             messages.append(_message(where, item))
@@ -103,8 +102,7 @@ def tools_of(given: list[dict[str, Any]] | None, ignored: list[str]) -> list[Too
 
 def _message(where: str, item: dict[str, Any]) -> ChatMessage:
     role = item.get("role")
-    if role not in ROLES:
-        raise bad_request(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}")
+    require(role in ROLES, f"{where}.role", f"one of {', '.join(ROLES)}", role)
     tool_calls: list[MessageToolCall] | None = [] if role == "assistant" else None
     content = _text(f"{where}.content", item.get("content"))
     return ChatMessage(role=role, content=content, tool_calls=tool_calls)  # type: ignore[arg-type]
@@ -119,26 +117,22 @@ def _assistant(messages: list[ChatMessage]) -> ChatMessage:
 
 def _call(where: str, item: dict[str, Any]) -> MessageToolCall:
     arguments = item.get("arguments")
-    if not isinstance(arguments, str):
-        name = f"{where}.arguments"
-        raise bad_request(name, f"{name} must be a JSON object as a string, got {shown(arguments)}")
-    function = FunctionCall(name=_name(where, item, "name"), arguments=arguments)
+    require(isinstance(arguments, str), f"{where}.arguments", "a JSON object as a string", arguments)
+    function = FunctionCall(name=_name(where, item, "name"), arguments=str(arguments))
     return MessageToolCall(id=_name(where, item, "call_id"), type="function", function=function)
 
 
 def _name(where: str, item: dict[str, Any], key: str) -> str:
     value = item.get(key)
-    if not isinstance(value, str) or not value:
-        raise bad_request(f"{where}.{key}", f"{where}.{key} must be a string, got {shown(value)}")
-    return value
+    require(isinstance(value, str) and value != "", f"{where}.{key}", "a string", value)
+    return str(value)
 
 
 def _text(where: str, content: Any) -> str:
     """Text, or the text of parts."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise bad_request(where, f"{where} must be a string or a list of parts, got {shown(content)}")
+    require(isinstance(content, list), where, "a string or a list of parts", content)
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
@@ -182,19 +176,17 @@ async def responses(request: Request) -> Reply:
 
 def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
     """The same request in the terms of chats. Raises ApiError 400 for what is not supported."""
-    if (fields.n or 1) > 1:
-        raise bad_request("n", f"n must be 1, got {fields.n}")
+    require((fields.n or 1) == 1, "n", "1", fields.n)
     text, reasoning = fields.text or {}, fields.reasoning or {}
-    if not isinstance(text.get("format", {}), dict | None):
-        raise bad_request("text.format", f"text.format must be an object, got {shown(text['format'])}")
-    if text.get("verbosity") not in (None, "medium"):
-        raise bad_request("text.verbosity", f"text.verbosity {shown(text['verbosity'])} is not supported")
+    stated = text.get("format")
+    require(isinstance(stated, dict | None), "text.format", "an object", stated)
+    verbosity = text.get("verbosity")
+    require(verbosity in (None, "medium"), "text.verbosity", "'medium'", verbosity)
     effort = reasoning.get("effort")
-    if effort is not None and not isinstance(effort, str):
-        raise bad_request("reasoning.effort", f"reasoning.effort must be a string, got {shown(effort)}")
+    require(isinstance(effort, str | None), "reasoning.effort", "a string", effort)
     choice = fields.tool_choice
-    if isinstance(choice, dict) and choice.get("type") != "function":
-        raise bad_request("tool_choice", f"tool_choice {shown(choice)} is not supported: only functions are")
+    is_function = not isinstance(choice, dict) or choice.get("type") == "function"
+    require(is_function, "tool_choice", "a function, or 'auto', 'none' or 'required'", choice)
     logprobs = LOGPROBS in (fields.include or ())
     ignored += [f"include {shown(each)} is ignored" for each in fields.include or () if each != LOGPROBS]
     return ChatRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -13,9 +14,8 @@ from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.value_checks import LARGEST_SCALE
 from compiled_engine.schema import JsonSchema, declarations
-from compiled_engine.server.errors import bad_request, blamed_on_request
+from compiled_engine.server.errors import bad_request, blamed_on_request, require, require_absent, require_at_most
 from compiled_engine.server.options import Limits
-from compiled_engine.server.request_fields import require_at_most
 
 TokenId = Annotated[int, Meta(ge=0)]
 # Entries of allowed_token_ids, which every completion has; and bytes of extra_args, likewise.
@@ -125,26 +125,14 @@ def sampling_params(
 
 def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs: int | None) -> None:
     """Raise ApiError 400 if a request exceeds the server's limits."""
-    most = limits.max_token_list
-    if isinstance(fields.stop, list):
-        require_at_most("stop", fields.stop, limits.max_stop, "strings")
-    for stop in [fields.stop] if isinstance(fields.stop, str) else fields.stop or ():
-        require_at_most("stop", stop, limits.max_stop_length, "characters in a string")
-    for name, list_of_tokens in (("stop_token_ids", fields.stop_token_ids), ("logit_bias", fields.logit_bias)):
-        require_at_most(name, list_of_tokens, most, "tokens")
-    require_at_most("bad_words", fields.bad_words, most, "words")
-    require_at_most("bad_words_token_ids", fields.bad_words_token_ids, most, "words")
-    for word in fields.bad_words or ():
-        require_at_most("bad_words", word, limits.max_stop_length, "characters in a word")
-    for tokens in fields.bad_words_token_ids or ():
-        require_at_most("bad_words_token_ids", tokens, limits.max_stop_length, "tokens in a word")
+    for bound in _counts(fields, limits):
+        require_at_most(*bound)
     if fields.allowed_token_ids is not None:
         fields.allowed_token_ids = list(dict.fromkeys(fields.allowed_token_ids))
-        if (count := len(fields.allowed_token_ids) * (fields.n or 1)) > MOST_ALLOWED:
-            what = "the number of different allowed_token_ids times n"
-            raise bad_request("allowed_token_ids", f"{what} must be at most {MOST_ALLOWED}, got {count}")
-    if fields.extra_args is not None and (size := len(json.dumps(fields.extra_args))) > MOST_EXTRA_BYTES:
-        raise bad_request("extra_args", f"extra_args must have at most {MOST_EXTRA_BYTES} bytes as JSON, got {size}")
+        count = len(fields.allowed_token_ids) * (fields.n or 1)
+        what = "the number of different allowed_token_ids times n"
+        require(count <= MOST_ALLOWED, what, f"at most {MOST_ALLOWED}", count, param="allowed_token_ids")
+    require_at_most("extra_args", len(json.dumps(fields.extra_args)), MOST_EXTRA_BYTES, "bytes as JSON")
     top_logprobs = getattr(fields, "top_logprobs", None)
     asked = (("top_logprobs", top_logprobs), ("logprobs", logprobs), ("prompt_logprobs", fields.prompt_logprobs))
     for name, value in asked:
@@ -153,10 +141,23 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
             raise bad_request(name, f"{name} must be from 0 to {limits.max_logprobs}, got {value}{every}")
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         value = getattr(fields, name, None)
-        if value is not None and value > longest:
-            raise bad_request(name, f"{name} must be at most {longest}, got {value}")
-    if fields.streams and fields.prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs", "prompt_logprobs must be absent where stream is true")
+        require(value is None or value <= longest, name, f"at most {longest}", value)
+    if fields.streams:
+        require_absent("prompt_logprobs", fields.prompt_logprobs, "where stream is true")
+
+
+def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized | None, int, str]]:
+    """Yield a field's name, what is counted, the most that there may be, and what it is."""
+    most, longest = limits.max_token_list, limits.max_stop_length
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    yield "stop", stops, limits.max_stop, "strings"
+    yield "stop_token_ids", fields.stop_token_ids, most, "tokens"
+    yield "logit_bias", fields.logit_bias, most, "tokens"
+    yield "bad_words", fields.bad_words, most, "words"
+    yield "bad_words_token_ids", fields.bad_words_token_ids, most, "words"
+    yield from (("stop", stop, longest, "characters in a string") for stop in stops or ())
+    yield from (("bad_words", word, longest, "characters in a word") for word in fields.bad_words or ())
+    yield from (("bad_words_token_ids", ids, longest, "tokens in a word") for ids in fields.bad_words_token_ids or ())
 
 
 def _by_token_id(biases: dict[str, float]) -> dict[int, float]:

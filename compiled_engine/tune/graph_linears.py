@@ -14,6 +14,7 @@ from compiled_engine.graphs.compiler.build import fuse, trace_rank
 from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.matching import is_call, named
 from compiled_engine.passes.framework.profile import LinearKey
@@ -53,7 +54,7 @@ def _of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
 
 
 def _graph(config: EngineConfig) -> fx.Graph:
-    model = without_storage(build_model(config.local_model), config.device)
+    model = without_storage(build_model(local_model(config)), config.device)
     traced = trace_rank(config, model, forward_signature(config))
     return fuse(config, traced, SMALL_BATCH)[0].graph
 

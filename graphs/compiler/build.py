@@ -24,6 +24,7 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_st
 from compiled_engine.kv_format import FP8
 from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.parallel.group import FakeGroup, in_group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_inputs import describe_shards, shards_in
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.framework.graph_text import graph_text
@@ -135,7 +136,7 @@ def build_entry(
     with collection_paused():
         builder = EntryBuilder(config, folder, progress, timeline)
         with timeline.span("build the model"):
-            model = without_storage(make_model(config.local_model), config.device)
+            model = without_storage(make_model(local_model(config)), config.device)
         for name, signature in callables_of(config).items():
             builder.compile_callable(name, model, signature, trace_whole(config, make_model, name))
     return builder.finish(model)

@@ -24,6 +24,7 @@ from compiled_engine.attention.inputs import (
 )
 from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.linear.adapters import ADAPTED, Adapters
 from compiled_engine.passes.registry import step_tensors
@@ -130,7 +131,7 @@ def forward_signature(config: EngineConfig) -> Signature:
 
     Models that draft or pool return hidden states in all ranges.
     """
-    model = config.local_model
+    model = local_model(config)
     own = _of_model(config)
     arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
@@ -167,7 +168,7 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 def logits_signature(config: EngineConfig) -> Signature:
     """Return the declaration of the logits of selected hidden states, for forwards that return hidden states."""
-    model = config.local_model
+    model = local_model(config)
     return Signature(
         ("hidden_RD",),
         (StepTensor("hidden_RD", ("tokens", model.hidden_size), model.dtype),),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
 
-from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, few_sizes
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 
 
 class GraphKind(Enum):
@@ -108,6 +108,9 @@ _MIXED_KINDS = {
     GraphMode.FULL_AND_PIECEWISE: GraphKind.PIECEWISE,
     GraphMode.BREAKABLE: GraphKind.BREAKABLE,
 }
+
+# Up to this many rows, a product of matrices takes about as long as reading its weights.
+MOST_ROWS_READ = 256
 
 
 class Dispatcher:
@@ -213,3 +216,15 @@ def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
     for key in keys:
         table += [key] * (key.num_tokens + 1 - len(table))
     return table
+
+
+def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
+    """Those of these ascending sizes that powers of two are padded to, as long as these have at most MOST_ROWS_READ
+    rows, and all larger ones.
+
+    For batches that are rare, or of little work: up to so many rows, a few more take about as long. query_len: rows of
+    a request.
+    """
+    powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
+    padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}
+    return tuple(sorted(padded | {size for size in sizes if size > max(powers, default=0)}))

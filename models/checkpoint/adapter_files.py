@@ -173,8 +173,7 @@ def _read_header(file: BinaryIO, path: Path, most_bytes: int) -> tuple[bytes, in
 
 def _parse(folder: Path, config: bytes, header: bytes, size: int) -> tuple[JsonFields, dict[str, StoredTensor]]:
     fields, path = JsonFields.from_text(folder / CONFIG_FILE, config), folder / WEIGHTS_FILE
-    if fields.text("peft_type", "LORA") != "LORA":
-        raise fields.error("peft_type", "LORA, the only method that is supported")
+    fields.require_values(", the only method that is supported", peft_type="LORA")
     _check_config(fields)
     try:
         tensors = msgspec.json.decode(header, type=dict[str, StoredTensor])
@@ -210,15 +209,11 @@ def _too_many(path: Path) -> ValueError:
 
 def _check_config(fields: JsonFields) -> None:
     initial = fields.values.get("init_lora_weights")
-    if isinstance(initial, str) and initial.lower().startswith(_CHANGED_BASES):
-        raise fields.error("init_lora_weights", "one that keeps the base weights; PEFT can convert it while saving")
+    keeps = not isinstance(initial, str) or not initial.lower().startswith(_CHANGED_BASES)
+    fields.require("init_lora_weights", keeps, "one that keeps the base weights; PEFT can convert it while saving")
     for name in _UNSUPPORTED:
-        if fields.values.get(name):
-            raise fields.error(name, "null")
-    if fields.values.get("bias", "none") != "none":
-        raise fields.error("bias", "'none'")
-    if fields.boolean("lora_bias", False):
-        raise fields.error("lora_bias", "false")
+        fields.require(name, not fields.values.get(name), "null")
+    fields.require_values(bias="none", lora_bias=False)
 
 
 def _missing(folder: Path, name: str) -> ValueError:

@@ -13,6 +13,7 @@ from compiled_engine.models.foreign.find_description import find_description
 from compiled_engine.models.foreign.weights import mark_packed
 from compiled_engine.models.textbook import architectures
 from compiled_engine.models.textbook.pooler import Pooler
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import Shard, compare_shapes
 
 
@@ -75,7 +76,7 @@ def shards_of(config: EngineConfig) -> dict[str, Shard]:
     `compare_shapes`."""
     if config.parallel.tensor_parallel_size == 1:
         return {}
-    return compare_shapes(_tensors(config.model, config), _tensors(config.local_model, config))
+    return compare_shapes(_tensors(config.model, config), _tensors(local_model(config), config))
 
 
 def _tensors(model: ModelConfig, config: EngineConfig) -> Any:

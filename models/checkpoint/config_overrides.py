@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.schema import read_mapping
 
 # Section with the rotary embedding's scaling, as named by transformers 4 and 5.
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
@@ -55,15 +56,9 @@ def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Map
 
 def read_overrides(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """Parse the option hf_overrides, a mapping or JSON. Raises TypeError or ValueError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"hf_overrides is {value!r}; allowed: a dict as JSON ({error})") from error
-    if not isinstance(value, Mapping | None):
-        raise TypeError(f"hf_overrides is {value!r}; allowed: a dict of values of config.json, or one as JSON")
+    overrides = read_mapping("hf_overrides", value, "a dict of values of config.json")
     try:
-        json.dumps(value)
+        json.dumps(overrides)
     except (TypeError, ValueError) as error:
         raise TypeError(f"hf_overrides is {value!r}; allowed: values that JSON has ({error})") from error
-    return value or {}
+    return overrides

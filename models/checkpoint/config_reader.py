@@ -209,8 +209,7 @@ def _auto_dtype(
     name = "dtype" if "dtype" in fields else "torch_dtype"
     if name in fields:
         stated = fields.text(name).removeprefix("torch.")
-        if stated not in DTYPES:
-            raise fields.error(name, f"one of {', '.join(DTYPES)}")
+        fields.require(name, stated in DTYPES, f"one of {', '.join(DTYPES)}")
         return stated, f"the checkpoint's, from {name} in config.json"
     if load_format == "dummy":
         return "bfloat16", "config.json states no dtype, and there are no weights to take it from"

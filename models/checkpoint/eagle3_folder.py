@@ -40,19 +40,16 @@ def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: 
     fields = JsonFields.from_file(path / "config.json")
     layer = _layer_fields(fields)
     layer = layer.replaced(architectures=["LlamaForCausalLM"], tie_word_embeddings=False)
-    if layer.integer("num_hidden_layers", 1) != 1:
-        raise layer.error("num_hidden_layers", "1")
+    layer.require_values(num_hidden_layers=1)
     vocab_size, hidden_size = layer.integer("vocab_size"), layer.integer("hidden_size")
-    if vocab_size != target.vocab_size:
-        raise layer.error("vocab_size", f"that of the model it drafts for, {target.vocab_size}")
+    of_target = f"that of the model it drafts for, {target.vocab_size}"
+    layer.require("vocab_size", vocab_size == target.vocab_size, of_target)
     target_size = fields.integer("target_hidden_size", hidden_size)
-    if target_size != target.hidden_size:
-        name = "target_hidden_size" if "target_hidden_size" in fields else "hidden_size"
-        allowed = f"the hidden_size of the model it drafts for, {target.hidden_size}"
-        raise (fields if name in fields else layer).error(name, allowed)
+    name = "target_hidden_size" if "target_hidden_size" in fields else "hidden_size"
+    of_target = f"the hidden_size of the model it drafts for, {target.hidden_size}"
+    (fields if name in fields else layer).require(name, target_size == target.hidden_size, of_target)
     draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
-    if draft_vocab_size > vocab_size:
-        raise fields.error("draft_vocab_size", f"at most vocab_size = {vocab_size}")
+    fields.require("draft_vocab_size", draft_vocab_size <= vocab_size, f"at most vocab_size = {vocab_size}")
     layers = _layers(fields, target.num_layers)
     model, _ = textbook_model(layer.replaced(num_hidden_layers=1), path, target.dtype)
     head = HeadConfig(
@@ -74,11 +71,10 @@ def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: 
 
 def _layer_fields(fields: JsonFields) -> JsonFields:
     if SPECULATORS in fields:
-        if fields.text(SPECULATORS) != "eagle3":
-            raise fields.error(SPECULATORS, "eagle3")
+        fields.require_values(**{SPECULATORS: "eagle3"})
         return fields.section(LAYER)
-    if fields.texts("architectures")[0] not in NAMES:
-        raise fields.error("architectures", f"that of a head ({', '.join(NAMES)}); a whole model is a 'draft_model'")
+    of_heads = f"that of a head ({', '.join(NAMES)}); a whole model is a 'draft_model'"
+    fields.require("architectures", fields.texts("architectures")[0] in NAMES, of_heads)
     return fields
 
 
@@ -96,8 +92,7 @@ def _layers(fields: JsonFields, num_layers: int) -> list[int]:
     """Return the layers whose inputs the head reads. SpecForge's ids count a layer's output, which is the next layer's
     input; the other formats count inputs, as vLLM does."""
     section = fields.section(SPECFORGE)
-    if section.values.get("use_aux_hidden_state", True) is not True:
-        raise section.error("use_aux_hidden_state", "true")
+    section.require_values(use_aux_hidden_state=True)
     in_section = LAYER_IDS in section
     stated = section if in_section else fields
     if LAYER_IDS not in stated:

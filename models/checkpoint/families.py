@@ -60,8 +60,7 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
     window = fields.nullable_integer("sliding_window", absent=4096) if in_use else None
     if "layer_types" not in fields:
         first = fields.values.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise fields.error("max_window_layers", "a whole number of at least 0")
+        fields.require("max_window_layers", type(first) is int and first >= 0, "a whole number of at least 0")
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return _windows_by_type(fields, fields.texts("layer_types"), num_layers, window)
 
@@ -75,8 +74,8 @@ def _qwen_moe_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, 
 def _windows_by_type(
     fields: JsonFields, kinds: list[str], num_layers: int, window: int | None
 ) -> tuple[int | None, ...]:
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", f"{num_layers} entries, each full_attention or sliding_attention")
+    are_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}
+    fields.require("layer_types", are_known, f"{num_layers} entries, each full_attention or sliding_attention")
     if window is None and "sliding_attention" in kinds:
         raise ValueError(f"{fields.source}: layer_types has sliding_attention, but no sliding_window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -106,13 +105,12 @@ def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[in
 def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
     """Read the experts. A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it."""
     named = fields.values.get("mlp_only_layers") or []
-    if not isinstance(named, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in named):
-        raise fields.error("mlp_only_layers", f"a list of layers, 0 to {num_layers - 1}")
+    are_layers = isinstance(named, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in named)
+    fields.require("mlp_only_layers", are_layers, f"a list of layers, 0 to {num_layers - 1}")
     step = fields.integer("decoder_sparse_step", 1)
     dense = tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
     count, per_token = _number_of_experts(fields), fields.integer("num_experts_per_tok", 8)
-    if per_token > count:
-        raise fields.error("num_experts_per_tok", f"at most num_experts = {count}")
+    fields.require("num_experts_per_tok", per_token <= count, f"at most num_experts = {count}")
     size = fields.integer("moe_intermediate_size", 768)
     return ExpertsConfig(count, per_token, size, fields.boolean("norm_topk_prob", False), dense)
 

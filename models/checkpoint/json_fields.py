@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,24 @@ class JsonFields:
         value = repr(self.values.get(name))
         shown = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
         return ValueError(f"{self.source}: {name} must be {allowed}, got {shown}")
+
+    def require(self, name: str, holds: bool, allowed: str) -> None:
+        """Raise ValueError with what the field must be, and its value, unless that holds."""
+        if not holds:
+            raise self.error(name, allowed)
+
+    def require_values(self, instead: str = "", **supported: Any) -> None:
+        """Raise ValueError unless each of these fields is absent, null or the one supported value. instead: what else
+        there is to do."""
+        for name, value in supported.items():
+            shown = value if isinstance(value, str) else json.dumps(value)
+            self.require(name, self.values.get(name) in (None, value), f"{shown}{instead}")
+
+    def one_of(self, name: str, allowed: Collection[str], default: str | None = None, *, instead: str = "") -> str:
+        """A string that is one of these. instead: what else there is to do."""
+        value = self.text(name, default)
+        self.require(name, value in allowed, f"one of {', '.join(allowed)}{instead}")
+        return value
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a whole number of at least 1."""

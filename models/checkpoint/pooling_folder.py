@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -175,8 +175,7 @@ def _embedding(stated: _Stated | None, path: Path, reasons: dict[str, str], caus
     reasons["model.pooling.kinds"] = reasons["model.pooling.activation"] = f"from {MODULES}"
     values = _json(path / PROMPTS)
     prompts = values.section("prompts").values
-    if not all(isinstance(text, str) for text in prompts.values()):
-        raise values.error("prompts", "an object of strings")
+    values.require("prompts", all(isinstance(text, str) for text in prompts.values()), "an object of strings")
     return Pooling(
         EMBED,
         stated.kinds,
@@ -204,9 +203,7 @@ def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[
     if causal:
         reasons["model.pooling.kinds"] = "classifiers of decoders read the last token"
         return Pooling(CLASSIFY, LAST, (Dense("score", hidden_size, count),), activation, labels)
-    kind = fields.text("classifier_pooling", "cls")
-    if kind not in KINDS:
-        raise fields.error("classifier_pooling", f"one of {', '.join(KINDS)}")
+    kind = fields.one_of("classifier_pooling", KINDS, "cls")
     reasons["model.pooling.kinds"] = "classifiers of encoders read the first token, unless classifier_pooling is stated"
     head = (Dense("classifier", hidden_size, count),)
     return Pooling(CLASSIFY, (kind,), head, activation, labels, own_head=True)
@@ -233,8 +230,7 @@ def _reranker(
 ) -> Pooling:
     architecture = fields.texts("architectures")[0]
     words = fields.texts(TOKENS) if TOKENS in fields else [*NO_YES]
-    if len(words) not in (1, 2):
-        raise fields.error(TOKENS, "the token that affirms, or two, the one that denies first")
+    fields.require(TOKENS, len(words) in (1, 2), "the token that affirms, or two, the one that denies first")
     if stated is not None and stated.score_tokens is not None:
         tokens: tuple[int, ...] = stated.score_tokens
     elif architecture in RERANKERS or TOKENS in fields:
@@ -255,10 +251,9 @@ def _reranker(
     template: tuple[str, ...] = RERANKER_TEMPLATE
     if architecture not in RERANKERS:
         template, transformer = (), _transformer(path)
-        if "message" in (modalities := transformer.section("modality_config")).values:
-            raise modalities.error(
-                "message", f"absent, as chat templates write no pairs, unless the architecture is {RERANKERS[0]}"
-            )
+        modalities = transformer.section("modality_config")
+        no_pairs = f"absent, as chat templates write no pairs, unless the architecture is {RERANKERS[0]}"
+        modalities.require("message", "message" not in modalities.values, no_pairs)
     return Pooling(CLASSIFY, LAST, (head,), activation, labels=(words[-1],), template=template)
 
 
@@ -310,8 +305,8 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
     for module in _list(path / MODULES):
         kind = module.text("type").rpartition(".")[2]
         folder = path / str(module.values.get("path") or "")
-        if before := [each for each in _NOT_AFTER.get(kind, ()) if each in done]:
-            raise module.error("type", f"before {before[0]}")
+        before = [each for each in _NOT_AFTER.get(kind, ()) if each in done]
+        module.require("type", not before, f"before {''.join(before[:1])}")
         if kind == "Pooling":
             kinds, include_prompt = _pooling_kinds(JsonFields.from_file(folder / "config.json"))
         elif kind == "Dense":
@@ -321,9 +316,10 @@ def _modules(path: Path, hidden_size: int) -> _Stated:
             normalises = True
         elif kind == "LogitScore":
             scores = JsonFields.from_file(folder / "config.json")
-            false, true = (scores.values.get(name) for name in ("false_token_id", "true_token_id"))
-            if type(true) is not int or type(false) not in (int, type(None)):
-                raise scores.error("true_token_id", "a token id, and false_token_id another one or null")
+            ids: list[Any] = [scores.values.get(name) for name in ("false_token_id", "true_token_id")]
+            false, true = ids
+            are_ids = type(true) is int and type(false) in (int, type(None))
+            scores.require("true_token_id", are_ids, "a token id, and false_token_id another one or null")
             score_tokens = (true,) if false is None else (false, true)
         elif kind != "Transformer" and kind not in WITHOUT_EFFECT:
             raise module.error("type", "a Transformer, Pooling, Dense, Normalize, LogitScore or Dropout")
@@ -338,8 +334,7 @@ def _require_of_vector(fields: JsonFields, *, pooled: bool) -> None:
     token embeddings are allowed too."""
     allowed = ["sentence_embedding"] if pooled else ["sentence_embedding", "token_embeddings"]
     for name in ("module_input_name", "module_output_name"):
-        if fields.text(name, allowed[0]) not in allowed:
-            raise fields.error(name, f"one of {', '.join(allowed)}")
+        fields.one_of(name, allowed, allowed[0])
 
 
 def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
@@ -355,13 +350,10 @@ def _pooling_kinds(fields: JsonFields) -> tuple[tuple[str, ...], bool]:
 
 def _dense(fields: JsonFields, folder: str, width: int) -> Dense:
     in_size, out_size = fields.integer("in_features"), fields.integer("out_features")
-    if in_size != width:
-        raise fields.error("in_features", f"{width}, as many as come before")
-    if fields.boolean("use_residual", False):
-        raise fields.error("use_residual", "false")
+    fields.require("in_features", in_size == width, f"{width}, as many as come before")
+    fields.require_values(use_residual=False)
     activation = fields.text("activation_function", "Tanh").rpartition(".")[2]
-    if activation not in ACTIVATIONS:
-        raise fields.error("activation_function", f"one of {', '.join(ACTIVATIONS)}")
+    fields.require("activation_function", activation in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
     return Dense(folder, in_size, out_size, fields.boolean("bias", True), activation)
 
 

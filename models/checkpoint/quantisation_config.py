@@ -19,7 +19,7 @@ MXFP4 = "mxfp4"
 # Modules that these formats leave unquantised unless they are named.
 HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
-_INSTEAD = "a checkpoint in FP8, or one in bfloat16 with quantization='fp8'"
+_INSTEAD = ": a checkpoint in FP8, or one in bfloat16 with quantization='fp8'"
 _TOKEN = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
 _CHANNELS = Rounding("e4m3", 1, 0)
@@ -50,16 +50,12 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
     if SECTION not in fields or config.values.get("quant_method") == MXFP4:
         return None
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
-    method = config.values.get("quant_method")
-    if method not in readers:
-        raise config.error("quant_method", f"one of {', '.join((*readers, MXFP4))}: {_INSTEAD}")
-    return readers[method](config)
+    return readers[config.one_of("quant_method", readers, instead=f", {MXFP4}{_INSTEAD}")](config)
 
 
 def _compressed_tensors(config: JsonFields) -> Quantisation:
     for name in ("sparsity_config", "transform_config"):
-        if config.values.get(name):
-            raise config.error(name, f"empty: {_INSTEAD}")
+        config.require(name, not config.values.get(name), f"empty{_INSTEAD}")
     _require_format(config)
     rules = []
     for name, value in config.section("config_groups").values.items():
@@ -69,28 +65,23 @@ def _compressed_tensors(config: JsonFields) -> Quantisation:
         group = config.section("config_groups").section(name)
         if "format" in group:
             _require_format(group)
-        if group.values.get("output_activations"):
-            raise group.error("output_activations", "null")
+        group.require("output_activations", not group.values.get("output_activations"), "null")
         scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
-    if not rules and not config.values.get("kv_cache_scheme"):
-        raise config.error("config_groups", "an object of at least one group, or empty together with kv_cache_scheme")
+    some = "an object of at least one group, or empty together with kv_cache_scheme"
+    config.require("config_groups", bool(rules or config.values.get("kv_cache_scheme")), some)
     return Quantisation("compressed-tensors", tuple(rules), tuple(_list(config, "ignore")))
 
 
 def _require_format(fields: JsonFields) -> None:
-    allowed = ("float-quantized", "naive-quantized")
-    if fields.text("format", allowed[0]) not in allowed:
-        raise fields.error("format", f"one of {', '.join(allowed)}: {_INSTEAD}")
+    fields.one_of("format", ("float-quantized", "naive-quantized"), "float-quantized", instead=_INSTEAD)
 
 
 def _weights(fields: JsonFields) -> Rounding:
     _require_e4m3(fields)
-    strategy = fields.text("strategy", "tensor")
+    strategy = fields.one_of("strategy", ("tensor", "channel", "block"), "tensor", instead=_INSTEAD)
     if strategy == "block":
         return Rounding("e4m3", *_block(fields, "block_structure"))
-    if strategy not in ("tensor", "channel"):
-        raise fields.error("strategy", f"one of tensor, channel, block: {_INSTEAD}")
     return _TENSOR if strategy == "tensor" else _CHANNELS
 
 
@@ -110,9 +101,7 @@ def _inputs(group: JsonFields) -> Rounding | None:
 
 
 def _require_e4m3(fields: JsonFields) -> None:
-    for name, value in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
-        if fields.values.get(name, value) != value:
-            raise fields.error(name, f"{value}: {_INSTEAD}")
+    fields.require_values(_INSTEAD, num_bits=8, type="float", symmetric=True)
 
 
 def _block(fields: JsonFields, name: str) -> tuple[int, int]:
@@ -125,18 +114,13 @@ def _block(fields: JsonFields, name: str) -> tuple[int, int]:
 
 
 def _fp8(config: JsonFields) -> Quantisation:
-    for name, value in (("fmt", "e4m3"), ("scale_fmt", "float")):
-        if config.text(name, value) != value:
-            raise config.error(name, f"{value}: {_INSTEAD}")
-    static = config.text("activation_scheme", "dynamic")
-    if static not in ("static", "dynamic"):
-        raise config.error("activation_scheme", "static or dynamic")
+    config.require_values(_INSTEAD, fmt="e4m3", scale_fmt="float")
+    static = config.one_of("activation_scheme", ("static", "dynamic"), "dynamic")
     scale_name = "weight_scale"
     if config.values.get("weight_block_size") is None:
         scheme = LinearScheme(_TENSOR, _STATIC if static == "static" else _TOKEN)
     else:
-        if static == "static":
-            raise config.error("activation_scheme", "dynamic, as weight_block_size is given")
+        config.require("activation_scheme", static == "dynamic", "dynamic, as weight_block_size is given")
         rows, columns = _block(config, "weight_block_size")
         scheme = LinearScheme(Rounding("e4m3", rows, columns), Rounding("e4m3", 1, columns))
         scale_name = "weight_scale_inv"
@@ -147,9 +131,7 @@ def _fp8(config: JsonFields) -> Quantisation:
 
 
 def _modelopt(config: JsonFields) -> Quantisation:
-    algorithm = config.text("quant_algo")
-    if algorithm not in _MODELOPT:
-        raise config.error("quant_algo", f"one of {', '.join(_MODELOPT)}: {_INSTEAD}")
+    algorithm = config.one_of("quant_algo", _MODELOPT, instead=_INSTEAD)
     named = [*_list(config, "exclude_modules"), *_list(config, "ignore")]
     ignore = tuple(f"re:{fnmatch.translate(name)}" for name in named) or (HEAD, ROUTER)
     return Quantisation("modelopt", (Rule((LINEAR,), str(_MODELOPT[algorithm])),), ignore)

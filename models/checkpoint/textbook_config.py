@@ -24,8 +24,8 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.nullable_integer("num_key_value_heads", absent=family.num_kv_heads) or num_heads
-    if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+    divisor = f"a divisor of num_attention_heads = {num_heads}"
+    fields.require("num_key_value_heads", num_heads % num_kv_heads == 0, divisor)
     max_position_embeddings = fields.integer("max_position_embeddings")
     rope, local_theta = _ropes(fields, family, max_position_embeddings)
     biases = family.biases(fields)
@@ -67,8 +67,7 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
     name, activation = family.activation
     if fields.text(name, activation) != activation:
         raise _only_of_transformers(fields, name, activation)
-    if fields.values.get("use_bidirectional_attention"):
-        raise fields.error("use_bidirectional_attention", "false or null")
+    fields.require_values(use_bidirectional_attention=False)
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise _only_of_transformers(fields, "partial_rotary_factor", "1.0")
 
@@ -92,8 +91,8 @@ def _soft_cap(fields: JsonFields, name: str, default: float) -> float:
 def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_heads: int) -> int:
     head_dim = fields.nullable_integer("head_dim", absent=default)
     if head_dim is None:
-        if hidden_size % num_heads:
-            raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads} without head_dim")
+        multiple = f"a multiple of num_attention_heads = {num_heads} without head_dim"
+        fields.require("hidden_size", hidden_size % num_heads == 0, multiple)
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         raise ValueError(f"{fields.source}: head_dim must be even for rotary embeddings, got {head_dim}")
@@ -106,8 +105,7 @@ def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> 
     by_kind = fields.section("rope_parameters")
     if "full_attention" in by_kind and "sliding_attention" in by_kind:
         full, sliding = by_kind.section("full_attention"), by_kind.section("sliding_attention")
-        if sliding.text("rope_type", "default") != "default":
-            raise sliding.error("rope_type", "default")
+        sliding.require_values(rope_type="default")
         of_full = JsonFields(full.source, {"rope_parameters": full.values})
         rope = _rope(of_full, family.rope_theta, max_position_embeddings)
         return rope, sliding.number("rope_theta", 10000.0)
@@ -122,9 +120,7 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
     scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", default_theta)
     kind_field = "rope_type" if "rope_type" in scaling else "type"
-    kind = scaling.text(kind_field, "default")
-    if kind not in ROPE_KINDS:
-        raise scaling.error(kind_field, f"one of {', '.join(ROPE_KINDS)}")
+    kind = scaling.one_of(kind_field, ROPE_KINDS, "default")
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
         raise _only_of_transformers(scaling, "partial_rotary_factor", "1.0")
     if kind == "default":
@@ -135,8 +131,7 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
     original = lengths.integer("original_max_position_embeddings", max_position_embeddings)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if low >= high:
-            raise scaling.error("high_freq_factor", f"above low_freq_factor = {low}")
+        scaling.require("high_freq_factor", low < high, f"above low_freq_factor = {low}")
         return RopeConfig(theta, kind, scaling.number("factor"), original, low, high)
     return RopeConfig(
         theta,

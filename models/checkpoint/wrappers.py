@@ -94,8 +94,8 @@ def text_model(fields: JsonFields) -> tuple[JsonFields, str | None]:
     section = fields.section("text_config") if "text_config" in fields else fields
     kind = section.text("model_type", WRAPPERS.get(wrapper))
     kind = _EQUAL_FOR_TEXT.get(kind, kind)
-    if kind not in _ARCHITECTURES:
-        raise section.error("model_type", f"one of {', '.join((*_ARCHITECTURES, *_EQUAL_FOR_TEXT))} in a {wrapper}")
+    known = f"one of {', '.join((*_ARCHITECTURES, *_EQUAL_FOR_TEXT))} in a {wrapper}"
+    section.require("model_type", kind in _ARCHITECTURES, known)
     values = DEFAULTS.get(kind, {}) | section.values
     values |= {name: fields.values[name] for name in _OF_THE_WHOLE if name in fields}
     values |= {"model_type": kind, "architectures": [_ARCHITECTURES[kind]]} | _WITHOUT_EFFECT.get(wrapper, {})

@@ -260,11 +260,11 @@ BAD_INPUT = [
     (["generate", "--promt", "a"], "No such option: --promt"),
     (
         ["generate", "--lora-modules", "a=b", "--prompt", "a"],
-        "lora_modules is 'a=b': naming adapters for the whole engi",
+        "lora_modules is 'a=b', which is not supported; give enable_lora",
     ),
     (["config", "--mode", "compiled", "--enforce-eager"], "enforce_eager makes mode 'eager', but mode is 'compiled'"),
     (["config", "--swap-space"], "--swap-space has no value"),
-    (["config", "--compilation-config", "{a}"], "compilation_config is '{a}', which is no JSON"),
+    (["config", "--compilation-config", "{a}"], "compilation_config is '{a}'; allowed: a dict as JSON ("),
     (["config", "--compilation-config", "a"], "compilation_config['mode'] is 'a'; allowed: 0, 3, 'NONE', 'VLLM_"),
     (["config", "--attention-config", "a"], "attention_config is 'a'; allowed: a dict"),
     (["config", "-cc.mod", "3"], "compilation_config has no key 'mod'; did you mean 'mode'?"),

@@ -34,8 +34,8 @@ from compiled_engine.config import (
     encode_other,
     flat_fields,
     json_value,
-    local_share,
 )
+from compiled_engine.parallel.rank_share import local_model, local_share
 
 
 def magnitude(mscale: float, factor: float) -> float:
@@ -130,7 +130,8 @@ def test_states_of_recurrences() -> None:
     recurrences = Recurrences(states, num_rows=7, num_snapshots=8)
     assert recurrences.row_bytes == 120 + 48
     halves = (RowState("a", (3, 5), "float32"), RowState("b", (2, 3, 2), "bfloat16"))
-    assert recurrences.divided(2) == Recurrences(halves, num_rows=7, num_snapshots=8)
+    share = local_share(replace(MODEL, recurrences=recurrences), 2)
+    assert share.recurrences == Recurrences(halves, num_rows=7, num_snapshots=8)
 
 
 def test_layers_and_their_heads() -> None:
@@ -305,7 +306,7 @@ def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
         "vocab_size": vocab_share,
     }
     config = replace(BASE, model=whole, parallel=ParallelConfig(num_ranks, "multiprocess"))
-    assert config.local_model == share
+    assert local_model(config) == share
 
 
 def test_a_share_has_nothing_that_the_whole_has_not() -> None:

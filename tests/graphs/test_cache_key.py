@@ -47,6 +47,7 @@ from compiled_engine.graphs.compiler.signature import compile_ranges, forward_si
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
 
@@ -185,7 +186,7 @@ def perturbed(config: EngineConfig, field: str) -> EngineConfig:
 def versions(config: EngineConfig) -> Iterator[Any]:
     """What a compiler would be given: its options, then for each range its plan and its unique pieces."""
     yield INDUCTOR_OPTIONS, compile_ranges(config)
-    model = without_storage(build_model(config.local_model), config.device)
+    model = without_storage(build_model(local_model(config)), config.device)
     traced = trace_rank(config, model, forward_signature(config))
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, traced, compile_range)

@@ -16,6 +16,7 @@ from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_inputs import Source
 
 Call = tuple[Any, ...]
@@ -63,7 +64,7 @@ def test_every_kind_of_call_is_made_once(
 ) -> None:
     config = config_of(family)
     config = replace(config, model=replace(config.model, sliding_windows=windows))
-    model = build_model(config.local_model)
+    model = build_model(local_model(config))
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
         plan, pieces = planned(config, compile_range, fused=fused)

@@ -17,6 +17,7 @@ from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.stages import ParameterPlaces, divide_layers, parameter_places, stages_of
 from compiled_engine.passes.framework.graph_inputs import Source
 from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
@@ -38,8 +39,8 @@ from compiled_engine.passes.registry import register_pass, unregister_pass
 )
 def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[int, ...], fused: bool) -> None:
     config = config_of(family)
-    places = parameter_places(build_model(config.local_model), config.local_model)
-    model = build_model(config.local_model)
+    places = parameter_places(build_model(local_model(config)), local_model(config))
+    model = build_model(local_model(config))
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
         plan, pieces = planned(config, compile_range, fused=fused)

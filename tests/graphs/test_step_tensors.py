@@ -34,6 +34,7 @@ from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import fill_with_random_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.stages import stages_of
 from compiled_engine.passes.framework.graph_inputs import argument
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
@@ -334,7 +335,7 @@ def test_it_is_in_the_cache_key_and_exists_nowhere_else() -> None:
 def test_stages_have_it(negated: bool) -> None:
     """The last one reads it, the first does not."""
     config = config_of(QWEN3)
-    model = build_model(config.local_model)
+    model = build_model(local_model(config))
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
         plan, pieces = planned(config, compile_range)

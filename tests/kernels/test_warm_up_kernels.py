@@ -26,6 +26,7 @@ from compiled_engine.features.speculation.verification import Acceptance, launch
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.sampling.sampler import Sampler
 
@@ -75,7 +76,7 @@ def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
         has_history=in_each > 0,
     )
     sampler = Sampler(states.fields, vocab_size)
-    planned = planned_together(cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype))
+    planned = planned_together(cases_of(local_model(config), config.cache.block_size, device, config.cache.kv_dtype))
     assert planned is not None
     most_tokens, most_rows = (
         scheduler.max_num_batched_tokens,

@@ -264,7 +264,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), r"adapter_config.json is missing"),
     "damaged": (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 40) and None, r"is damaged"),
     "shape": (_wider, r"allowed: \[r, K\] and \[N, r\]"),
-    "bias": (_set(bias="all"), r"bias must be 'none', got 'all'"),
+    "bias": (_set(bias="all"), r"bias must be none, got 'all'"),
     "pissa": (_set(init_lora_weights="pissa_niter_4"), r"init_lora_weights must be one that keeps the base weights"),
     "another base": (_base_of(Q), r"q_proj was trained on a weight \[4, 4\], but its matrices are of \[112, 56\]"),
     "a base alone": (_base_of("model.norm"), r"model.norm has a base layer, but no lora_A and lora_B"),

@@ -97,7 +97,7 @@ def test_errors_name_the_overrides(tmp_path: Path) -> None:
         ValueError, match=r"config.json with hf_overrides: hidden_size must be a whole number .* got 'x'"
     ):
         read(tmp_path, overrides={"hidden_size": "x"})
-    with pytest.raises(ValueError, match="allowed: a dict as JSON"):
+    with pytest.raises(ValueError, match=r"allowed: a dict of values of config\.json as JSON"):
         read_overrides("{x")
     with pytest.raises(TypeError, match="allowed: a dict of values"):
         read_overrides("[]")

@@ -18,6 +18,7 @@ from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.quantise_folder import write_folder
 from compiled_engine.other_engines.translate import make_options
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.matching import named
 from compiled_engine.process.progress import SilentProgress
@@ -37,7 +38,7 @@ def test_each_rank_has_its_part_of_the_values(scheme: str, num_ranks: int, tmp_p
     undivided = whole_matrices(decoded(tmp_path / "fp8", scheme))
     config = resolve(make_options({"model": tmp_path / "fp8", "device": "cpu", "tensor_parallel_size": num_ranks}))
     graphs = trace_rank(
-        config, without_storage(build_model(config.local_model), config.device), forward_signature(config)
+        config, without_storage(build_model(local_model(config)), config.device), forward_signature(config)
     )
     module, _ = apply_passes(config, graphs, graphs.signature.ranges[0])
     parameters = [parameter_of(node) for node in module.graph.find_nodes(op="placeholder") if is_parameter(node)]
@@ -45,7 +46,7 @@ def test_each_rank_has_its_part_of_the_values(scheme: str, num_ranks: int, tmp_p
     arguments, shards = named(experts), shards_of(config)
     for rank in range(num_ranks):
         weights = materialize(
-            without_storage(build_model(config.local_model), config.device), parameters, config.device
+            without_storage(build_model(local_model(config)), config.device), parameters, config.device
         )
         load_weights(weights, build_model(config.model), config.model, SilentProgress(), rank, num_ranks)
         for name, (codes, scales, text) in OPERANDS.items():

@@ -22,6 +22,7 @@ from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import CHUNK_BYTES, chunks_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import gpus_of_replica
 from compiled_engine.resolve.engine import resolve
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; allowed: an integer from 1"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0; allowed: an integer from 1"),
         ({"data_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide the 640 rows"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide the model's 640 rows"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size is 8, which does not divide the model's 4 attention heads"),
         ({"tensor_parallel_size": 2, "distributed_executor": "in_process"}, "distributed_executor is 'in_process'"),
         ({"passes": ("all_reduce_residual_rms_norm",)}, "there is nothing to sum"),
@@ -61,7 +62,10 @@ CPU = torch.device("cpu")
         ({"collectives": "nccl", "tensor_parallel_size": 2}, "collectives is 'nccl', but a CPU's go through gloo"),
         ({"distributed_executor": "mpi"}, "distributed_executor is 'mpi'; allowed: auto, in_process, multiprocess"),
         ({"tensor_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
-        ({"pipeline_parallel_size": 7}, "pipeline_parallel_size is 7, but the model has 6 layers; allowed: at most 6"),
+        (
+            {"pipeline_parallel_size": 7},
+            "pipeline_parallel_size is 7, but the model has 6 layers; allowed: 1, or at most 6",
+        ),
         ({"pipeline_parallel_size": 17}, "pipeline_parallel_size is 17; allowed: an integer from 1 to 16"),
         ({"pipeline_parallel_size": 2, "mode": "eager"}, "pipeline_parallel_size is 2, but mode is 'eager'"),
         ({"pipeline_parallel_size": 2, "distributed_executor": "in_process"}, "but pipeline_parallel_size is 2"),
@@ -96,7 +100,7 @@ def test_experts_that_do_not_divide(tmp_path: Path) -> None:
     resolve(EngineOptions(model=folder, **options))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"moe_intermediate_size": 767}))
-    with pytest.raises(ValueError, match="does not divide the 767 rows of the experts"):
+    with pytest.raises(ValueError, match="does not divide the model's 767 rows of the experts"):
         resolve(EngineOptions(model=folder, **options))
 
 
@@ -197,7 +201,7 @@ def test_a_rank_reads_its_share_and_no_more(num_ranks: int, tmp_path: Path, monk
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
     shards = shards_of(config)
     for rank in range(num_ranks):
-        model = build_model(config.local_model)
+        model = build_model(local_model(config))
         weights = materialize(model, parameters_of(model, shards), CPU)
         load_weights(weights, build_model(config.model), config.model, SilentProgress(), rank, num_ranks)
         own = (shards[name].of(tensor, rank, num_ranks) if shards else tensor for name, tensor in whole.items())

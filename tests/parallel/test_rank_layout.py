@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_config
 
 from compiled_engine.config import ParallelConfig
 from compiled_engine.parallel import connect, gpu_groups
@@ -114,14 +116,13 @@ def on_processes(count: int, folder: Path, work: Callable[[int], Any]) -> list[A
 
 def config_of(tensor: int, stage_layers: tuple[int, ...], device: str = "cpu", **more: Any) -> Any:
     parallel = ParallelConfig(tensor, "multiprocess", stage_layers=stage_layers, **more)
-    model = SimpleNamespace(num_layers=sum(stage_layers) or 2, hidden_size=64, dtype=torch.bfloat16)
+    model = tiny_config(num_layers=sum(stage_layers) or 2, hidden_size=64, vocab_size=1000 * tensor).model
     scheduler = SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8)
     return SimpleNamespace(
         parallel=parallel,
         device=torch.device(device),
-        model=model,
+        model=replace(model, dtype=torch.bfloat16),
         scheduler=scheduler,
-        local_model=SimpleNamespace(vocab_size=1000),
     )
 
 
@@ -273,7 +274,7 @@ def test_gpus_exchange_through_their_memory_where_all_can(
     monkeypatch.setattr(Nccl, "agrees", agrees)
     monkeypatch.setattr(Symmetric, "reaches", reaches)
     given = config_of(2, (), "cuda:0", collectives=collectives)
-    given.model.dtype = dtype
+    given.model = replace(given.model, dtype=dtype)
     with caplog.at_level(logging.WARNING, "compiled_engine"):
         group, link = connect.connect(given, 0)
     assert (type(group), link, devices) == (kind, None, [torch.device("cuda:0")])
@@ -305,6 +306,6 @@ def test_the_workspace_holds_the_largest_exchange(
     monkeypatch.setattr(connect, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=object())))
     given = config_of(2, (), "cuda:0")
     given.scheduler = SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=requests)
-    given.model.hidden_size, given.local_model.vocab_size = hidden, vocabulary
+    given.model = replace(given.model, hidden_size=hidden, vocab_size=2 * vocabulary)
     group: Any = connect.connect(given, 0)[0]
     assert group.given[1:] == (2 * elements, 2 * hidden, tokens)

@@ -33,6 +33,7 @@ from compiled_engine.graphs.compiler.signature import (
 )
 from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_inputs import add_parameter, parameter_of
 from compiled_engine.passes.framework.manager import run_passes
 from compiled_engine.passes.framework.matching import change, named
@@ -50,7 +51,7 @@ def traced(family: Family, num_ranks: int = 1) -> tuple[EngineConfig, TracedGrap
     config = config_of(family, num_ranks, num_layers=2)
     config = replace(config, adapters=ADAPTERS, compile=replace(config.compile, strict=True, verify=False))
     signature = replace(adapted_signature(config, ADAPTERS), ranges=(SMALL, DYNAMIC))
-    return config, trace_rank(config, without_storage(build_model(config.local_model), CPU), signature)
+    return config, trace_rank(config, without_storage(build_model(local_model(config)), CPU), signature)
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -78,7 +79,7 @@ def test_logits_of_rows_are_adapted(family: Family) -> None:
     config, _ = traced(family)
     verified = replace(config, compile=replace(config.compile, verify=True))
     signature = callables_of(config)[ADAPTED_LOGITS]
-    graph = trace_rank(config, without_storage(build_model(config.local_model), CPU), signature)
+    graph = trace_rank(config, without_storage(build_model(local_model(config)), CPU), signature)
     module, reports = apply_passes(verified, graph, signature.ranges[-1])
     applied = {report.name: (report.matches, report.contract) for report in reports if report.applied}
     assert applied.pop("adapters") == (1, 1)

@@ -19,6 +19,7 @@ from compiled_engine.graphs.compiler.build import apply_passes, structure_passes
 from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of
 from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import Section
 from compiled_engine.passes.framework.graph_inputs import parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
@@ -97,7 +98,7 @@ def test_every_pass_keeps_its_contract_and_its_verifier(
 @pytest.mark.parametrize("ignore", [IGNORE, ()], ids=["plain", "quantised"])
 def test_a_head_is_what_the_rules_say_in_every_callable(ignore: tuple[str, ...]) -> None:
     config = quantised(LLAMA, 1, stored(TOKEN, ignore))
-    model = without_storage(build_model(config.local_model), config.device)
+    model = without_storage(build_model(local_model(config)), config.device)
     for name, expected in ((FORWARD, 2 * 7), (LOGITS, 0)):
         graphs = trace_rank(config, model, callables_of(config)[name])
         compile_range = SMALL if name == FORWARD else graphs.signature.ranges[-1]

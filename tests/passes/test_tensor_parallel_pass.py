@@ -23,6 +23,7 @@ from compiled_engine.models.checkpoint.build_model import shards_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.parallel.group import FakeGroup, current_group, in_group
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import ContractError, run_passes
@@ -56,7 +57,7 @@ _whole: dict[str, TracedGraph | None] = {}
 def traced(config: EngineConfig) -> TracedGraph:
     """Equal configurations are traced once."""
     if (key := repr(config)) not in _traced:
-        model = without_storage(build_model(config.local_model), config.device)
+        model = without_storage(build_model(local_model(config)), config.device)
         _traced[key] = trace_rank(config, model, forward_signature(config))
     return _traced[key]
 

@@ -83,7 +83,11 @@ def test_no_more_than_the_visible_gpus(visible: str | None, found: list[str], mo
     [
         ({"model": "/nowhere"}, ValueError, "model must be a folder .*, got '/nowhere'"),
         ({"mode": "quick"}, ValueError, "mode is 'quick'"),
-        ({"tensor_parallel_size": 3}, ValueError, "tensor_parallel_size is 3, which does not divide the 640 rows"),
+        (
+            {"tensor_parallel_size": 3},
+            ValueError,
+            "tensor_parallel_size is 3, which does not divide the model's 640 rows",
+        ),
         ({"tensor_parallel_size": "2"}, TypeError, "tensor_parallel_size is '2'"),
         ({"tensor_parallel_sizes": 2}, TypeError, "LLM has no option 'tensor_parallel_sizes'"),
     ],

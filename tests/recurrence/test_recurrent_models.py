@@ -139,7 +139,9 @@ def test_what_states_cannot_do_is_refused(options: dict[str, Any], reason: str, 
 
 
 def test_heads_that_ranks_cannot_divide_are_refused(delta_net: tuple[Path, Any]) -> None:
-    with pytest.raises(ValueError, match="size is 4, which does not divide linear_num_key_heads, which is 2; allowed"):
+    with pytest.raises(
+        ValueError, match="size is 4, which does not divide the model's 2 linear_num_key_heads; allowed"
+    ):
         resolve(make_options({"model": delta_net[0], "device": "cpu", "tensor_parallel_size": 4}))
 
 

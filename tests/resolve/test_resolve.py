@@ -11,6 +11,7 @@ import torch
 
 from compiled_engine.config import GraphMode
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.registry import passes_of_quantised, passes_of_ranks, registered_passes
 from compiled_engine.resolve.compile import resolve_compile
 from compiled_engine.resolve.engine import resolve
@@ -75,7 +76,7 @@ def test_ranks_may_be_several_for_each_kv_head() -> None:
     config = resolved(tensor_parallel_size=4)
     assert config.model.num_kv_heads == 2
     assert config.parallel.tensor_parallel_size == 4
-    assert config.local_model.num_kv_heads == 1
+    assert local_model(config).num_kv_heads == 1
 
 
 def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(

@@ -95,7 +95,7 @@ def test_models_that_ranks_divide_depend_on_their_code(architecture: str, foreig
         (2, {"num_heads": 8, "num_kv_heads": 4}, None),
         (6, {"num_heads": 12, "num_kv_heads": 4}, "allowed: a divisor or a multiple of the model's 4 KV heads"),
         (3, {"num_heads": 4, "num_kv_heads": 3}, "which does not divide the model's 4 attention heads"),
-        (5, {}, "which does not divide the 96 rows of the MLP"),
+        (5, {}, "which does not divide the model's 96 rows of the MLP"),
     ],
 )
 def test_heads_that_ranks_divide_or_share(size: int, changes: dict[str, Any], message: str | None) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import GREEDY_DRAFTS, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
+from compiled_engine.features.speculation.draft_sharpness import GREEDY_DRAFTS
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.options import EngineOptions
 from compiled_engine.pooling import EMBED, LAST, NORMALISE, Pooling
@@ -70,15 +71,17 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
         ("{", "speculative_config is '{'; allowed: a dict as JSON ("),
         (of(num_speculativ_tokens=3), "has no key 'num_speculativ_tokens'; did you mean 'num_speculative_tokens'?"),
         (of(wings=3), "has no key 'wings'; allowed: method, num_speculative_tokens, prompt_lookup_max"),
-        (of(disable_by_batch_size=4), "['disable_by_batch_size'] is 4, but there is no such key; give enable_adaptive"),
-        (of(max_model_len=50), "['max_model_len'] is 50, but there is no such key; leave it out: a draft model is run"),
-        (of(enforce_eager=True), "['enforce_eager'] is True, but there is no such key; leave it out: a draft model"),
+        (of(disable_by_batch_size=4), "['disable_by_batch_size'] is 4, which is not supported; give enable_adaptive"),
+        (of(max_model_len=50), "['max_model_len'] is 50, which is not supported; leave it out (allowed: False, None)"),
         ({"method": "ngram"}, "speculative_config has no 'num_speculative_tokens', which it must have"),
         (
             {"num_speculative_tokens": 2},
             "no 'method', which it must have; got {'num_speculative_tokens': 2}; allowed: ngram, draft_model, eagle3",
         ),
-        (of(method="eagle"), "speculative_config['method'] is 'eagle': draft models of this kind are not run; leave"),
+        (
+            of(method="eagle", moe_backend="triton"),
+            "['method'] is 'eagle'; allowed: ngram, draft_model, eagle3, or no speculative_config, which changes no",
+        ),
         (of(method="draft_model"), "speculative_config has no 'model', which it must have"),
         (of(model="a"), "speculative_config['model'] is 'a', but 'method' is 'ngram'; allowed with it: 'draft_model'"),
         (
@@ -115,7 +118,7 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
         (of(num_speculative_tokens=0), "['num_speculative_tokens'] is 0; allowed: an integer from 1 to 64"),
         (of(num_speculative_tokens=True), "['num_speculative_tokens'] is True; allowed: an integer from 1 to 64"),
         (of(num_speculative_tokens=16), "is 16; allowed: at most 15, one less than max_num_batched_tokens"),
-        (of(prompt_lookup_min=4, prompt_lookup_max=2), "is 4; allowed: at most prompt_lookup_max (2)"),
+        (of(prompt_lookup_min=4, prompt_lookup_max=2), "is 4; allowed: at most 2, prompt_lookup_max"),
     ],
 )
 def test_values_that_are_refused(value: Any, message: str) -> None:
@@ -173,7 +176,12 @@ def test_a_draft_model(bundled_model_path: Path) -> None:
         ({"vocab_size": 100}, {}, {}, "vocab_size is 100; allowed: that of the model it drafts for, 4096"),
         ({"architectures": ["FooForCausalLM"]}, {}, {}, "architecture 'FooForCausalLM' is not known; the textbook has"),
         ({"max_position_embeddings": 128}, {}, {}, "max_model_len must be a whole number from 1 to 128"),
-        ({"intermediate_size": 641}, {}, {"tensor_parallel_size": 2}, "does not divide the 641 rows of the MLP"),
+        (
+            {"intermediate_size": 641},
+            {},
+            {"tensor_parallel_size": 2},
+            "does not divide the model's 641 rows of the MLP",
+        ),
         (
             {},
             {"draft_tensor_parallel_size": 2},

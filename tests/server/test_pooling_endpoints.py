@@ -172,7 +172,7 @@ def test_long_texts_are_cut_unless_that_is_an_error(embedder: RunningServer) -> 
             "must be absent where truncate is 'NONE'",
         ),
         ({"texts": ["a"], "input_type": "classification"}, "input_type", "query, search_query, got 'classification'"),
-        ({"texts": ["a"], "images": ["x"]}, "images", "images is not supported: input is text"),
+        ({"texts": ["a"], "images": ["x"]}, "images", "images is not supported: give texts"),
     ],
 )
 def test_what_cannot_be_embedded_in_the_shape_of_cohere(

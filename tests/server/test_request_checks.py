@@ -13,12 +13,12 @@ from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestM
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
 from compiled_engine.server.chat_prompt import _more, tool_use
-from compiled_engine.server.errors import ApiError
+from compiled_engine.server.errors import ApiError, require_at_most
 from compiled_engine.server.logprob_shapes import chat_logprobs, completion_logprobs, prompt_logprobs
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ChatRequest, CompletionRequest, UsageCounter, parse_prompts
 from compiled_engine.server.replies import decoded, warned
-from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request, require_at_most
+from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
 from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTES, check_bounds, sampling_params
 
 LIMITS = Limits(

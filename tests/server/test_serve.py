@@ -164,7 +164,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("./nowhere", "lora_modules has 'a': nowhere is no folder; allowed: a folder with adapter_config.json and "),
         ("empty", "lora_modules has 'a': empty/adapter_config.json is missing"),
-        ("bias", "bias must be 'none', got 'all'"),
+        ("bias", "bias must be none, got 'all'"),
         ("other", "peft_type must be LORA, the only method that is supported, got 'IA3'"),
         ("damaged", "damaged/adapter_model.safetensors is damaged: "),
         ("rank_4", "lora_modules has 'a': rank_4 has rank 4; allowed: up to max_lora_rank, 2"),
@@ -205,7 +205,7 @@ def test_a_wrong_value_of_the_environment_is_named() -> None:
         ("port: {a: 1}", "port"),
         ("a: [", "cannot read"),
         ("port: abc", "(the file of --config has 'abc')"),
-        ("api-key: ''", "api_key has an empty entry"),  # one is a list of one
+        ("api-key: ''", "api_key has an entry that is not allowed; allowed: printable ASCII"),  # one is a list of one
     ],
 )
 def test_files_that_are_no_configuration(text: str, message: str, tmp_path: Path) -> None:

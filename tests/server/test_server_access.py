@@ -163,7 +163,7 @@ def test_web_pages_that_may_use_a_server_without_a_key(headers: dict[str, str], 
 )
 def test_what_is_no_origin_cannot_be_allowed(origin: str) -> None:
     """Else every page without an origin might use the server."""
-    with pytest.raises(ValueError, match=r"^allowed_origin is .*; allowed: scheme, host and perhaps a port from 1 to"):
+    with pytest.raises(ValueError, match=r"^allowed_origin has .*; allowed: scheme, host and perhaps a port from 1 to"):
         ServerOptions(allowed_origin=(origin,))
 
 

@@ -28,6 +28,7 @@ from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.other_engines.translate import make_options
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.manager import PassReport
 from compiled_engine.resolve.engine import resolve, resolve_device
 from compiled_engine.sampling.params import SamplingParams
@@ -204,7 +205,7 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
     Raises VerificationError where the ranks together do not compute what the undivided model does.
     """
     config = _compiled_config(folder, {"verify_passes": True, **options})
-    model, signature = without_storage(build_model(config.local_model), config.device), forward_signature(config)
+    model, signature = without_storage(build_model(local_model(config)), config.device), forward_signature(config)
     traced, whole = trace_rank(config, model, signature), trace_whole(config, build_model)
     return tuple(report for one in signature.ranges for report in apply_passes(config, traced, one, whole)[1])
 

@@ -16,6 +16,7 @@ from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import run_passes
 from compiled_engine.passes.registry import registered_passes
@@ -44,7 +45,7 @@ def traced(config: EngineConfig) -> TracedGraph:
     """The same for equal configurations, which are no keys of a dictionary themselves."""
     key = repr(config)
     if key not in _TRACES:
-        _TRACES[key] = trace(without_storage(build_model(config.local_model), CPU), forward_signature(config))
+        _TRACES[key] = trace(without_storage(build_model(local_model(config)), CPU), forward_signature(config))
     return _TRACES[key]
 
 

@@ -39,6 +39,7 @@ from compiled_engine.features.speculation.graph_keys import drafting as drafting
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.sampler import SamplerClass
 
@@ -103,7 +104,7 @@ class DraftModel(StepFeature):
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.model = ModelForward(model, self.compiled, named, parts.on_attention, most_tokens, recorded)
         self.kv_caches = kv_cache.allocate(config, 1)
-        cases = cases_of(config.local_model, config.cache.block_size, config.device, config.cache.kv_dtype)
+        cases = cases_of(local_model(config), config.cache.block_size, config.device, config.cache.kv_dtype)
         backend, case = config.attention_backend, planned_together(cases)
 
         def forward_of(num_tokens: int, num_rows: int, *, numbered: bool) -> BatchForward:

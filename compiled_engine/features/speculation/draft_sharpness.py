@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compiled_engine.config import GREEDY_DRAFTS
-
+# Leaves the noise of sampling no influence on drafts.
+GREEDY_DRAFTS = 1e6
 # Requests of which a sharpness has drafted before it is judged.
 LEAST = 64
 # Requests that count: older ones fade.

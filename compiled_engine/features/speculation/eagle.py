@@ -42,6 +42,7 @@ from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.models.textbook.eagle3 import FEATURES
+from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.process.progress import Progress
 
 WORK = "attention_inputs.work_W"
@@ -195,7 +196,7 @@ class EagleDrafter(StepFeature):
         self.query_lens = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        cases = cases_of(config.local_model, config.cache.block_size, device, config.cache.kv_dtype)
+        cases = cases_of(local_model(config), config.cache.block_size, device, config.cache.kv_dtype)
         self._backend, self._case = get_backend(config.attention_backend), planned_together(cases)
 
         def work_length(num_tokens: int, num_rows: int) -> int:

@@ -13,6 +13,7 @@ from compiled_engine.engine.forward import ModelForward, compile_in_turn, load_m
 from compiled_engine.engine.step_hooks import RunnerParts
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
+from compiled_engine.parallel.rank_share import local_model
 
 
 def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
@@ -20,7 +21,7 @@ def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
 
     Raises ValueError if the model has none of the right shape.
     """
-    head = config.local_model
+    head = local_model(config)
     if has_embedding(head):
         return None
     shape = head.vocab_size, head.hidden_size

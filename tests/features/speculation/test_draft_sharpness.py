@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compiled_engine.config import GREEDY_DRAFTS
-from compiled_engine.features.speculation.draft_sharpness import LEAST, PROBE_EVERY, DraftSharpness
+from compiled_engine.features.speculation.draft_sharpness import GREEDY_DRAFTS, LEAST, PROBE_EVERY, DraftSharpness
 
 CANDIDATES = (3.0, 1.0, 1.5, GREEDY_DRAFTS)
 
