@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from compiled_engine.attention.backends.decode_splits import (
     Splits,
     short_splits,
 )
+from compiled_engine.attention.backends.short_decode import ROWS, barrier, copy_ahead
 from compiled_engine.attention.backends.triton_decode import combine_splits
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
@@ -52,13 +52,8 @@ from compiled_engine.attention.triton_codes import (
 )
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.kv_format import head_dim_of, is_coded
+from compiled_engine.kv_format import head_dim_of
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-# Rows of a tile of queries.
-ROWS = gl.constexpr(16)
 # Neighbouring codes that a thread copies at once.
 COPIED = gl.constexpr(16)
 # Neighbouring keys that share a block.
@@ -535,28 +530,10 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         gl.store(partial_sum_ptr + partial_M, sum_M, mask=row_M < GROUP)
 
 
-# With these sizes a tile fits into registers; query heads that share a K/V head are rows of a tile.
-HEAD_DIMS = (64, 128)
-MAX_GROUP = 16
 # Programs of a multiprocessor, by their registers.
 PROGRAMS = 4
 # Keys of a tile where all tiles of a short context are read at once.
 SHORT_KEYS = 128
-
-
-def serves(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> bool:
-    """Return whether the kernel serves decodes with these queries over this cache."""
-    _, num_heads, head_dim = q_THd.shape
-    shape = num_heads, kv_cache_N2PKd.shape[3], head_dim, q_THd.dtype, q_THd.device.type
-    return is_coded(kv_cache_N2PKd.dtype) and exists(*shape)
-
-
-@cache
-def exists(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str) -> bool:
-    """Return whether there is a kernel for these heads over 8 bits: on Hopper, for 16-bit queries."""
-    if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    return dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS, short_contexts_of
+from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     blocks_of,
@@ -228,15 +228,11 @@ MAX_GROUP = 16
 
 
 @cache
-def short_contexts(
-    num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str
-) -> tuple[int, ...]:
-    """See short_contexts_of; nothing elsewhere than on Hopper, and for heads that the kernels do not take."""
-    if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return ()
-    num_sms = torch.cuda.get_device_properties().multi_processor_count
+def exists_on_hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether Hopper's decode kernels, which are this one, short_drafts and coded_decode, serve these heads on
+    the current GPU: 16-bit queries on compute capability 9."""
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
-    return short_contexts_of(num_requests, num_kv_heads, num_sms) if fits else ()
+    return fits and torch.cuda.get_device_capability()[0] == 9
 
 
 @dataclass(frozen=True)
