@@ -16,7 +16,6 @@ from test_rope_attend import TOLERANCE, arguments_of, copied
 
 from compiled_engine.attention.backends.coded_decode import (
     CodedPlan,
-    NewKeys,
     coded_decode,
     coded_decode_kernel,
     coded_plan,
@@ -28,6 +27,7 @@ from compiled_engine.attention.backends.decode_splits import (
     SHORT_CONTEXTS,
     Splits,
 )
+from compiled_engine.attention.backends.kernel_arguments import NewKeys
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
 from compiled_engine.attention.op import attend

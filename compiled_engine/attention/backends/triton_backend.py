@@ -8,7 +8,7 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend
-from compiled_engine.attention.backends.coded_decode import CodedPlan, NewKeys, coded_decode
+from compiled_engine.attention.backends.coded_decode import CodedPlan, coded_decode
 from compiled_engine.attention.backends.decode_splits import BatchFacts, Splits, contexts_of_drafts
 from compiled_engine.attention.backends.decoded_contexts import (
     FEWEST_TOKENS,
@@ -17,6 +17,7 @@ from compiled_engine.attention.backends.decoded_contexts import (
     prefill_sources,
 )
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
+from compiled_engine.attention.backends.kernel_arguments import NewKeys
 from compiled_engine.attention.backends.kernel_choice import (
     ROTATING,
     Kernel,
@@ -32,7 +33,7 @@ from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
-from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, PrefillTiles, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
@@ -105,11 +106,10 @@ class TritonBackend:
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
         if case.packed:
             return
-        facts = BatchFacts.of(inputs, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
-        if facts.listed:
-            tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
-            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // case.group)
-            write_lists(inputs, inputs.work_W, layout, facts.min_keys)
+        batch = BatchFacts.of(inputs, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
+        if batch.listed:
+            _, layout = _listed_work(batch, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+            write_lists(inputs, inputs.work_W, layout, batch.min_keys)
 
     def write_kv(
         self,
@@ -190,6 +190,14 @@ class TritonBackend:
         return True
 
 
+def _listed_work(
+    batch: BatchFacts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[PrefillTiles, WorkLayout]:
+    """Return the tiles of a batch's prompts, and the layout of its work list, which has such tiles."""
+    tiles = prefill_tiles(head_dim, dtype.itemsize, batch.max_seq_len)
+    return tiles, WorkLayout(batch.num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
+
+
 def _attend_listed(
     q_THd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
@@ -201,9 +209,8 @@ def _attend_listed(
 ) -> None:
     """Launch the kernels that take their work from the list: those of decodes, then those of prompts if there are
     any."""
-    head_dim, num_sms = q_THd.shape[2], layer.num_sms
-    tiles = prefill_tiles(head_dim, q_THd.element_size(), batch.max_seq_len)
-    layout = WorkLayout(batch.num_requests, layer.num_kv_heads, tiles.rows // (layer.num_heads // layer.num_kv_heads))
+    num_sms, head_dim = layer.num_sms, q_THd.shape[2]
+    tiles, layout = _listed_work(batch, layer.num_heads, layer.num_kv_heads, head_dim, q_THd.dtype)
     work_W = inputs.work_W
     if not work_W.numel():
         work_W = q_THd.new_empty(layout.length(batch.num_tokens), dtype=torch.int32)
