@@ -15,9 +15,9 @@ from triton.compiler import ASTSource
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
 from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
-from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
+from compiled_engine.attention.backends.triton_combine import combine_kernel
+from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_draft_decode import (
-    combine_drafts_kernel,
     draft_decode_kernel,
     draft_tiles,
     queries_of_tile,
@@ -300,9 +300,9 @@ def test_combine(check: Callable[..., str], head_dim: int) -> None:
         "GRAIN": GRAIN,
         "DEPENDENT_LAUNCH": True,
     }
-    drafted = chosen | {"QUERY_LEN": 4, "TILE_Q": 4}
-    for kernel, values in ((combine_kernel, chosen), (combine_drafts_kernel, drafted)):
-        ptx = check(kernel, torch.bfloat16, values, num_warps=4, launch_pdl=True)
+    for query_len in (1, 4):
+        shared = {"QUERY_LEN": query_len, "TILE_Q": query_len}
+        ptx = check(combine_kernel, torch.bfloat16, chosen | shared, num_warps=4, launch_pdl=True)
         assert "ld.global.v4" in ptx
 
 

@@ -13,6 +13,7 @@ from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_rope_attend import DECODES, TOLERANCE, WITH_PADDING, arguments_of, copied
 
 from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, SHORT_CONTEXTS
+from compiled_engine.attention.backends.kernel_choice import layer_facts
 from compiled_engine.attention.backends.short_decode import (
     HEAD_DIMS,
     MANY,
@@ -20,7 +21,6 @@ from compiled_engine.attention.backends.short_decode import (
     MOST,
     SEVERAL,
     ShortTiles,
-    short_contexts,
     short_decode,
     short_decode_kernel,
 )
@@ -91,10 +91,6 @@ def test_it_fits_and_reads_keys_before_the_wait(
     assert "st.global" in after
 
 
-def test_other_devices_have_no_kernel() -> None:
-    assert short_contexts(1, 16, 8, 128, torch.bfloat16, "cpu") == ()
-
-
 def _hopper() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for compute capability 9")
@@ -141,11 +137,15 @@ def test_padding_and_unused_slots_change_no_bit(tiles: ShortTiles) -> None:
 def test_contexts_follow_from_the_programs_that_a_multiprocessor_has() -> None:
     _hopper()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
-    assert short_contexts(num_sms // 8, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS
-    assert short_contexts(num_sms // 8 + 1, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS[-1:]
-    assert short_contexts(num_sms // 4, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS[-1:]
-    assert short_contexts(num_sms // 4 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (SHORT_CONTEXTS[-1], LONG_SPLIT)
-    assert short_contexts(num_sms // 2, 16, 8, 128, torch.bfloat16, "cuda") == (SHORT_CONTEXTS[-1], LONG_SPLIT)
-    assert short_contexts(num_sms // 2 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (LONG_SPLIT,)
-    assert short_contexts(1, 16, 8, 128, torch.float32, "cuda") == ()
-    assert short_contexts(1, 16, 8, 96, torch.bfloat16, "cuda") == ()
+
+    def short_contexts(num_requests: int, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> tuple[int, ...]:
+        return layer_facts(16, 8, head_dim, dtype, dtype, torch.device("cuda")).short_contexts(num_requests)
+
+    assert short_contexts(num_sms // 8) == SHORT_CONTEXTS
+    assert short_contexts(num_sms // 8 + 1) == SHORT_CONTEXTS[-1:]
+    assert short_contexts(num_sms // 4) == SHORT_CONTEXTS[-1:]
+    assert short_contexts(num_sms // 4 + 1) == (SHORT_CONTEXTS[-1], LONG_SPLIT)
+    assert short_contexts(num_sms // 2) == (SHORT_CONTEXTS[-1], LONG_SPLIT)
+    assert short_contexts(num_sms // 2 + 1) == (LONG_SPLIT,)
+    assert short_contexts(1, dtype=torch.float32) == ()
+    assert short_contexts(1, head_dim=96) == ()

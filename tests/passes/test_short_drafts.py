@@ -14,11 +14,10 @@ from attention_cases import AUTO
 from draft_attention_cases import drafted
 from hopper_compilation import compiled_for_hopper, stack_bytes
 
-from compiled_engine.attention.backends import triton_backend
 from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
 from compiled_engine.attention.backends.short_decode import ShortTiles
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts, short_drafts_kernel
-from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.inputs import Rotation, Scoring
 from compiled_engine.attention.op import attend
 from compiled_engine.passes.rope import rope_attend as op
 
@@ -115,34 +114,3 @@ def test_it_is_the_two_ops(dtype: torch.dtype, fills: bool, tiles: ShortTiles) -
             far = (out.double() - exact[4].double()).abs().max()
             assert far <= 1.5 * allowed + 2 * ulp, f"seed {seed}: off by {far}, the two ops by {allowed}"
             assert not out[inputs.seq_lens_R == 0].any()
-
-
-@pytest.mark.parametrize(
-    ("num_requests", "query_len", "context", "keys"),
-    [
-        (8, 4, 512, 512),
-        (9, 4, 512, 0),
-        (8, 4, 4096, 0),
-        (8, 9, 512, 0),
-        (2, 4, 256, 256),
-        (2, 4, 257, 512),
-        (3, 4, 256, 256),
-        (3, 4, 257, 512),
-    ],
-)
-def test_the_backend_has_it_for_short_contexts_of_few_requests_and_drafts(
-    num_requests: int, query_len: int, context: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On 16 multiprocessors, with two K/V heads of two heads each: with tiles of these keys."""
-    served: list[Any] = []
-    monkeypatch.setattr(triton_backend, "short_drafts", lambda *arguments: served.append(arguments[-3::2]))
-    monkeypatch.setattr(triton_backend, "short_contexts", lambda *arguments: SHORT_CONTEXTS)
-    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: 16)
-    rows = num_requests * query_len
-    q, k, cache = torch.zeros(rows, 4, 64), torch.zeros(rows, 2, 64), torch.zeros(1, 2, 16, 2, 64)
-    seq_lens, table = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int32)
-    host, slots = torch.tensor([rows, query_len, context], dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    inputs = AttentionInputs(torch.arange(rows + 1).int(), seq_lens, table, slots, host, "triton")
-    operands = q, k, k, Rotation(None, None, 0.0, *torch.ones(2, rows, 1, 64)), cache, torch.empty_like(q)
-    assert triton_backend.BACKEND.attend_unrotated(*operands, inputs, Scoring(1.0)) == (keys > 0)
-    assert served == ([(query_len, ShortTiles(keys))] if keys else [])

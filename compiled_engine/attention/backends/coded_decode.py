@@ -10,10 +10,8 @@ Scales multiply scores and weights, never elements. Keys are split as in triton_
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -29,16 +27,12 @@ from compiled_engine.attention.backends.decode_splits import (
     Splits,
     short_splits,
 )
-from compiled_engine.attention.backends.triton_decode import combine_splits
-from compiled_engine.attention.backends.triton_tile import (
-    LOWEST,
-    capped,
-    first_seen,
-    normalised,
-    scales,
-)
+from compiled_engine.attention.backends.kernel_arguments import NewKeys, RotatingArguments, paged_constants
+from compiled_engine.attention.backends.short_decode import ROWS, barrier, copy_ahead
+from compiled_engine.attention.backends.triton_combine import Partials, combine_splits
+from compiled_engine.attention.backends.triton_tile import LOWEST, capped, first_seen, normalised, scales
 from compiled_engine.attention.backends.work_list import split_length
-from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import (
     ONE_SCALE,
     codes_of,
@@ -52,13 +46,7 @@ from compiled_engine.attention.triton_codes import (
 )
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.kv_format import head_dim_of, is_coded
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-# Rows of a tile of queries.
-ROWS = gl.constexpr(16)
 # Neighbouring codes that a thread copies at once.
 COPIED = gl.constexpr(16)
 # Neighbouring keys that share a block.
@@ -535,28 +523,10 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         gl.store(partial_sum_ptr + partial_M, sum_M, mask=row_M < GROUP)
 
 
-# With these sizes a tile fits into registers; query heads that share a K/V head are rows of a tile.
-HEAD_DIMS = (64, 128)
-MAX_GROUP = 16
 # Programs of a multiprocessor, by their registers.
 PROGRAMS = 4
 # Keys of a tile where all tiles of a short context are read at once.
 SHORT_KEYS = 128
-
-
-def serves(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> bool:
-    """Return whether the kernel serves decodes with these queries over this cache."""
-    _, num_heads, head_dim = q_THd.shape
-    shape = num_heads, kv_cache_N2PKd.shape[3], head_dim, q_THd.dtype, q_THd.device.type
-    return is_coded(kv_cache_N2PKd.dtype) and exists(*shape)
-
-
-@cache
-def exists(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str) -> bool:
-    """Return whether there is a kernel for these heads over 8 bits: on Hopper, for 16-bit queries."""
-    if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    return dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -594,14 +564,6 @@ def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: 
     return CodedPlan(Splits(count, GRAIN) if count >= to_shorten else Splits(to_shorten, LONG_SPLIT // 16))
 
 
-class NewKeys(NamedTuple):
-    """Keys and values of this step, to be rotated and written before they are read."""
-
-    k_TKd: torch.Tensor
-    v_TKd: torch.Tensor
-    rotation: Rotation
-
-
 def coded_decode(
     q_THd: torch.Tensor,
     new: NewKeys | None,
@@ -616,59 +578,28 @@ def coded_decode(
 
     new None: queries are rotated, and this step's keys and values are in the cache.
     """
-    num_heads = q_THd.shape[1]
-    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
-    head_dim = head_dim_of(kv_cache_N2PKd)
-    scale_log2, cap_scale = scales(scoring)
     splits = plan.splits
-    partial_shape = (num_decodes, num_heads, splits.count) if splits.count > 1 else (0,)
-    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
-    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    if new is None:
-        k_TKd = v_TKd = None
-        rotation = Rotation(None, None, 0.0, q_THd, q_THd)
-        token_strides = [q_THd.stride(0), 0, 0, 0, 0]
-    else:
-        k_TKd, v_TKd, rotation = new
-        token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
-    coded_decode_kernel[(num_kv_heads, num_decodes, splits.count)](
-        q_THd,
-        k_TKd,
-        v_TKd,
-        rotation.q_norm_weight_d,
-        rotation.k_norm_weight_d,
-        rotation.cos_T1d,
-        rotation.sin_T1d,
+    rotating = RotatingArguments.of_rotated(q_THd) if new is None else RotatingArguments.of(q_THd, *new)
+    partials = Partials.of(out_THd, num_decodes, splits.count)
+    coded_decode_kernel[(kv_cache_N2PKd.shape[3], num_decodes, splits.count)](
+        *rotating.tensors,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
-        partial,
-        partial_max,
-        partial_sum,
+        *partials,
         inputs.slot_mapping_T,
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
-        rotation.eps,
-        scale_log2,
+        0.0 if new is None else new.rotation.eps,
+        scales(scoring)[0],
         inputs.block_table_RB.stride(0),
-        *token_strides,
+        *rotating.token_strides,
         out_THd.stride(0),
         splits.min_keys,
-        STRIDE_MULTIPLE=math.gcd(8, *token_strides),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=0 if k_TKd is None else k_TKd.stride(1),
-        V_HEAD_STRIDE=0 if v_TKd is None else v_TKd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        OFFSET=rotation.norm_offset,
-        WIDE=rotation.norm_wide,
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
+        **rotating.constants,
+        **paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring),
+        WIDTH=kv_cache_N2PKd.shape[4],
         KEYS=plan.keys,
         WARPS=plan.warps,
         STAGES=plan.stages,
@@ -679,4 +610,4 @@ def coded_decode(
         launch_pdl=True,
     )
     if splits.count > 1:
-        combine_splits(partial, partial_max, partial_sum, out_THd, inputs, splits, scoring)
+        combine_splits(partials, out_THd, inputs, splits, scoring)

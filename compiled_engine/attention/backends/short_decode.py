@@ -11,7 +11,6 @@ programs.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,7 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS, short_contexts_of
+from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
+from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     blocks_of,
@@ -228,15 +228,11 @@ MAX_GROUP = 16
 
 
 @cache
-def short_contexts(
-    num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str
-) -> tuple[int, ...]:
-    """See short_contexts_of; nothing elsewhere than on Hopper, and for heads that the kernels do not take."""
-    if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return ()
-    num_sms = torch.cuda.get_device_properties().multi_processor_count
+def exists_on_hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether Hopper's decode kernels, which are this one, short_drafts and coded_decode, serve these heads on
+    the current GPU: 16-bit queries on compute capability 9."""
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
-    return short_contexts_of(num_requests, num_kv_heads, num_sms) if fits else ()
+    return fits and torch.cuda.get_device_capability()[0] == 9
 
 
 @dataclass(frozen=True)
@@ -468,17 +464,9 @@ def short_decode(
     tiles: ShortTiles,
 ) -> None:
     """Launch the kernel for the first num_decodes requests, whose queries are the first num_decodes tokens."""
-    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
-    scale_log2, cap_scale = scales(scoring)
-    token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
-    short_decode_kernel[(num_kv_heads, num_decodes)](
-        q_THd,
-        k_TKd,
-        v_TKd,
-        rotation.q_norm_weight_d,
-        rotation.k_norm_weight_d,
-        rotation.cos_T1d,
-        rotation.sin_T1d,
+    rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
+    short_decode_kernel[(kv_cache_N2PKd.shape[3], num_decodes)](
+        *rotating.tensors,
         kv_cache_N2PKd,
         out_THd,
         inputs.slot_mapping_T,
@@ -486,23 +474,12 @@ def short_decode(
         inputs.block_table_RB,
         scoring.sinks_H,
         rotation.eps,
-        scale_log2,
+        scales(scoring)[0],
         inputs.block_table_RB.stride(0),
-        *token_strides,
+        *rotating.token_strides,
         out_THd.stride(0),
-        STRIDE_MULTIPLE=math.gcd(8, *token_strides),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=k_TKd.stride(1),
-        V_HEAD_STRIDE=v_TKd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        OFFSET=rotation.norm_offset,
-        WIDE=rotation.norm_wide,
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=q_THd.shape[1] // num_kv_heads,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
+        **rotating.constants,
+        **paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring),
         KEYS=tiles.keys,
         WARPS=tiles.warps,
         STAGES=tiles.stages,

@@ -8,7 +8,6 @@ shares the K/V head. Keys and values of this step do not go through the cache: t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants
 from compiled_engine.attention.backends.short_decode import (
     ROWS,
     WIDTH,
@@ -273,18 +273,9 @@ def short_drafts(
 ) -> None:
     """Launch the kernel for rows of one query each, of which as many as `query_len` in turn share a request; see
     fits_one_tile. The tile holds the keys of any context, in registers; the cache has the dtype of q."""
-    num_rows, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
-    scale_log2, cap_scale = scales(scoring)
-    token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
-    short_drafts_kernel[(num_kv_heads, num_rows // query_len)](
-        q_THd,
-        k_TKd,
-        v_TKd,
-        rotation.q_norm_weight_d,
-        rotation.k_norm_weight_d,
-        rotation.cos_T1d,
-        rotation.sin_T1d,
+    rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
+    short_drafts_kernel[(kv_cache_N2PKd.shape[3], q_THd.shape[0] // query_len)](
+        *rotating.tensors,
         kv_cache_N2PKd,
         out_THd,
         inputs.slot_mapping_T,
@@ -292,23 +283,12 @@ def short_drafts(
         inputs.block_table_RB,
         scoring.sinks_H,
         rotation.eps,
-        scale_log2,
+        scales(scoring)[0],
         inputs.block_table_RB.stride(0),
-        *token_strides,
+        *rotating.token_strides,
         out_THd.stride(0),
-        STRIDE_MULTIPLE=math.gcd(8, *token_strides),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=k_TKd.stride(1),
-        V_HEAD_STRIDE=v_TKd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        OFFSET=rotation.norm_offset,
-        WIDE=rotation.norm_wide,
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
+        **rotating.constants,
+        **paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring),
         QUERY_LEN=query_len,
         KEYS=tiles.keys,
         WARPS=tiles.warps,

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend
-from compiled_engine.attention.backends.coded_decode import NewKeys, coded_decode, coded_plan
-from compiled_engine.attention.backends.coded_decode import exists as coded_decode_exists
-from compiled_engine.attention.backends.coded_decode import serves as coded_decode_serves
-from compiled_engine.attention.backends.decode_splits import (
-    BatchFacts,
-    contexts_of_drafts,
-    few_short_contexts,
-    one_kernel_pays,
-    plan_splits,
-    short_splits,
-)
+from compiled_engine.attention.backends.coded_decode import CodedPlan, coded_decode
+from compiled_engine.attention.backends.decode_splits import BatchFacts, Splits, contexts_of_drafts
 from compiled_engine.attention.backends.decoded_contexts import (
     FEWEST_TOKENS,
     DecodedContexts,
@@ -26,20 +17,30 @@ from compiled_engine.attention.backends.decoded_contexts import (
     prefill_sources,
 )
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
-from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
-from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts, tiles_of_drafts
+from compiled_engine.attention.backends.kernel_arguments import NewKeys
+from compiled_engine.attention.backends.kernel_choice import (
+    ROTATING,
+    Kernel,
+    LayerFacts,
+    Plan,
+    choose,
+    layer_facts,
+    num_multiprocessors,
+)
+from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
+from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
-from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, PrefillTiles, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
-from compiled_engine.kv_format import has_scales, is_coded
+from compiled_engine.kv_format import is_coded
 
 # Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
 MIN_SHARED_MEMORY = 96 << 10
@@ -54,9 +55,8 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """See the module's docstring. A few decodes alone have a grid over their splits, and so have decodes with drafts.
-    Any other batch has a work list, and a kernel each for its decodes and its prompts: a tile of 16 rows needs other
-    registers than one of 128.
+    """See the module's docstring, and kernel_choice.py for the kernel of each batch. A batch with prompts has a kernel
+    each for its decodes and its prompts: a tile of 16 rows needs other registers than one of 128.
 
     Kernels read everything that changes between batches from the device; launches follow from tensor shapes and
     host_3, so every batch can be captured.
@@ -88,19 +88,12 @@ class TritonBackend:
             return Support(GraphSupport.ALWAYS)
         blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
         require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
-        shape = case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device
-        served = coded_decode_exists(*shape)
-        if is_coded(cache.dtype) and not served and case.device == "cuda" and torch.cuda.is_available():
-            num_sms = torch.cuda.get_device_properties().multi_processor_count
-            return Support(
-                GraphSupport.ALWAYS,
-                short_contexts=lambda count: few_short_contexts(count, case.num_kv_heads, num_sms),
-                contexts_of_drafts=partial(contexts_of_drafts, in_one_tile=False),
-            )
+        device = torch.device(case.device)
+        layer = layer_facts(case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, cache.dtype, device)
         in_one_tile = not is_coded(cache.dtype) and fits_one_tile(2, case.group)
         return Support(
             GraphSupport.ALWAYS,
-            short_contexts=lambda num_requests: short_contexts(num_requests, *shape),
+            short_contexts=layer.short_contexts,
             contexts_of_drafts=partial(contexts_of_drafts, in_one_tile=in_one_tile),
         )
 
@@ -113,11 +106,10 @@ class TritonBackend:
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
         if case.packed:
             return
-        facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
-        if facts.listed:
-            tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
-            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // case.group)
-            write_lists(inputs, inputs.work_W, layout, facts.min_keys)
+        batch = BatchFacts.of(inputs, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
+        if batch.listed:
+            _, layout = _listed_work(batch, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+            write_lists(inputs, inputs.work_W, layout, batch.min_keys)
 
     def write_kv(
         self,
@@ -140,48 +132,17 @@ class TritonBackend:
         scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
-        num_kv_heads, (_, num_heads, head_dim) = kv_cache_N2PKd.shape[3], q_THd.shape
-        group = num_heads // num_kv_heads
-        num_sms = _num_multiprocessors(q_THd.device)
-        facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
-        if facts.query_len > 1:
-            num_requests = facts.num_requests // facts.query_len
-            contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
-            splits = short_splits(num_requests, facts.max_seq_len, contexts)
-            if splits is None:
-                context = min(facts.max_seq_len, (scoring.sliding_window or facts.max_seq_len) + facts.query_len - 1)
-                splits = plan_splits(num_requests, num_kv_heads, context, num_sms)
-            draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.query_len, splits, scoring)
-            return
-        if facts.num_decodes == facts.num_requests and coded_decode_serves(q_THd, kv_cache_N2PKd):
-            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms, has_scales(kv_cache_N2PKd.dtype))
-            coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, plan, scoring)
-            return
-        if not facts.listed:
-            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-            splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
-            decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, splits, scoring)
-            return
-        tiles = prefill_tiles(head_dim, q_THd.element_size(), facts.max_seq_len)
-        layout = WorkLayout(facts.num_requests, num_kv_heads, tiles.rows // group)
-        work_W = inputs.work_W
-        if not work_W.numel():
-            work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
-            write_lists(inputs, work_W, layout, facts.min_keys)
-        has_prompts = facts.num_requests > facts.num_decodes
-        decoded: DecodedContexts | None = None
-        if has_prompts and is_coded(kv_cache_N2PKd.dtype) and facts.num_tokens >= FEWEST_TOKENS:
-            # Before the decodes: prefill kernels start when all that came before these has ended.
-            decoded = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, facts, scoring)
-        listed_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout, facts.min_keys, num_sms, scoring)
-        if not has_prompts:
-            return
-        for cache_N2PKd, step, how, num_tiles in prefill_sources(decoded, kv_cache_N2PKd, inputs, scoring):
-            if on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
-                hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
-            else:
-                prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles)
+        layer = LayerFacts.of(q_THd, kv_cache_N2PKd)
+        batch = BatchFacts.of(inputs, layer.num_kv_heads, layer.num_sms)
+        match choose(batch, layer, scoring.sliding_window):
+            case Plan(Kernel.DRAFT_DECODE, Splits() as splits):
+                draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
+            case Plan(Kernel.CODED_DECODE, CodedPlan() as plan):
+                coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, plan, scoring)
+            case Plan(Kernel.DECODE, Splits() as splits):
+                decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, splits, scoring)
+            case _:
+                _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
 
     def attend_packed(
         self,
@@ -206,73 +167,67 @@ class TritonBackend:
         scoring: Scoring,
     ) -> bool:
         """Serve decodes alone, where it is faster, with the usual kind of rotation."""
-        num_kv_heads = kv_cache_N2PKd.shape[3]
-        num_sms = _num_multiprocessors(q_THd.device)
-        facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
-        is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
-        if facts.num_decodes < facts.num_requests or not is_usual:
+        if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
+            return False
+        layer = LayerFacts.of(q_THd, kv_cache_N2PKd)
+        batch = BatchFacts.of(inputs, layer.num_kv_heads, layer.num_sms)
+        plan = choose(batch, layer, scoring.sliding_window, unrotated=True)
+        if plan.kernel not in ROTATING:
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
-        if facts.query_len > 1:
-            tiles = self._tiles_of_drafts(facts, q_THd, kv_cache_N2PKd)
-            if tiles is None:
-                return False
-            require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
-            operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-            short_drafts(*operands, inputs, facts.query_len, scoring, tiles)
-            return True
-        if coded_decode_serves(q_THd, kv_cache_N2PKd):
-            require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
-            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-            plan = coded_plan(facts.num_requests, num_kv_heads, context, num_sms, has_scales(kv_cache_N2PKd.dtype))
-            new = NewKeys(k_TKd, v_TKd, rotation)
-            coded_decode(q_THd, new, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, plan, scoring)
-            return True
-        coded = is_coded(kv_cache_N2PKd.dtype)
-        contexts = self._short_contexts(facts.num_requests, q_THd, kv_cache_N2PKd)
-        splits = short_splits(facts.num_requests, facts.max_seq_len, contexts)
-        is_short = splits is not None and splits.count == 1
-        if splits is None:
-            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-            splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
-        if not is_short and (facts.listed or not one_kernel_pays(splits, facts.max_seq_len)):
-            return False
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-        if is_short and not coded:
-            tiles = ShortTiles.of(facts.num_requests * num_kv_heads, num_sms, facts.max_seq_len)
-            short_decode(*operands, inputs, facts.num_requests, scoring, tiles)
-        else:
-            rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
+        match plan:
+            case Plan(Kernel.SHORT_DECODE, ShortTiles() as tiles):
+                short_decode(*operands, inputs, batch.num_requests, scoring, tiles)
+            case Plan(Kernel.SHORT_DRAFTS, ShortTiles() as tiles):
+                short_drafts(*operands, inputs, batch.query_len, scoring, tiles)
+            case Plan(Kernel.ROPE_DECODE, Splits() as splits):
+                rope_decode(*operands, inputs, batch.num_requests, splits, scoring)
+            case Plan(Kernel.CODED_DECODE, CodedPlan() as coded):
+                new = NewKeys(k_TKd, v_TKd, rotation)
+                coded_decode(q_THd, new, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, coded, scoring)
         return True
 
-    def _tiles_of_drafts(
-        self, facts: BatchFacts, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor
-    ) -> ShortTiles | None:
-        """Tiles if requests with drafts are one kernel with rotation and KV write: over short contexts, if there is a
-        multiprocessor for each K/V head of a request; else None."""
-        num_requests, num_kv_heads = facts.num_requests // facts.query_len, kv_cache_N2PKd.shape[3]
-        if is_coded(kv_cache_N2PKd.dtype) or num_requests * num_kv_heads > _num_multiprocessors(q_THd.device):
-            return None
-        contexts = self._short_contexts(num_requests, q_THd, kv_cache_N2PKd)
-        if not fits_one_tile(facts.query_len, q_THd.shape[1] // num_kv_heads):
-            return None
-        return tiles_of_drafts(facts.max_seq_len, contexts)
 
-    def _short_contexts(self, num_requests: int, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> tuple[int, ...]:
-        """Context lengths up to which this many requests have kernels of their own, ascending; see `accept`."""
-        num_kv_heads, (_, num_heads, head_dim) = kv_cache_N2PKd.shape[3], q_THd.shape
-        if not is_coded(kv_cache_N2PKd.dtype) or coded_decode_serves(q_THd, kv_cache_N2PKd):
-            return short_contexts(num_requests, num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type)
-        if q_THd.device.type != "cuda":
-            return ()
-        return few_short_contexts(num_requests, num_kv_heads, _num_multiprocessors(q_THd.device))
+def _listed_work(
+    batch: BatchFacts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[PrefillTiles, WorkLayout]:
+    """Return the tiles of a batch's prompts, and the layout of its work list, which has such tiles."""
+    tiles = prefill_tiles(head_dim, dtype.itemsize, batch.max_seq_len)
+    return tiles, WorkLayout(batch.num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
 
 
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """16 for Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+def _attend_listed(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    scoring: Scoring,
+    batch: BatchFacts,
+    layer: LayerFacts,
+) -> None:
+    """Launch the kernels that take their work from the list: those of decodes, then those of prompts if there are
+    any."""
+    num_sms, head_dim = layer.num_sms, q_THd.shape[2]
+    tiles, layout = _listed_work(batch, layer.num_heads, layer.num_kv_heads, head_dim, q_THd.dtype)
+    work_W = inputs.work_W
+    if not work_W.numel():
+        work_W = q_THd.new_empty(layout.length(batch.num_tokens), dtype=torch.int32)
+        write_lists(inputs, work_W, layout, batch.min_keys)
+    has_prompts = batch.num_requests > batch.num_decodes
+    decoded: DecodedContexts | None = None
+    if has_prompts and is_coded(kv_cache_N2PKd.dtype) and batch.num_tokens >= FEWEST_TOKENS:
+        # Before the decodes: prefill kernels start when all that came before these has ended.
+        decoded = decode_contexts(q_THd, kv_cache_N2PKd, inputs, work_W, batch, scoring)
+    listed_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout, batch.min_keys, num_sms, scoring)
+    if not has_prompts:
+        return
+    for cache_N2PKd, step, how, num_tiles in prefill_sources(decoded, kv_cache_N2PKd, inputs, scoring):
+        if on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
+            hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
+        else:
+            prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles)
 
 
 BACKEND: AttentionBackend = TritonBackend()

@@ -7,6 +7,7 @@ a K/V head are computed together, so that each key is read once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -14,13 +15,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
+from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
+from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
 from compiled_engine.attention.backends.triton_tile import (
     attend_keys,
-    combined,
     first_seen,
     normalised,
     scales,
-    store_partials,
 )
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
@@ -39,6 +40,7 @@ class DecodeTiles:
     look_ahead: bool = False
 
 
+@cache
 def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
     """Tiles by head size (elements), element size (bytes) and the programs that share a multiprocessor."""
     width = max(64, triton.next_power_of_2(head_dim))
@@ -155,53 +157,6 @@ def decode_kernel(
         tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
 
-@quick_launches
-@triton.jit(
-    do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
-    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "sinks_ptr"],
-)
-def combine_kernel(
-    partial_ptr: tl.tensor,
-    partial_max_ptr: tl.tensor,
-    partial_sum_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    out_token_stride: tl.tensor,
-    num_splits: tl.tensor,
-    min_keys: tl.tensor,
-    OUT_HEAD_STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_S: tl.constexpr,
-    TILE_D: tl.constexpr,
-    GRAIN: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
-) -> None:
-    """One program per (head, request): weigh what the splits that had keys left, and write the result."""
-    head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
-    num_keys = tl.load(seq_lens_ptr + request)
-    if WINDOW > 0:
-        num_keys = tl.minimum(num_keys, WINDOW)
-    length = split_length(num_keys, num_splits, min_keys, GRAIN)
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
-    if length >= num_keys:
-        return  # a lone split has written the result
-    splits_S = tl.arange(0, TILE_S)
-    written_S = splits_S * length < num_keys
-    written_S &= splits_S < num_splits
-    d_D = tl.arange(0, TILE_D)
-    partials_S = (request * tl.num_programs(0) + head) * num_splits + splits_S
-    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, scale_log2, HEAD_DIM, TILE_D, "")
-    out_row = tl.multiple_of(request * out_token_stride, 8) + head * OUT_HEAD_STRIDE
-    tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
-
-
 def decode(
     q_THd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
@@ -212,43 +167,26 @@ def decode(
     scoring: Scoring,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
-    _, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
-    group = num_heads // num_kv_heads
-    tiles = decode_tiles(head_dim, q_THd.element_size(), splits.programs)
-    scale_log2, cap_scale = scales(scoring)
-    split = splits.count > 1
-    partial_shape = (num_decodes, num_heads, splits.count) if split else (0,)
-    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
-    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    decode_kernel[(num_kv_heads, num_decodes, splits.count)](
+    tiles = decode_tiles(q_THd.shape[2], q_THd.element_size(), splits.programs)
+    constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)
+    partials = Partials.of(out_THd, num_decodes, splits.count)
+    decode_kernel[(kv_cache_N2PKd.shape[3], num_decodes, splits.count)](
         q_THd,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
-        partial,
-        partial_max,
-        partial_sum,
+        *partials,
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
-        scale_log2,
+        scales(scoring)[0],
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
         out_THd.stride(0),
         splits.min_keys,
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        TILE_M=max(16, triton.next_power_of_2(group)),
+        **constants,
+        TILE_M=rows_of(constants["GROUP"]),
         TILE_N=tiles.keys,
-        TILE_D=triton.next_power_of_2(head_dim),
         GRAIN=GRAIN,
         LOOK_AHEAD=tiles.look_ahead,
         num_warps=tiles.num_warps,
@@ -256,39 +194,5 @@ def decode(
         enable_fp_fusion=True,
         **dependent_launch(q_THd.device),
     )
-    if split:
-        combine_splits(partial, partial_max, partial_sum, out_THd, inputs, splits, scoring)
-
-
-def combine_splits(
-    partial: torch.Tensor,
-    partial_max: torch.Tensor,
-    partial_sum: torch.Tensor,
-    out_THd: torch.Tensor,
-    inputs: AttentionInputs,
-    splits: Splits,
-    scoring: Scoring,
-) -> None:
-    """Launch the second kernel: partial is float32 [R, H, S, d], partial_max and partial_sum are float32 [R, H, S]."""
-    num_decodes, num_heads, _, head_dim = partial.shape
-    combine_kernel[(num_heads, num_decodes)](
-        partial,
-        partial_max,
-        partial_sum,
-        out_THd,
-        inputs.seq_lens_R,
-        scoring.sinks_H,
-        scales(scoring)[0],
-        out_THd.stride(0),
-        splits.count,
-        splits.min_keys,
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=scoring.sliding_window,
-        HEAD_DIM=head_dim,
-        TILE_S=triton.next_power_of_2(splits.count),
-        TILE_D=triton.next_power_of_2(head_dim),
-        GRAIN=GRAIN,
-        num_warps=4,
-        enable_fp_fusion=True,
-        **dependent_launch(out_THd.device),
-    )
+    if splits.count > 1:
+        combine_splits(partials, out_THd, inputs, splits, scoring)

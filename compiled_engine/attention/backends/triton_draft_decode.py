@@ -7,27 +7,29 @@ own position. Keys are split between programs as those of a single query are, se
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
+from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
+from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
 from compiled_engine.attention.backends.triton_decode import DecodeTiles, decode_tiles
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     attend_tile,
     blocks_of,
-    combined,
-    first_seen,
+    keys_of_rows,
     normalised,
     scales,
-    store_partials,
 )
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.triton_codes import product_type, scales_of
-from compiled_engine.kernels.launch_arguments import dependent_launch
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
 # Most bytes of a column of a tile's rows: with more, the queries of a request are shared out among programs.
@@ -39,6 +41,7 @@ def queries_of_tile(query_len: int, group: int, element_size: int) -> int:
     return min(query_len, max(1, MOST_ROW_BYTES // element_size // group))
 
 
+@cache
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
     """Tiles as those of a single query; more rows take more warps, or fewer keys."""
     tiles = decode_tiles(head_dim, element_size, programs)
@@ -49,18 +52,6 @@ def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> D
     if programs == SMALL:
         return DecodeTiles(tiles.keys, num_warps=4, num_stages=3)
     return DecodeTiles(64, num_warps=4, num_stages=3, look_ahead=tiles.look_ahead)
-
-
-@triton.jit
-def _keys_of(
-    seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The first key that any of a request's queries sees, the end, and the row that sees it: the last but those of
-    padding, which see none."""
-    q_Q = tl.arange(0, TILE_Q)
-    seq_len_Q = tl.load(seq_lens_ptr + first_row + q_Q, mask=q_Q < QUERY_LEN, other=0)
-    last_row = first_row + tl.maximum(tl.sum((seq_len_Q > 0).to(tl.int32), 0) - 1, 0)
-    return first_seen(tl.load(seq_lens_ptr + first_row), WINDOW), tl.max(seq_len_Q, 0), last_row
 
 
 @quick_launches
@@ -122,7 +113,7 @@ def draft_decode_kernel(
     mask_M = (m_M < TILE_QUERIES * GROUP) & (query_M < QUERY_LEN)
     row_M = first_row + tl.where(mask_M, query_M, 0)
     # Before the wait: kernels just before this one write q and the cache, but lengths were there before them.
-    first_key, end_key, last_row = _keys_of(seq_lens_ptr, first_row, QUERY_LEN, WINDOW, TILE_Q)
+    first_key, end_key, last_row = keys_of_rows(seq_lens_ptr, first_row, QUERY_LEN, WINDOW, TILE_Q)
     seq_len_M = tl.load(seq_lens_ptr + row_M, mask=mask_M, other=0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -149,6 +140,7 @@ def draft_decode_kernel(
     sum_M = tl.zeros([TILE_M], tl.float32)
     # A row's table ends with its own context.
     table_ptr = block_table_ptr + last_row * table_stride
+    # fold_keys, which has one query, compiles to other code: it looks no blocks up before the loop without LOOK_AHEAD.
     n_N = tl.arange(0, TILE_N)
     block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
     for key in range(first_key, end_key, TILE_N):
@@ -191,53 +183,6 @@ def draft_decode_kernel(
         tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
 
-@quick_launches
-@triton.jit(
-    do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
-    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "sinks_ptr"],
-)
-def combine_drafts_kernel(
-    partial_ptr: tl.tensor,
-    partial_max_ptr: tl.tensor,
-    partial_sum_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    scale_log2: tl.tensor,
-    out_token_stride: tl.tensor,
-    num_splits: tl.tensor,
-    min_keys: tl.tensor,
-    OUT_HEAD_STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_S: tl.constexpr,
-    TILE_D: tl.constexpr,
-    GRAIN: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
-) -> None:
-    """One program per (head, row): weigh what the splits of the request left, and write the result."""
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    first_key, end_key, _ = _keys_of(seq_lens_ptr, row // QUERY_LEN * QUERY_LEN, QUERY_LEN, WINDOW, TILE_Q)
-    num_keys = end_key - first_key
-    length = split_length(num_keys, num_splits, min_keys, GRAIN)
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
-    if length >= num_keys:
-        return  # a lone split has written the result
-    splits_S = tl.arange(0, TILE_S)
-    written_S = (splits_S * length < num_keys) & (splits_S < num_splits)
-    d_D = tl.arange(0, TILE_D)
-    partials_S = (row * tl.num_programs(0) + head) * num_splits + splits_S
-    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, scale_log2, HEAD_DIM, TILE_D, "")
-    out_row = tl.multiple_of(row * out_token_stride, 8) + head * OUT_HEAD_STRIDE
-    tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
-
-
 def draft_decode(
     q_THd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
@@ -252,50 +197,34 @@ def draft_decode(
     The contexts of a request's rows end one token after the other; those at its end may be rows of padding. q, cache,
     out: see AttentionBackend.attend.
     """
-    _, num_heads, head_dim = q_THd.shape
     num_rows = inputs.seq_lens_R.shape[0]
-    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
-    group = num_heads // num_kv_heads
-    tile_queries = queries_of_tile(query_len, group, q_THd.element_size())
-    rows = max(16, triton.next_power_of_2(tile_queries * group))
-    tiles = draft_tiles(head_dim, q_THd.element_size(), splits.programs, rows)
-    scale_log2, cap_scale = scales(scoring)
-    split = splits.count > 1
-    partial_shape = (num_rows, num_heads, splits.count) if split else (0,)
-    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
-    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    num_programs = num_rows // query_len * triton.cdiv(query_len, tile_queries)
-    draft_decode_kernel[(num_kv_heads, num_programs, splits.count)](
+    constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)
+    group, element_size = constants["GROUP"], q_THd.element_size()
+    tile_queries = queries_of_tile(query_len, group, element_size)
+    rows = rows_of(tile_queries * group)
+    tiles = draft_tiles(q_THd.shape[2], element_size, splits.programs, rows)
+    partials = Partials.of(out_THd, num_rows, splits.count)
+    num_programs = num_rows // query_len * cdiv(query_len, tile_queries)
+    draft_decode_kernel[(kv_cache_N2PKd.shape[3], num_programs, splits.count)](
         q_THd,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
-        partial,
-        partial_max,
-        partial_sum,
+        *partials,
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
-        scale_log2,
+        scales(scoring)[0],
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
         out_THd.stride(0),
         splits.min_keys,
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
+        **constants,
         QUERY_LEN=query_len,
         TILE_QUERIES=tile_queries,
-        TILE_Q=triton.next_power_of_2(query_len),
+        TILE_Q=next_power_of_2(query_len),
         TILE_M=rows,
         TILE_N=tiles.keys,
-        TILE_D=triton.next_power_of_2(head_dim),
         GRAIN=GRAIN,
         LOOK_AHEAD=tiles.look_ahead,
         num_warps=tiles.num_warps,
@@ -303,27 +232,5 @@ def draft_decode(
         enable_fp_fusion=True,
         **dependent_launch(q_THd.device),
     )
-    if split:
-        combine_drafts_kernel[(num_heads, num_rows)](
-            partial,
-            partial_max,
-            partial_sum,
-            out_THd,
-            inputs.seq_lens_R,
-            scoring.sinks_H,
-            scale_log2,
-            out_THd.stride(0),
-            splits.count,
-            splits.min_keys,
-            OUT_HEAD_STRIDE=out_THd.stride(1),
-            WINDOW=scoring.sliding_window,
-            HEAD_DIM=head_dim,
-            QUERY_LEN=query_len,
-            TILE_Q=triton.next_power_of_2(query_len),
-            TILE_S=triton.next_power_of_2(splits.count),
-            TILE_D=triton.next_power_of_2(head_dim),
-            GRAIN=GRAIN,
-            num_warps=4,
-            enable_fp_fusion=True,
-            **dependent_launch(out_THd.device),
-        )
+    if splits.count > 1:
+        combine_splits(partials, out_THd, inputs, splits, scoring, query_len)

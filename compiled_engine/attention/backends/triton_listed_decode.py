@@ -8,6 +8,7 @@ depends on the request and on the launch alone, never on its neighbours.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -15,13 +16,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
+from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
+from compiled_engine.attention.backends.triton_combine import Partials, combined, store_partials
 from compiled_engine.attention.backends.triton_tile import (
     attend_keys,
-    combined,
     first_seen,
     normalised,
     scales,
-    store_partials,
 )
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
@@ -40,6 +41,7 @@ class ListedDecodeTiles:
     programs: int
 
 
+@cache
 def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
     """Tiles by head size (elements) and element size (bytes): small ones, since contexts may be short."""
     if element_size == 4:
@@ -186,45 +188,30 @@ def listed_decode(
     scoring: Scoring,
 ) -> None:
     """Launch the kernel for all requests with one query. min_keys: as the list was made with."""
-    _, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
-    group = num_heads // num_kv_heads
-    tiles = listed_decode_tiles(head_dim, q_THd.element_size())
-    scale_log2, cap_scale = scales(scoring)
-    partial_shape = (layout.num_requests, num_heads, MAX_LISTED_SPLITS)
-    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
-    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
+    num_kv_heads = kv_cache_N2PKd.shape[3]
+    tiles = listed_decode_tiles(q_THd.shape[2], q_THd.element_size())
+    constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)
+    partials = Partials.of(out_THd, layout.num_requests, MAX_LISTED_SPLITS)
     listed_decode_kernel[(min(num_sms * tiles.programs, layout.num_requests * num_kv_heads * MAX_LISTED_SPLITS),)](
         q_THd,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
-        partial,
-        partial_max,
-        partial_sum,
+        *partials,
         work_W,
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
-        scale_log2,
+        scales(scoring)[0],
         layout.num_requests,
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
         out_THd.stride(0),
         min_keys,
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        TILE_M=max(16, triton.next_power_of_2(group)),
+        **constants,
+        TILE_M=rows_of(constants["GROUP"]),
         TILE_N=tiles.keys,
-        TILE_D=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,
         GRAIN=GRAIN,

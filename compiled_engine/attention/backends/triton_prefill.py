@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
+from compiled_engine.attention.backends.kernel_arguments import paged_constants
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     attend_tile,
@@ -203,10 +204,7 @@ def prefill(
 ) -> None:
     """Launch the kernel for all requests with several queries, right after `listed_decode`. num_tiles: see
     num_tiles_of."""
-    num_tokens, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
-    scale_log2, cap_scale = scales(scoring)
-    prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(num_tokens) * num_kv_heads),)](
+    prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(q_THd.shape[0]) * layout.num_kv_heads),)](
         q_THd,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
@@ -217,23 +215,14 @@ def prefill(
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
-        scale_log2,
+        scales(scoring)[0],
         layout.num_requests,
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
         out_THd.stride(0),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
+        **paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True),
         TILE_M=tiles.rows,
         TILE_N=tiles.keys,
-        TILE_D=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,
         num_warps=tiles.num_warps,

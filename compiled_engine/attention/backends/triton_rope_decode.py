@@ -7,15 +7,15 @@ This step's key never goes through the cache: it is the first that the last spli
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
-from compiled_engine.attention.backends.triton_decode import combine_splits, decode_tiles
+from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants, rows_of
+from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
+from compiled_engine.attention.backends.triton_decode import decode_tiles
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     add_values,
@@ -27,7 +27,6 @@ from compiled_engine.attention.backends.triton_tile import (
     normalised,
     scales,
     scores_of,
-    store_partials,
     sum_of,
     weigh,
 )
@@ -277,57 +276,31 @@ def rope_decode(
     scoring: Scoring,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
-    _, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
-    group = num_heads // num_kv_heads
-    tiles = decode_tiles(head_dim, q_THd.element_size(), splits.programs)
-    scale_log2, cap_scale = scales(scoring)
-    partial_shape = (num_decodes, num_heads, splits.count) if splits.count > 1 else (0,)
-    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
-    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
-    rope_decode_kernel[(num_kv_heads, num_decodes, splits.count)](
-        q_THd,
-        k_TKd,
-        v_TKd,
-        rotation.q_norm_weight_d,
-        rotation.k_norm_weight_d,
-        rotation.cos_T1d,
-        rotation.sin_T1d,
+    tiles = decode_tiles(q_THd.shape[2], q_THd.element_size(), splits.programs)
+    rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
+    constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)
+    partials = Partials.of(out_THd, num_decodes, splits.count)
+    rope_decode_kernel[(kv_cache_N2PKd.shape[3], num_decodes, splits.count)](
+        *rotating.tensors,
         kv_cache_N2PKd,
         scales_of(kv_cache_N2PKd, scoring.kv_scales_2K),
         out_THd,
-        partial,
-        partial_max,
-        partial_sum,
+        *partials,
         inputs.slot_mapping_T,
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
         rotation.eps,
-        scale_log2,
+        scales(scoring)[0],
         inputs.block_table_RB.stride(0),
-        *token_strides,
+        *rotating.token_strides,
         out_THd.stride(0),
         splits.min_keys,
-        STRIDE_MULTIPLE=math.gcd(8, *token_strides),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=k_TKd.stride(1),
-        V_HEAD_STRIDE=v_TKd.stride(1),
-        OUT_HEAD_STRIDE=out_THd.stride(1),
-        OFFSET=rotation.norm_offset,
-        WIDE=rotation.norm_wide,
-        WINDOW=scoring.sliding_window,
-        CAP_SCALE=cap_scale,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        WIDTH=width,
-        TILE_M=max(16, triton.next_power_of_2(group)),
+        **rotating.constants,
+        **constants,
+        TILE_M=rows_of(constants["GROUP"]),
         FIRST_N=tiles.keys,
         TILE_N=tiles.keys,
-        TILE_D=triton.next_power_of_2(head_dim),
         GRAIN=GRAIN,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -335,4 +308,4 @@ def rope_decode(
         **dependent_launch(q_THd.device),
     )
     if splits.count > 1:
-        combine_splits(partial, partial_max, partial_sum, out_THd, inputs, splits, scoring)
+        combine_splits(partials, out_THd, inputs, splits, scoring)

@@ -1,5 +1,5 @@
 """Steps of attention over the paged cache that all kernels share: addresses of keys and values, the mask of a query,
-the online softmax over a tile, and the combination of splits.
+and the online softmax over a tile.
 
 Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention). Gluon kernels call these
 functions too, except those that load or multiply tiles.
@@ -43,6 +43,18 @@ def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
         return tl.maximum(seq_len - WINDOW, 0)
     else:
         return 0
+
+
+@triton.jit
+def keys_of_rows(
+    seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The first key that any of a request's queries sees, the end, and the row that sees it: the last but those of
+    padding, which see none."""
+    q_Q = tl.arange(0, TILE_Q)
+    seq_len_Q = tl.load(seq_lens_ptr + first_row + q_Q, mask=q_Q < QUERY_LEN, other=0)
+    last_row = first_row + tl.maximum(tl.sum((seq_len_Q > 0).to(tl.int32), 0) - 1, 0)
+    return first_seen(tl.load(seq_lens_ptr + first_row), WINDOW), tl.max(seq_len_Q, 0), last_row
 
 
 @triton.jit
@@ -320,54 +332,3 @@ def normalised(
         sum_M += tl.exp2(sink_M * LOG2_E - max_M * scale_log2)
     # A padding row (seq_len 0) saw no key: zeros.
     return acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
-
-
-@triton.jit
-def store_partials(
-    partial_ptr: tl.tensor,
-    partial_max_ptr: tl.tensor,
-    partial_sum_ptr: tl.tensor,
-    partials_M: tl.tensor,
-    mask_M: tl.tensor,
-    acc_MD: tl.tensor,
-    max_M: tl.tensor,
-    sum_M: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    TILE_D: tl.constexpr,
-) -> None:
-    """Store acc, max and sum of a split, for `combined`. partials_M: the place of each head."""
-    d_D = tl.arange(0, TILE_D)
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
-    tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
-    tl.store(partial_max_ptr + partials_M, max_M, mask=mask_M)
-    tl.store(partial_sum_ptr + partials_M, sum_M, mask=mask_M)
-
-
-@triton.jit
-def combined(
-    partial_ptr: tl.tensor,
-    partial_max_ptr: tl.tensor,
-    partial_sum_ptr: tl.tensor,
-    partials_S: tl.tensor,
-    written_S: tl.tensor,
-    sinks_ptr: tl.tensor,
-    head: tl.tensor,
-    scale_log2: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    TILE_D: tl.constexpr,
-    CACHE_MODIFIER: tl.constexpr,
-) -> tl.tensor:
-    """A head's result from what its splits left, each weighed by its maximum. CACHE_MODIFIER: ".cg" within the launch
-    that wrote it."""
-    d_D = tl.arange(0, TILE_D)
-    max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
-    sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=CACHE_MODIFIER)
-    acc_ptrs_SD = partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :]
-    mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
-    acc_SD = tl.load(acc_ptrs_SD, mask=mask_SD, other=0.0, cache_modifier=CACHE_MODIFIER)
-    largest = tl.max(max_S, 0)
-    weight_S = tl.exp2((max_S - largest) * scale_log2)
-    total = tl.sum(sum_S * weight_S, 0)
-    if sinks_ptr is not None:
-        total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E - largest * scale_log2)
-    return tl.sum(acc_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)

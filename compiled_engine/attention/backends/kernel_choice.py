@@ -1,0 +1,135 @@
+"""The kernel that attends for a batch: one choice, for queries that are rotated and for those that are not yet.
+
+docs/architecture.md, "Attention kernels", shows it as a table.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from compiled_engine.attention.backends.coded_decode import CodedPlan, coded_plan
+from compiled_engine.attention.backends.decode_splits import (
+    BatchFacts,
+    Splits,
+    few_short_contexts,
+    one_kernel_pays,
+    plan_splits,
+    short_contexts_of,
+    short_splits,
+)
+from compiled_engine.attention.backends.short_decode import ShortTiles, exists_on_hopper
+from compiled_engine.attention.backends.short_drafts import fits_one_tile, tiles_of_drafts
+from compiled_engine.kv_format import has_scales, is_coded
+
+
+class Kernel(Enum):
+    """The kernels by the function that launches them. Those in ROTATING also norm and rotate, and write K and V."""
+
+    SHORT_DECODE = "short_decode"
+    SHORT_DRAFTS = "short_drafts"
+    ROPE_DECODE = "rope_decode"
+    CODED_DECODE = "coded_decode"
+    DECODE = "decode"
+    DRAFT_DECODE = "draft_decode"
+    LISTED_DECODE = "listed_decode"
+
+
+ROTATING = frozenset({Kernel.SHORT_DECODE, Kernel.SHORT_DRAFTS, Kernel.ROPE_DECODE, Kernel.CODED_DECODE})
+
+
+class Plan(NamedTuple):
+    """A kernel, and how it divides a request's keys. LISTED_DECODE takes its splits from the work list, and a prefill
+    kernel follows it where there are prompts."""
+
+    kernel: Kernel
+    division: Splits | CodedPlan | ShortTiles | None = None
+
+
+class LayerFacts(NamedTuple):
+    """The facts of a layer and its device that a choice follows from.
+
+    on_hopper: whether Hopper's decode kernels exist for these heads. on_gpu: not Triton's interpreter.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    cache_dtype: torch.dtype
+    num_sms: int
+    on_hopper: bool
+    on_gpu: bool = True
+
+    @classmethod
+    def of(cls, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> LayerFacts:
+        _, num_heads, head_dim = q_THd.shape
+        return layer_facts(
+            num_heads, kv_cache_N2PKd.shape[3], head_dim, q_THd.dtype, kv_cache_N2PKd.dtype, q_THd.device
+        )
+
+    def short_contexts(self, num_requests: int) -> tuple[int, ...]:
+        """Return the context lengths, ascending, up to which this many requests have kernels of their own."""
+        if self.on_hopper:
+            return short_contexts_of(num_requests, self.num_kv_heads, self.num_sms)
+        if self.on_gpu and is_coded(self.cache_dtype):
+            return few_short_contexts(num_requests, self.num_kv_heads, self.num_sms)
+        return ()
+
+
+@cache
+def layer_facts(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> LayerFacts:
+    """Return the facts of a layer. dtype: of queries."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    on_hopper = on_gpu and exists_on_hopper(num_heads, num_kv_heads, head_dim, dtype)
+    return LayerFacts(num_heads, num_kv_heads, cache_dtype, num_multiprocessors(device), on_hopper, on_gpu)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; 16 for Triton's interpreter, and where there is no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotated: bool = False) -> Plan:
+    """Choose the kernel for a batch, by what a captured graph is keyed by and by the device.
+
+    sliding_window: see Scoring. unrotated: q and k are not rotated yet. A plan whose kernel is not in ROTATING then
+    says that rotation and attention are kernels of their own.
+    """
+    if batch.num_decodes < batch.num_requests:
+        return Plan(Kernel.LISTED_DECODE)
+    num_requests, bound = batch.num_requests // batch.query_len, batch.max_seq_len
+    num_programs = num_requests * layer.num_kv_heads
+    num_keys = min(bound, (sliding_window or bound) + batch.query_len - 1)
+    coded = is_coded(layer.cache_dtype)
+    if coded and layer.on_hopper and batch.query_len == 1:
+        scaled = has_scales(layer.cache_dtype)
+        plan = coded_plan(num_requests, layer.num_kv_heads, num_keys, layer.num_sms, scaled)
+        return Plan(Kernel.CODED_DECODE, plan)
+    splits = plan_splits(num_requests, layer.num_kv_heads, num_keys, layer.num_sms)
+    if batch.query_len > 1:
+        contexts = layer.short_contexts(num_requests)
+        if unrotated and not coded and num_programs <= layer.num_sms:
+            tiles = tiles_of_drafts(bound, contexts)
+            if tiles is not None and fits_one_tile(batch.query_len, layer.num_heads // layer.num_kv_heads):
+                return Plan(Kernel.SHORT_DRAFTS, tiles)
+        return Plan(Kernel.DRAFT_DECODE, short_splits(num_requests, bound, contexts) or splits)
+    if unrotated:
+        short = short_splits(num_requests, bound, layer.short_contexts(num_requests))
+        whole = short is not None and short.count == 1
+        if whole and not coded:
+            return Plan(Kernel.SHORT_DECODE, ShortTiles.of(num_programs, layer.num_sms, bound))
+        if whole or (not batch.listed and one_kernel_pays(short or splits, bound)):
+            return Plan(Kernel.ROPE_DECODE, short or splits)
+    return Plan(Kernel.LISTED_DECODE) if batch.listed else Plan(Kernel.DECODE, splits)

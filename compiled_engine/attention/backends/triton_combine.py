@@ -1,0 +1,169 @@
+"""Triton kernel: the result of each query from what the splits of its keys left (Dao et al. 2023, Flash-Decoding)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
+from compiled_engine.attention.backends.triton_tile import LOG2_E, LOWEST, keys_of_rows, scales
+from compiled_engine.attention.backends.work_list import split_length
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+
+
+class Partials(NamedTuple):
+    """Space for what splits leave, float32: acc [R, H, S, d], max and sum [R, H, S]; empty for a single split."""
+
+    acc: torch.Tensor
+    max: torch.Tensor
+    sum: torch.Tensor
+
+    @classmethod
+    def of(cls, out_THd: torch.Tensor, num_rows: int, num_splits: int) -> Partials:
+        _, num_heads, head_dim = out_THd.shape
+        shape = (num_rows, num_heads, num_splits) if num_splits > 1 else (0,)
+        acc = out_THd.new_empty((*shape, head_dim), dtype=torch.float32)
+        return cls(acc, *out_THd.new_empty((2, *shape), dtype=torch.float32))
+
+
+@triton.jit
+def store_partials(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    partials_M: tl.tensor,
+    mask_M: tl.tensor,
+    acc_MD: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr,
+) -> None:
+    """Store acc, max and sum of a split, for `combined`. partials_M: the place of each head."""
+    d_D = tl.arange(0, TILE_D)
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
+    tl.store(partial_max_ptr + partials_M, max_M, mask=mask_M)
+    tl.store(partial_sum_ptr + partials_M, sum_M, mask=mask_M)
+
+
+@triton.jit
+def combined(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    partials_S: tl.tensor,
+    written_S: tl.tensor,
+    sinks_ptr: tl.tensor,
+    head: tl.tensor,
+    scale_log2: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr,
+    CACHE_MODIFIER: tl.constexpr,
+) -> tl.tensor:
+    """A head's result from what its splits left, each weighed by its maximum. CACHE_MODIFIER: ".cg" within the launch
+    that wrote it."""
+    d_D = tl.arange(0, TILE_D)
+    max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
+    sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=CACHE_MODIFIER)
+    acc_ptrs_SD = partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :]
+    mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
+    acc_SD = tl.load(acc_ptrs_SD, mask=mask_SD, other=0.0, cache_modifier=CACHE_MODIFIER)
+    largest = tl.max(max_S, 0)
+    weight_S = tl.exp2((max_S - largest) * scale_log2)
+    total = tl.sum(sum_S * weight_S, 0)
+    if sinks_ptr is not None:
+        total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E - largest * scale_log2)
+    return tl.sum(acc_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
+    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "sinks_ptr"],
+)
+def combine_kernel(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    out_token_stride: tl.tensor,
+    num_splits: tl.tensor,
+    min_keys: tl.tensor,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per (head, row): weigh what the splits that had keys left, and write the result. QUERY_LEN: rows in
+    turn that share a request, and its splits."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    if QUERY_LEN == 1:
+        num_keys = tl.load(seq_lens_ptr + row)
+        if WINDOW > 0:
+            num_keys = tl.minimum(num_keys, WINDOW)
+    else:
+        first_key, end_key, _ = keys_of_rows(seq_lens_ptr, row // QUERY_LEN * QUERY_LEN, QUERY_LEN, WINDOW, TILE_Q)
+        num_keys = end_key - first_key
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    if length >= num_keys:
+        return  # a lone split has written the result
+    splits_S = tl.arange(0, TILE_S)
+    written_S = (splits_S * length < num_keys) & (splits_S < num_splits)
+    d_D = tl.arange(0, TILE_D)
+    partials_S = (row * tl.num_programs(0) + head) * num_splits + splits_S
+    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, scale_log2, HEAD_DIM, TILE_D, "")
+    out_row = tl.multiple_of(row * out_token_stride, 8) + head * OUT_HEAD_STRIDE
+    tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
+
+
+def combine_splits(
+    partials: Partials,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    splits: Splits,
+    scoring: Scoring,
+    query_len: int = 1,
+) -> None:
+    """Launch the kernel for rows of which as many as `query_len` in turn share a request."""
+    num_rows, num_heads, _, head_dim = partials.acc.shape
+    combine_kernel[(num_heads, num_rows)](
+        *partials,
+        out_THd,
+        inputs.seq_lens_R,
+        scoring.sinks_H,
+        scales(scoring)[0],
+        out_THd.stride(0),
+        splits.count,
+        splits.min_keys,
+        OUT_HEAD_STRIDE=out_THd.stride(1),
+        WINDOW=scoring.sliding_window,
+        HEAD_DIM=head_dim,
+        QUERY_LEN=query_len,
+        TILE_Q=next_power_of_2(query_len),
+        TILE_S=next_power_of_2(splits.count),
+        TILE_D=next_power_of_2(head_dim),
+        GRAIN=GRAIN,
+        num_warps=4,
+        enable_fp_fusion=True,
+        **dependent_launch(out_THd.device),
+    )
