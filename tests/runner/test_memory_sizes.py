@@ -15,15 +15,12 @@ from plain_config import BASE
 from compiled_engine.config import (
     DraftConfig,
     EngineConfig,
-    GraphConfig,
-    GraphMode,
     HeadShape,
     ParallelConfig,
     SpeculationConfig,
 )
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 from compiled_engine.runner.kv_cache import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
-from compiled_engine.runner.step_graphs import affordable
 
 # Two layers, keys and values, 16 slots, two heads of 16 elements in float32.
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
@@ -130,27 +127,3 @@ def test_an_encoder_has_no_cache() -> None:
     encoder = replace(BASE, model=replace(BASE.model, causal=False))
     assert size_cache(encoder, 5, 6, 7) == CacheSize(0, 0, None, 5, 6)
     assert size_cache(encoder, 5, 6, 7).metrics(9) == {"kv_cache_bytes": 0, "kv_cache_room_bytes": None}
-
-
-def test_graphs_are_captured_as_far_as_their_pool_is_small() -> None:
-    """A step of 256 tokens takes 256 units; a pool may have an eighth of what is left without it."""
-    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32, 64)))
-
-    def sizes(left: int | None, all_reduce_min: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
-        found = affordable(config, 256, left, all_reduce_min)
-        assert replace(found, token_sizes=config.graph.token_sizes) == config.graph
-        return found.token_sizes
-
-    assert sizes(None) == (8, 16, 32, 64)
-    assert [sizes(256 + 8 * size) for size in (64, 63, 32, 8, 7)] == [
-        (8, 16, 32, 64), (8, 16, 32), (8, 16, 32), (8,), ()
-    ]  # fmt: skip
-    assert sizes(256 + 8 * 64, lambda count: count - 1) == (8, 16, 32)
-
-
-def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (), (8, 16)))
-    affordable(config, 256, 256 + 8 * 16, lambda count: count)
-    assert not caplog.records
-    affordable(config, 256, 256 + 8 * 8, lambda count: count)
-    assert "no CUDA graphs of more than 8 tokens: their pool would take more than 12 % of" in caplog.text

@@ -1,4 +1,4 @@
-"""Workers are asked for every kernel that the warm-up launches: on a CPU, where nothing is launched."""
+"""The warm-up, on a CPU, where nothing is launched: its batches, and that workers are asked for all of its kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import input_batch, step_sampling, warm_up
 from compiled_engine.runner.drafts import launch_verify
@@ -90,7 +91,7 @@ def step_of(llm: LLM, config: EngineConfig) -> GraphedStep:
         TRITON.work_length(most_tokens, most_rows, planned),
         has_drafts=in_each > 0,
     )
-    pending = PendingSteps(buffers, device, runner._clock)
+    pending = PendingSteps(buffers, device, StepClock(device))
     advance = StepAdvance(states, buffers, speculation)
     sampling = StepSampling(runner.model, sampler, states, buffers, pending, advance)
     forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
