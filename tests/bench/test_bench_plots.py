@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_engine.bench.pages import render_ablation
-from compiled_engine.bench.plots import LABEL_GAP, apart
 from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.cli.app import app
-from compiled_engine.cli.bench_ablation import ablation_table, print_ablation
 
 PNG = b"\x89PNG\r\n"
 EVIL = "<script>alert($1^2$)</script> without $x_$"
@@ -128,25 +125,6 @@ def test_without_any_figures_there_is_a_page_without_plots(result: dict[str, Any
     page.feed(render_ablation(result))
     assert "img" not in [tag for tag, _ in page.tags]
     assert "compiled + piecewise failed" in page.text
-
-
-def test_labels_are_moved_apart_and_stay_inside() -> None:
-    for places in ([0.1, 0.11, 0.5], [0.97, 0.98, 0.99, 1.0], [0.3]):
-        moved = apart(places)
-        assert all(b - a >= LABEL_GAP - 1e-9 for a, b in pairwise(moved))
-        assert max(moved) <= 1.0
-    assert apart([0.1, 0.5]) == [0.1, 0.5]
-
-
-def test_the_table_has_a_row_a_variant_and_the_bound(
-    result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = ablation_table(result)
-    assert table.row_count == len(result["variants"]) + 1
-    print_ablation(result)
-    shown = capsys.readouterr().out
-    for text in ("compiled + full", "failed", "a <note>", "4.3 TB/s"):
-        assert text in shown
 
 
 def test_json_that_is_no_ablation_is_refused(result: dict[str, Any], tmp_path: Path) -> None:
