@@ -1,4 +1,4 @@
-"""How memory is divided between the KV cache, graphs and the work of a step, by numbers made up."""
+"""The KV cache: how many blocks there are, beside graphs and the work of a step, by made-up sizes; and its tensors."""
 
 from __future__ import annotations
 
@@ -127,3 +127,25 @@ def test_an_encoder_has_no_cache() -> None:
     encoder = replace(BASE, model=replace(BASE.model, causal=False))
     assert size_cache(encoder, 5, 6, 7) == CacheSize(0, 0, None, 5, 6)
     assert size_cache(encoder, 5, 6, 7).metrics(9) == {"kv_cache_bytes": 0, "kv_cache_room_bytes": None}
+
+
+def test_on_a_cpu_blocks_take_memory_from_their_first_use_on() -> None:
+    process = psutil.Process()
+    config = BASE
+    before = process.memory_info().rss
+    caches = allocate(config, (1 << 29) // block_bytes(config))
+    assert sum(cache.nbytes for cache in caches) > 500 << 20
+    assert process.memory_info().rss - before < 50 << 20
+    assert all(not cache[:: len(cache) // 8].any() for cache in caches)
+    caches[-1][-1] = 1.0
+    assert int((caches[-1] != 0).sum()) == caches[-1][-1].numel()
+
+
+def test_a_block_has_the_bytes_that_it_is_said_to_have() -> None:
+    config = BASE
+    assert sum(cache.nbytes for cache in allocate(config, 3)) == 3 * block_bytes(config)
+    heads = tuple(HeadShape(4, 1 + layer % 2, 64 << layer % 2) for layer in range(config.model.num_layers))
+    mixed = replace(config, model=replace(config.model, layer_heads=heads))
+    caches = allocate(mixed, 3)
+    assert [cache.shape[3:] for cache in caches] == [(layer.num_kv_heads, layer.head_dim) for layer in heads]
+    assert sum(cache.nbytes for cache in caches) == 3 * block_bytes(mixed)
