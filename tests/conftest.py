@@ -58,9 +58,9 @@ _traces.handlers.clear()
 # tests begins with such a collection, see kept_out_of_collections.
 THRESHOLDS = 20_000, 20, 100
 
-# How fast a machine is may not decide whether a test passes. Examples are drawn anew in each run, so few will do.
-settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("few", settings.get_profile("all"), max_examples=50)
+# How fast a machine is may not decide whether a test passes.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 own_cache_dir = pytest.StashKey[str]()
 own_kernels = pytest.StashKey[dict[str, str]]()
@@ -74,7 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
     So do kernels that tests launch without an engine. In Triton's own folder, processes that compile a kernel at the
     same time replace each other's libraries, see CheckedFiles.put.
     """
-    settings.load_profile("all" if config.getoption("--all") else "few")
     if not config.getoption("--unpoisoned"):
         config.stash[own_poison] = stack = ExitStack()
         stack.enter_context(poison.poisoned())
@@ -106,7 +105,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run every case (markers: product, shown_by), and all examples")
+    parser.addoption("--all", action="store_true", help="run every case (markers: product, shown_by)")
     parser.addoption("--seed", default="0", help="chooses the cases of products that run without --all")
     parser.addoption("--unpoisoned", action="store_true", help="memory that nobody has written is not filled with NaN")
 

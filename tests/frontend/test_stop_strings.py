@@ -78,6 +78,10 @@ for _ in range(20):
 """)
 
 
+def test_of_two_that_end_together_the_longer_wins() -> None:
+    assert run(["b", "ab"], ["xab"]) == (["x"], "ab")
+
+
 def test_a_stop_string_in_text_that_is_not_searched_does_not_count() -> None:
     watcher = StopStrings(["ab"])
     assert watcher.push("xab", search=False) == ("xab", None)
@@ -98,6 +102,14 @@ def test_a_stop_string_that_ended_before_the_search_stays_uncounted(include: boo
     assert watcher.push("xab", search=False) == ("xab", None)
     assert watcher.push("c") == ("c", None)
     assert watcher.push("ab") == ("ab" if include else "", "ab")
+
+
+@pytest.mark.parametrize("count", range(1, 4))
+def test_text_that_is_out_may_begin_a_stop_string(count: int) -> None:
+    """However much of it came before."""
+    watcher = StopStrings(["STOP", "ab"], include_in_output=True)
+    assert watcher.push("one " + "STOP"[:count]) == ("one " + "STOP"[:count], None)
+    assert watcher.push("STOP"[count:] + " two") == ("STOP"[count:], "STOP")
 
 
 def test_without_stop_strings_text_passes() -> None:

@@ -29,6 +29,27 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:
     assert token_ids[3] == 7
 
 
+def test_bad_words_look_at_the_output_alone() -> None:
+    logits_V = torch.zeros(VOCAB_SIZE)
+    logits_V[[7, 8]] = torch.tensor([9.0, 5.0])
+    params = SamplingParams(temperature=0, bad_words_token_ids=((5, 6, 7),))
+    assert sample_once(logits_V, params, [1, 5, 6], 1) == 8
+    assert sample_once(logits_V, params, [1, 5, 6], 2) == 7
+    assert sample_once(logits_V, params, [1, 4, 4, 5, 6], 1) == 8  # the end of a longer output
+    assert sample_once(logits_V, params, [1, 6, 5], 1) == 7
+    assert sample_once(logits_V, params, [1], 1) == 7
+    assert sample_once(logits_V, SamplingParams(temperature=0, bad_words_token_ids=((7,),)), [1], 1) == 8
+
+
+def test_rows_have_bad_words_of_their_own() -> None:
+    logits_RV = torch.zeros(2, VOCAB_SIZE)
+    logits_RV[:, 7], logits_RV[:, 8] = 9.0, 5.0
+    sampler = make_sampler()
+    for row, word in enumerate([(5, 6, 7), (6, 5, 7)]):
+        sampler.add_row(row, SamplingParams(temperature=0, bad_words_token_ids=(word,)), 0, [1, 6, 5], 1, set())
+    assert sample(sampler, logits_RV, np.arange(2), np.full(2, 3)).token_ids == [7, 8]
+
+
 def test_min_tokens_forbids_every_end_until_then() -> None:
     logits_V = torch.zeros(VOCAB_SIZE)
     logits_V[[EOS, 9, 4]] = torch.tensor([9.0, 8.0, 7.0])
