@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, json_value
 from compiled_engine.graphs.cache.entry import factors_key
@@ -338,6 +339,35 @@ def test_bars_of_a_waterfall_are_on_one_scale_below_their_parents(entry: Path) -
     assert waterfall([], {}) == []
     (alone,) = waterfall([{"name": "a", "start_s": 3.0, "seconds": 0.0, "parent": None}], {})
     assert (alone.left, alone.width) == (0.0, 0.0)
+
+
+def test_pieces_beyond_the_alphabet_have_two_letters(tmp_path: Path) -> None:
+    keys = [f"{number:020}" for number in range(80)]
+    steps = tuple(call(key, None, (number,), (number + 1,)) for number, key in enumerate(keys))
+    plan = Plan(("x",), (Source("argument", "x"),), steps, (80,))
+    write_compiled_range(tmp_path, CompiledRange("forward", CompileRange(1, 64), plan, ("x",), ()), [])
+    (tmp_path / "pieces").mkdir()
+    for key in keys:
+        (tmp_path / "pieces" / f"{key}.json").write_text(json.dumps(GRAPH))
+    replace(RECORD, pieces=tuple(PieceRecord(key, 0.0, None) for key in keys)).write(tmp_path)
+    names = [piece["name"] for piece in report_of(tmp_path).data["pieces"]]
+    assert (names[:2], names[25:28], names[51:53], names[77:]) == (
+        *(["A", "B"], ["Z", "AA", "AB"], ["AZ", "BA"], ["BZ", "CA", "CB"]),
+    )
+
+
+def test_launches_of_a_decode_step_are_the_difference_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU has launches to count."""
+    asked: list[int] = []
+
+    def count(work: Any) -> int:
+        work()
+        return 10 + 7 * asked[-1]
+
+    monkeypatch.setattr(kernels, "_kernels", count)
+    assert kernels.kernels_per_decode_step(asked.append, torch.device("cpu")) is None
+    assert asked == []
+    assert kernels.kernels_per_decode_step(asked.append, torch.device("cuda", 0)) == 7
 
 
 def test_calls_of_what_has_no_name_launch_nothing() -> None:
