@@ -47,7 +47,7 @@ SKIPPED = {
 }
 
 # Packages of quick tests. Their files come last, so that processes side by side end at about the same time.
-QUICK = ("frontend", "grammars", "kernels", "other_engines", "process", "resolve", "rows", "runner")
+QUICK = ("frontend", "grammars", "kernels", "other_engines", "process", "resolve", "rows")
 
 # For a listener of this logger torch.compile writes out every graph; pytest would be one if it did not propagate.
 _traces = logging.getLogger("torch.__trace")

@@ -51,17 +51,17 @@ async def chat_completions(request: Request) -> Reply:
     fields, ignored = await read_body(request, serving, ChatRequest)
     model = serving.model(fields.model)
     prompt = await unless_gone(request.receive, chat_prompt(serving, fields))
-    answer = _Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
+    answer = Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
     kind: OutputKind = "delta" if fields.streams else "final"
     salt = cache_salt(request, fields)
     outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages", salt, model)
     if fields.streams:
-        return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
-    return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)
+        return EventStream(with_errors(answer_events(answer, await begun(outputs))), warned(ignored))
+    return json_response(await unless_gone(request.receive, whole_answer(answer, outputs)), ignored)
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """The fields that all parts of an answer share."""
 
     id: str
@@ -96,7 +96,8 @@ def finish_reason(completion: CompletionOutput, last_arguments: str | None) -> s
     return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
 
 
-async def _whole(answer: _Answer, outputs: Outputs) -> ChatResponse:
+async def whole_answer(answer: Answer, outputs: Outputs) -> ChatResponse:
+    """Wait for all outputs; return the response with the completions of a chat."""
     usage = UsageCounter()
     async with aclosing(outputs):
         async for _, last in outputs:
@@ -114,7 +115,7 @@ async def _whole(answer: _Answer, outputs: Outputs) -> ChatResponse:
     )
 
 
-def _choice(answer: _Answer, completion: CompletionOutput) -> ChatChoice:
+def _choice(answer: Answer, completion: CompletionOutput) -> ChatChoice:
     parser = answer.prompt.make_parser()
     pieces = answer.shown(joined(parser.push(completion.text) + parser.finish()))
     message = message_of(pieces, answer.prompt.make_call_id)
@@ -151,7 +152,7 @@ def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMe
 class _Part:
     """An answer that is sent in events."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._parser: AnswerParser = answer.prompt.make_parser()
         self._last_arguments: str | None = None  # of calls
@@ -194,9 +195,10 @@ class _Part:
                 return Delta(tool_calls=[ToolCall(index=index, function=CalledFunction(arguments=text))])
 
 
-async def _events(
-    answer: _Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+async def answer_events(
+    answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of a stream, each as it has to be sent."""
     options = answer.fields.stream_options
     continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()

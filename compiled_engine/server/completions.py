@@ -59,12 +59,12 @@ async def completions(request: Request) -> Reply:
     salt, priority = cache_salt(request, fields), fields.priority or 0
     outputs = generate(serving, prompts, answer.params, kind, priority, salt=salt, model=answer.model)
     if fields.streams:
-        return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
-    return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)
+        return EventStream(with_errors(answer_events(answer, await begun(outputs))), warned(ignored))
+    return json_response(await unless_gone(request.receive, whole_answer(answer, outputs)), ignored)
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """The fields that all parts of an answer share. `unwanted`: a token of each prompt is generated that was not
     requested."""
 
@@ -124,7 +124,7 @@ async def _prompts(serving: Serving, fields: CompletionRequest, params: Sampling
     return await serving.texts.run("prompt", sum(map(len, prompts)), encoded)
 
 
-async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
+async def _answer(serving: Serving, fields: CompletionRequest) -> Answer:
     model = serving.model(fields.model)
     form = await asked_form(serving.forms, fields.response_format, fields.structured_outputs)
     echo = bool(fields.echo)
@@ -139,10 +139,11 @@ async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
     params = sampling_params(
         fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_answer_tokens, **more
     )
-    return _Answer(f"cmpl-{uuid.uuid4().hex}", serving.now(), model, fields, params, unwanted, serving.engine.tokenizer)
+    return Answer(f"cmpl-{uuid.uuid4().hex}", serving.now(), model, fields, params, unwanted, serving.engine.tokenizer)
 
 
-async def _whole(answer: _Answer, outputs: Outputs) -> CompletionResponse:
+async def whole_answer(answer: Answer, outputs: Outputs) -> CompletionResponse:
+    """Wait for all outputs; return the response with the completions of all prompts."""
     usage = UsageCounter()
     choices: list[CompletionChoice] = []
     async with aclosing(outputs):
@@ -172,7 +173,7 @@ class _Place:
 
 
 def _part(
-    answer: _Answer,
+    answer: Answer,
     prompt: int,
     output: RequestOutput,
     completion: CompletionOutput,
@@ -209,9 +210,10 @@ def _part(
     )
 
 
-async def _events(
-    answer: _Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+async def answer_events(
+    answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of a stream, each as it has to be sent."""
     options = answer.fields.stream_options
     continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()

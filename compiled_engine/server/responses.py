@@ -159,7 +159,7 @@ async def responses(request: Request) -> Reply:
     fields, ignored = await read_body(request, serving, ResponsesRequest, RESPONSES_REFUSED, RESPONSES_HABITS)
     model = serving.model(fields.model)
     check_bounds(fields, serving.options.limits, serving.max_answer_tokens, None)  # by the names that fields have here
-    chat = _as_chat(fields, ignored)
+    chat = as_chat(fields, ignored)
     if not serving.options.strict:
         ignored += serving.chat_format().drop_unread(chat)
     prompt = await unless_gone(request.receive, chat_prompt(serving, chat, "text.format"))
@@ -174,7 +174,7 @@ async def responses(request: Request) -> Reply:
     return json_response(await unless_gone(request.receive, _whole(events, prompt, logprobs, outputs)), ignored)
 
 
-def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
+def as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
     """The same request in the terms of chats. Raises ApiError 400 for what is not supported."""
     require((fields.n or 1) == 1, "n", "1", fields.n)
     text, reasoning = fields.text or {}, fields.reasoning or {}

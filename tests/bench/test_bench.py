@@ -23,7 +23,7 @@ from compiled_engine.bench.plots import whole_name
 from compiled_engine.bench.processes import ProcessError, run_worker
 from compiled_engine.bench.start_up import torch_alone
 from compiled_engine.bench.variants import QUANTISED_NOTE, Variant, chosen, variants
-from compiled_engine.bench.worker_workloads import AblationWorkload, ablation_workload
+from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.bench.workloads import request_lengths
 from compiled_engine.cli.app import app
 from compiled_engine.frontend.tokenizer import load_tokenizer
@@ -195,18 +195,6 @@ def test_repeats_are_interleaved_after_a_preparation_of_what_compiles() -> None:
     assert records[1]["kernels"] is None
 
 
-def test_a_variant_that_fails_is_marked_and_the_others_are_kept() -> None:
-    def fake(options: Any, workload: Any) -> dict[str, Any]:
-        if "disable_passes" in options:
-            raise ProcessError("ended with exit code 1\nboom")
-        return a_result(1.0)
-
-    found = variants("cpu", ["silu_mul"])
-    records = measure(found, {}, AblationWorkload(), 1, Preparation(2, 2, eager=True), SilentProgress(), fake)
-    assert [record.get("error") for record in records] == [None, None, "ended with exit code 1\nboom"]
-    assert "tpot_ms" not in records[2]
-
-
 def test_a_repeat_that_fails_costs_none_before_it() -> None:
     calls = []
 
@@ -277,11 +265,6 @@ def test_a_worker_killed_in_the_middle_of_a_line_has_failed(monkeypatch: pytest.
 def test_a_worker_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ProcessError, match="took longer than"):
         run_worker({"mode": "eager"}, None, limit_s=0.1)
-
-
-def test_the_workload_travels_as_json() -> None:
-    workload = AblationWorkload(batch_sizes=(1, 3), prefill_len=7)
-    assert ablation_workload(json.loads(json.dumps(workload.as_record()))) == workload
 
 
 def test_a_plan_bounds_the_kv_cache_and_fits_the_model() -> None:

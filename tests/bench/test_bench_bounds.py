@@ -21,7 +21,6 @@ from compiled_engine.bench.bounds import (
     tpot_seconds,
     workload_seconds,
 )
-from compiled_engine.bench.engine_steps import mixed_chunks
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
@@ -145,27 +144,6 @@ def test_the_bounds_of_hybrid_shapes(
     if "moe" in config.architecture.lower():
         assert (sizes.num_experts, sizes.experts_per_token) == (256, 8)
         assert sizes.expert_bytes == 40 * 3 * 512 * 2048 * 2
-
-
-def test_a_mixed_step_has_its_decodes_and_one_prompt() -> None:
-    chunks = mixed_chunks(num_decodes=3, decode_context=20, prompt_len=50, num_steps=8)
-    assert [chunk.new for chunk in chunks] == [1, 1, 1, 50]
-    assert chunks[-1].context == 0
-
-
-def test_the_bounds_of_a_known_shape(tmp_path: Path) -> None:
-    folder = write_shape(tmp_path, "qwen3-0.6b")
-    config, _ = read_model_config(
-        folder, dtype="bfloat16", max_model_len=4096, load_format="dummy", seed=0, device_type="cuda"
-    )
-    sizes = model_sizes(config)
-    # 28 layers of 2048 + 2 * 1024 + 2048 rows or columns of attention and 3 * 3072 of the MLP, by 1024.
-    assert sizes.linear_params == 28 * 1024 * (2048 + 2 * 1024 + 2048 + 3 * 3072)
-    assert sizes.head_params == 151936 * 1024
-    assert sizes.kv_bytes_per_token == 2 * 8 * 128 * 2
-    rates = Rates(4.3e12, 790e12, "")
-    found = [round(tpot_seconds(sizes, rates, batch, 128, 257) * 1e3, 2) for batch in (1, 8, 64)]
-    assert found == [0.28, 0.33, 0.71]
 
 
 def test_rates_are_measured_where_they_are_not_known() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compiled_engine.bench.pages import render_ablation
-from compiled_engine.bench.plots import DARK, LABEL_GAP, LIGHT, apart, draw_ablation, short
 from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.cli.app import app
-from compiled_engine.cli.bench_ablation import ablation_table, print_ablation
 
 PNG = b"\x89PNG\r\n"
 EVIL = "<script>alert($1^2$)</script> without $x_$"
@@ -122,56 +119,12 @@ def test_the_page_parses_needs_nothing_else_and_escapes_names(result: dict[str, 
         assert base64.b64decode(data).startswith(PNG)
 
 
-def test_light_and_dark_plots_differ_and_one_batch_has_no_lines(result: dict[str, Any]) -> None:
-    light, dark = draw_ablation(result, LIGHT), draw_ablation(result, DARK)
-    assert light.keys() == dark.keys() == {"step_batch_1", "step_batch_64", "step_by_batch"}
-    assert all(light[name] != dark[name] for name in light)
-    del result["bound"]["step_ms"]["64"]
-    assert draw_ablation(result, LIGHT).keys() == {"step_batch_1"}
-
-
-def test_there_are_bars_without_the_whole_engine(result: dict[str, Any]) -> None:
-    whole = {"name": "compiled + full", "options": {}, "error": "ended with exit code 1"}
-    result["variants"] = [whole, record("compiled + full without silu_mul", 0.9)]
-    assert draw_ablation(result, LIGHT).keys() == {"step_batch_1", "step_batch_64", "step_by_batch"}
-    assert "failed" in render_ablation(result)
-
-
-def test_figures_of_a_variant_that_failed_later_are_shown(result: dict[str, Any]) -> None:
-    result["variants"] = [record("eager", 9.0) | {"error": "ended with exit code 1"}]
-    assert draw_ablation(result, LIGHT)
-    assert "9.000" in render_ablation(result)
-
-
 def test_without_any_figures_there_is_a_page_without_plots(result: dict[str, Any]) -> None:
     result["variants"] = [found for found in result["variants"] if "error" in found]
     page = Page()
     page.feed(render_ablation(result))
     assert "img" not in [tag for tag, _ in page.tags]
     assert "compiled + piecewise failed" in page.text
-
-
-def test_labels_are_moved_apart_and_stay_inside() -> None:
-    for places in ([0.1, 0.11, 0.5], [0.97, 0.98, 0.99, 1.0], [0.3]):
-        moved = apart(places)
-        assert all(b - a >= LABEL_GAP - 1e-9 for a, b in pairwise(moved))
-        assert max(moved) <= 1.0
-    assert apart([0.1, 0.5]) == [0.1, 0.5]
-
-
-def test_figures_have_three_digits() -> None:
-    assert [short(value) for value in (0.0123, 0.284, 1.5, 17.46, 230.4)] == ["0.012", "0.28", "1.50", "17.5", "230"]
-
-
-def test_the_table_has_a_row_a_variant_and_the_bound(
-    result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = ablation_table(result)
-    assert table.row_count == len(result["variants"]) + 1
-    print_ablation(result)
-    shown = capsys.readouterr().out
-    for text in ("compiled + full", "failed", "a <note>", "4.3 TB/s"):
-        assert text in shown
 
 
 def test_json_that_is_no_ablation_is_refused(result: dict[str, Any], tmp_path: Path) -> None:

@@ -266,46 +266,6 @@ def test_prune_deletes_what_was_not_used_for_long(root: Path) -> None:
     assert run("prune", "--older-than", "12h", root=root) == "0 B freed\n"
 
 
-def test_prune_deletes_the_longest_unused_down_to_a_size(root: Path) -> None:
-    third = changed("config", model__num_layers=9)
-    build_once(root, third)
-    use_was(root, factors_key(third), 2 * DAY)
-    one = run_json("show", KEY, root=root)["size_bytes"]
-    done = run_json("prune", "--max-size", str(2 * one + 10), root=root)["pruned"]
-    assert [item["key"] for item in done] == [factors_key(third)]
-    done = run_json("prune", "--max-size", "0", root=root)["pruned"]
-    assert {item["key"] for item in done} == {KEY, OTHER_KEY}
-    assert list((root / "compiled").iterdir()) == []
-
-
-def test_prune_keeps_what_fits_once_the_old_ones_are_gone(root: Path) -> None:
-    kept, old = (run_json("show", key, root=root)["size_bytes"] for key in (KEY, OTHER_KEY))
-    assert run_json("prune", "--max-size", str(kept + old), root=root)["pruned"] == []
-    done = run_json("prune", "--older-than", "12h", "--max-size", str(kept), root=root)["pruned"]
-    assert [item["key"] for item in done] == [OTHER_KEY]
-    assert entries(root) == [KEY]
-
-
-def test_prune_deletes_what_is_damaged_set_aside_or_left_over(root: Path) -> None:
-    (root / "compiled" / KEY / "extra").write_text("")
-    (root / "compiled" / f"damaged_{OTHER_KEY}_x").mkdir()
-    (root / "compiled" / f"work_{OTHER_KEY}_x").mkdir()
-    (root / "compiled" / f"{'0' * 32}.lock").touch()
-    (root / "compiled" / "notes.txt").write_text("not ours")
-    third = changed("config", model__num_layers=9)
-    build_once(root, third)
-    (root / "compiled" / factors_key(third) / "pieces" / "a.bin").write_bytes(b"artifacT")
-    reasons = {item["reason"] for item in run_json("prune", root=root)["pruned"]}
-    assert reasons == {
-        "damaged: pieces/a.bin was changed",
-        "damaged: extra is not in its manifest",
-        "set aside as damaged",
-        "left by a killed process",
-    }
-    left = sorted(path.name for path in (root / "compiled").iterdir())
-    assert left == sorted([OTHER_KEY, f"{OTHER_KEY}.lock", "notes.txt"])
-
-
 def test_prune_leaves_an_entry_alone_that_is_being_built(root: Path) -> None:
     with open_cache(root).locked(OTHER_KEY):
         (item,) = run_json("prune", "--older-than", "1h", root=root)["pruned"]

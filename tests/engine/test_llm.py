@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -356,11 +355,6 @@ def test_warnings_point_at_the_line_of_the_caller(llm: LLM) -> None:
         with pytest.warns(UserWarning, match="effect") as caught:
             call()
         assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_an_llm_is_not_pickled(llm: LLM) -> None:
-    with pytest.raises(TypeError, match="an LLM cannot be pickled"):
-        pickle.dumps(llm)
 
 
 def test_the_fall_back_to_eager_is_said(

@@ -120,15 +120,6 @@ def test_replicas_have_neither_a_core_nor_masks(made: Callable[..., LLM]) -> Non
     assert len(made(**running(prepared("a"), config=REPLICAS)).generate([[1]])) == 1
 
 
-def test_one_request_with_a_form_needs_the_vocabulary(made: Callable[..., LLM]) -> None:
-    given: list[str] = []
-    core = SimpleNamespace(set_vocabulary=given.append, close=lambda: None)
-    structured = prepared("a", structured_outputs={"choice": ["a"]})
-    made(**running(structured, prepared("b"), core=core)).generate([[1], [2]])
-    made(**running(prepared("b"), core=core)).generate([[1]])
-    assert given == ["the vocabulary"]
-
-
 def test_figures_are_those_of_the_core(made: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compiled_engine.llm.metric_list", lambda metrics: ["listed", metrics])
     llm = made(core=SimpleNamespace(call=lambda call: {"running": 3}, close=lambda: None))

@@ -48,21 +48,6 @@ def test_the_template_of_the_tokenizer_is_used(bundled_tokenizer: Any) -> None:
     assert prompt.text == bundled_tokenizer.hf.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
 
 
-def test_without_a_generation_prompt() -> None:
-    assert render([USER], add_generation_prompt=False) == "<|user|>hello</s>"
-
-
-def test_the_final_message_is_continued() -> None:
-    messages = [USER, {"role": "assistant", "content": "Well"}]
-    text = render(messages, add_generation_prompt=False, continue_final_message=True)
-    assert text == "<|user|>hello</s><|assistant|>Well"
-
-
-def test_parts_of_text_are_joined() -> None:
-    content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert render([{"role": "user", "content": content}]) == "<|user|>one\ntwo</s><|assistant|>"
-
-
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 # How contents are read, and what comes of a text and of parts.
 CONTENTS = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import FAMILIES
 from tiny_tokenizers import byte_level
 from transformers import AutoTokenizer
 
@@ -17,49 +18,6 @@ from compiled_engine.frontend.chat import read_chat_template, render_chat
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.process.smallest_first import WorkStopped
 
-# Like Qwen 3's: tools as JSON, thoughts of earlier answers are taken out, loops that look ahead.
-QWEN_3 = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {%- for tool in tools %}{{ "\\n" }}{{ tool | tojson }}{%- endfor %}
-    {{- "<|im_end|>\\n" }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(open=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.open and message.role == "user" and message.content is string %}
-        {%- set ns.open = false %}
-        {%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if loop.first and message.role == "system" %}{% continue %}{% endif %}
-    {%- set thought = '' %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.reasoning_content is string %}{%- set thought = message.reasoning_content %}
-    {%- elif '</think>' in content %}
-        {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if thought and loop.index0 > ns.last %}
-        {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
-    {%- endif %}
-    {{- content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}
-"""
 # Like Llama 3's: a date, tokens by their names, indented JSON, blocks on lines of their own.
 LLAMA_3 = """{{ bos_token }}
 {% if date_string is not defined %}
@@ -80,14 +38,8 @@ Today: {{ date_string }}
     {% endif %}
 {% endfor %}
 {% if add_generation_prompt %}<|start|>assistant<|end|>{% endif %}"""
-# Like Mistral's: turns have to alternate.
-MISTRAL = """{{ bos_token }}{% for message in messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
-{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
-{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}
-{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"""
-TEMPLATES = {"qwen 3": QWEN_3, "llama 3": LLAMA_3, "mistral": MISTRAL}
+QWEN_3 = FAMILIES["qwen 3"].source
+TEMPLATES = {"qwen 3": QWEN_3, "llama 3": LLAMA_3, "mistral": FAMILIES["mistral 1"].source}
 
 CALL = {"type": "function", "function": {"name": "find", "arguments": {"text": "<é>", "n": 3}}}
 TOOL = {"type": "function", "function": {"name": "find", "description": "it's <b>ö</b> & 好", "parameters": {}}}

@@ -273,7 +273,7 @@ def test_more_tokens_than_the_model_has_room_for_are_as_many_as_it_has() -> None
     """A message to the engine core holds integers of 64 bits."""
     (request,) = process("a", SamplingParams(max_tokens=2**70))
     (least,) = process("a", SamplingParams(max_tokens=3))
-    assert request.engine_requests[0].sampling_params.max_tokens == make_processor()._limits.max_model_len
+    assert request.engine_requests[0].sampling_params.max_tokens == MAX_MODEL_LEN
     assert least.engine_requests[0].sampling_params.max_tokens == 3
 
 

@@ -78,28 +78,6 @@ for _ in range(20):
 """)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "released"),
-    [
-        (["one S", "TO", "P two"], ["one ", "", ""]),
-        (["one STOP two"], ["one "]),
-        (["one S", "T", "one"], ["one ", "", "STone", ""]),
-        (["STOP"], [""]),
-        (["one ST"], ["one ", "ST"]),
-    ],
-)
-def test_the_beginning_of_a_stop_string_waits(pieces: list[str], released: list[str]) -> None:
-    assert run(["STOP"], pieces)[0] == released
-
-
-def test_with_the_stop_string_in_the_output_nothing_waits() -> None:
-    assert run(["STOP"], ["one S", "TOP two"], include=True) == (["one S", "TOP"], "STOP")
-
-
-def test_the_stop_string_that_is_complete_first_wins_over_the_order_of_the_list() -> None:
-    assert run(["world", "o w"], ["hello world"]) == (["hell"], "o w")
-
-
 def test_of_two_that_end_together_the_longer_wins() -> None:
     assert run(["b", "ab"], ["xab"]) == (["x"], "ab")
 

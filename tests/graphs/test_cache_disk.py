@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -85,19 +84,6 @@ def test_a_disk_full_everywhere_is_an_error(root: Path) -> None:
     with pytest.raises(RuntimeError, match="No space left"):
         find_or_build(root, FACTORS, fill, load)
     assert build.builds == 2
-
-
-def test_an_error_of_the_build_that_is_none_of_the_cache_is_passed_on(root: Path) -> None:
-    build = Builder()
-
-    def fail(folder: Path) -> None:
-        build(folder)
-        raise FileNotFoundError("g++")
-
-    with pytest.raises(FileNotFoundError, match="g\\+\\+"):
-        find_or_build(root, FACTORS, fail, load)
-    assert build.builds == 1
-    assert leftovers(root) == []
 
 
 LIMITED = """
@@ -197,16 +183,6 @@ def test_what_killed_engines_have_left_goes_with_the_next_start(root: Path) -> N
     found = find_or_build(root, FACTORS, Builder(), load)
     assert found.status == "hit"
     assert left not in leftovers(root)
-
-
-def test_with_little_space_left_the_compiler_works_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(root.parent)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    build = Builder()
-    for status in ("miss", "hit"):
-        found = find_or_build(root, FACTORS, build, load)
-        assert (found.status, found.loaded, build.builds) == (status, LOADED, 1)
-        assert not found.work.path.is_relative_to(root)
 
 
 def test_a_folder_in_use_is_not_taken_for_a_leftover(root: Path) -> None:

@@ -22,7 +22,6 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
     SOURCE_PACKAGES,
     compiler_settings,
-    describe_device,
     measured_gains,
     source_digests,
     source_files,
@@ -96,22 +95,6 @@ def undone(set_value: Callable[[Any], Any], value: Any, before: Any) -> Iterator
         yield
     finally:
         set_value(before)
-
-
-def test_a_pass_that_the_caller_gave_to_inductor_is_seen_without_its_address() -> None:
-    def callers_pass(graph: torch.fx.Graph) -> None:
-        """Does nothing."""
-
-    with inductor_config.patch(post_grad_custom_post_pass=callers_pass):
-        seen = compiler_settings("cpu")["inductor"]["post_grad_custom_post_pass"]
-    assert seen.endswith("callers_pass")
-    assert "0x" not in seen
-
-
-def test_a_cpu_is_described_by_its_instructions() -> None:
-    described = describe_device(torch.device("cpu"))
-    assert described["type"] == "cpu"
-    assert described["instructions"] == sorted(described["instructions"])
 
 
 def test_a_profile_counts_by_what_decides_which_passes_run() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -14,7 +12,7 @@ from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig, draf
 from compiled_engine.features.speculation.graph_keys import StepKeys, head_keys, model_keys, prefill_head_keys
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, KeyField
 from compiled_engine.graphs.inspection.report import make_report
-from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, graphs_of_head
+from compiled_engine.resolve.cuda_graphs import default_capture_sizes, graphs_of_head
 
 SHORT = ((2, 50), (2, 90))
 GRAPH = GraphConfig(GraphMode.FULL, (1, 2, 8), (4, 16), SHORT, SHORT[1:])
@@ -70,59 +68,6 @@ def test_the_captures_of_a_head_that_may_rest() -> None:
         *("follow-verify-2 2", "follow-verify-2 4", "follow-verify-2 16"),
         *("follow-verify-4 4", "follow-verify-4 8", "follow-verify-4 32"),
     ]
-
-
-def on_hopper(max_num_seqs: int, max_model_len: int) -> tuple[GraphConfig, SchedulerConfig]:
-    """The default graphs of a model with 8 K/V heads."""
-    sizes, scheduler = default_capture_sizes(max_num_seqs), SchedulerConfig(max_num_seqs, 8192, max_model_len, "fcfs")
-    contexts = {size: short_contexts_of(size, 8, HOPPER_SMS) for size in sizes}
-    short, verified = (
-        tuple((size, each) for size in sizes for each in of(size) if each < max_model_len)
-        for of in (contexts.__getitem__, lambda size: contexts_of_drafts(size, contexts[size], in_one_tile=True))
-    )
-    return GraphConfig(GraphMode.FULL, sizes, default_token_sizes(8192), short, verified), scheduler
-
-
-def kinds(names: list[str]) -> dict[str, int]:
-    """How many there are by kind, those for short contexts included."""
-    return dict(Counter(re.sub(r"-?(short-\d+|decode)$", "", name.split()[0]) or "decode" for name in names))
-
-
-@pytest.mark.parametrize(
-    ("max_num_seqs", "max_model_len", "plain", "few", "verified", "rare", "followed", "drafted"),
-    [
-        (8, 4096, 12, 12, 12, (12, 4), 4, 4),
-        (64, 4096, 27, 19, 23, (18, 7), 11, 7),
-        (256, 4096, 39, 21, 35, (23, 12), 23, 9),
-        (256, 40960, 55, 24, 51, (29, 12), 23, 9),
-    ],
-)
-def test_the_number_of_captures_on_hopper(
-    max_num_seqs: int,
-    max_model_len: int,
-    plain: int,
-    few: int,
-    verified: int,
-    rare: tuple[int, int],
-    followed: int,
-    drafted: int,
-) -> None:
-    """A start waits for each. With up to three drafts that are chosen there are none, one and three. few: of steps
-    without drafts where their number is fixed. rare: of the verification of one of three, and of a head behind it."""
-    graph, scheduler = on_hopper(max_num_seqs, max_model_len)
-    of_head = graphs_of_head(graph.decode_sizes)
-    fixed = {"decode": few, "full": 59, "verify-4": verified}
-    chosen = {"full": 59, "verify-2": rare[0], "verify-4": verified}
-    assert kinds(captures(graph, scheduler, adapts=False, draft=None, head=False)) == fixed
-    assert kinds(captures(graph, scheduler, adapts=True, draft=None, head=False)) == {"decode": plain, **chosen}
-    assert kinds(captures(graph, scheduler, adapts=False, draft=of_head, head=True)) == {
-        **fixed,
-        **{"follow": drafted, "follow-verify-4": followed, "draft-3": drafted},
-    }
-    assert kinds(captures(graph, scheduler, adapts=True, draft=of_head, head=True)) == {
-        **{"plain": plain, "decode": drafted, **chosen, "follow": drafted},
-        **{"follow-verify-2": rare[1], "follow-verify-4": followed, "draft-1": drafted, "draft-3": drafted},
-    }
 
 
 def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
@@ -182,12 +127,6 @@ def test_verifications_that_launch_the_same_share_a_graph(num_requests: int) -> 
         found = {short_splits(num_requests, each, contexts) for each in (bound, expected) if each is not None}
         assert (bound is None) == (expected is None)
         assert len(found) <= 1
-
-
-def test_the_numbers_of_drafts_are_halves() -> None:
-    assert [draft_lengths(most) for most in (0, 1, 2, 3, 4, 5, 7)] == [
-        *((0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 2, 4), (0, 1, 2, 5), (0, 1, 3, 7)),
-    ]
 
 
 def test_each_number_of_drafts_has_its_graphs() -> None:

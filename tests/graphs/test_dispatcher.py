@@ -107,17 +107,6 @@ def check_full(key: GraphKey, requests: int) -> None:
     assert key.max_query_len == (1 if key.is_decode else key.num_tokens)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.captures_decodes])
-def test_with_default_sizes_every_decode_batch_has_a_full_graph(mode: GraphMode) -> None:
-    for max_num_seqs in (1, 2, 5, 100, 256, 300):
-        dispatcher, graph = make(mode, max_num_seqs, 512)
-        for requests in range(1, max_num_seqs + 1):
-            key = dispatcher.dispatch(requests, requests, 1, MAX_SEQ_LEN)
-            assert key is not None
-            assert key.is_decode
-            assert key.num_tokens == smallest(graph.decode_sizes, requests)
-
-
 @given(
     mode=st.sampled_from(MODES),
     sizes=st.tuples(SIZES, SIZES),

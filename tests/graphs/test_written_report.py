@@ -142,37 +142,6 @@ def test_ranges_come_back_from_their_files_the_forwards_first_and_the_small_befo
     ]
 
 
-def test_steps_results_and_texts_of_a_range(data: dict[str, Any]) -> None:
-    small, whole, logits = data["ranges"]
-    assert small["steps"] == [{"piece": step.piece, "op": step.op} for step in SMALL.plan.steps]
-    shown = ("name", "callable", "arguments", "returns", "graph", "forward", "low", "high", "small")
-    assert [[one[name] for name in shown] for one in (small, whole, logits)] == [
-        ["1-8", "forward", ["input_ids_T"], ["logits_TV"], "1-8/graph.txt", "1-8/forward.py", 1, 8, True],
-        [
-            *("1-64", "forward", ["input_ids_T"], ["hidden_TD", "input of layer 1"]),
-            *("1-64/graph.txt", "1-64/forward.py", 1, 64, False),
-        ],
-        [
-            *("logits/1-64", "logits", ["hidden_RD"], ["logits_RV"]),
-            *("logits/1-64/graph.txt", "logits/1-64/forward.py", 1, 64, False),
-        ],
-    ]
-
-
-def test_reports_of_passes_have_the_place_of_their_diff(data: dict[str, Any]) -> None:
-    expected = [
-        ("merge_linears", True, True, "", 6, 6, ["near"], 0.5, 40, 30, 2, ["a note"]),
-        ("silu_mul", True, False, "too few tokens", 0, 0, [], 0.0, 0, 0, 0, []),
-        ("rms_norm", True, True, "", 3, 4, [], 0.25, 30, 20, 0, []),
-    ]
-    names = ("name", "enabled", "applied", "reason", "matches", "contract", "near_misses", "seconds")
-    names += ("nodes_before", "nodes_after", "verified", "notes")
-    assert [tuple(one[name] for name in names) for one in data["passes"]] == expected
-    assert {one["range"] for one in data["passes"]} == {"1-8"}
-    diffs = ["1-8/passes/00_merge_linears.diff", None, "1-8/passes/02_rms_norm.diff"]
-    assert [one["diff"] for one in data["passes"]] == diffs
-
-
 def test_each_piece_is_shown_once_with_all_its_uses(data: dict[str, Any]) -> None:
     found = {piece["name"]: piece for piece in data["pieces"]}
     assert {name: (piece["key"], piece["uses"]) for name, piece in found.items()} == {
@@ -249,23 +218,6 @@ def test_the_entry_and_its_files(entry: Path, data: dict[str, Any]) -> None:
     assert "cache" not in data["notes"]
 
 
-def test_texts_are_those_of_the_files(entry: Path) -> None:
-    texts = report_of(entry).texts
-    ranges = ("1-8", "1-64", "logits/1-64")
-    pieces = [f"{name}/piece_{n}{end}" for name in ranges[:2] for n in (1, 2, 3) for end in (".txt", ".py")]
-    assert set(texts) == {
-        *("trace/aten_graph.txt", "1-8/passes/00_merge_linears.diff", "1-8/passes/02_rms_norm.diff"),
-        *(f"{name}/{file}" for name in ranges for file in ("graph.txt", "forward.py")),
-        *(*pieces, "logits/1-64/piece_1.txt", "logits/1-64/piece_1.py"),
-    }
-    assert texts["trace/aten_graph.txt"] == "the trace"
-    assert texts["1-64/graph.txt"] == "graph of 1-64\n"
-    assert texts["1-8/passes/02_rms_norm.diff"] == "- c\n+ d\n"
-    assert texts["1-8/piece_2.py"] == SOURCES[INNER]
-    assert texts["1-64/piece_1.py"] == ""  # there is none
-    assert texts["1-8/piece_1.txt"] == "n0: 1 to 64\nv0: size n0 = input\nreturn [v0]\n"
-
-
 def test_captures_have_the_memory_that_was_measured(entry: Path, data: dict[str, Any]) -> None:
     measured = {"graph_bytes_by_key": {"decode 2": {"pool": 100, "driver": 20}, "full 4": {"pool": 7, "driver": 0}}}
     assert report_of(entry, metrics=measured).data["captures"] == [
@@ -340,12 +292,6 @@ def test_the_text_folder(entry: Path, tmp_path: Path) -> None:
     assert texts["1-64/graph.txt"] == "graph of 1-64\n"
     assert texts["trace/aten_graph.txt"] == "the trace\n"
     assert texts["notes.txt"] == "mine"
-
-
-def test_the_text_folder_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:
-    write_text_folder(make_report(CONFIG, None, []), tmp_path)
-    assert (tmp_path / "modules.txt").read_text() == "\n"
-    assert not (tmp_path / "trace").exists()
 
 
 def test_the_page_has_the_figures(entry: Path) -> None:

@@ -77,6 +77,7 @@ def test_linears_that_the_kernel_does_not_know_are_the_references(case: Case, dt
     assert error(on_cpu(*given.values()), given) < (1e-6 if dtype == torch.float32 else 0.02)  # type: ignore[arg-type]
 
 
+@pytest.mark.product(one_in=1000, each=("form",))
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("form", [*FORMS, *SHAPES], ids=str)
 def test_rotation_and_write(form: Any, normed: bool) -> None:

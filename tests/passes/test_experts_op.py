@@ -38,6 +38,7 @@ print("right")
 """
 
 
+@pytest.mark.product(one_in=1000, each=("case",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference(case: Case, dtype: torch.dtype) -> None:
@@ -45,6 +46,7 @@ def test_the_reference(case: Case, dtype: torch.dtype) -> None:
     assert error(experts_op.experts(*arguments), arguments) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.product(one_in=1000, each=("case",))
 @pytest.mark.parametrize("text", CODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.num_experts < 10], ids=str)

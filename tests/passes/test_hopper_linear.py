@@ -198,6 +198,7 @@ def test_it_is_a_linear(
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize(("device", "key", "tiles"), MEASURED, ids=str)
 def test_the_ops_launch_what_the_profile_names(
     device: str, key: tuple[int, int, int, bool], tiles: dict[str, int]

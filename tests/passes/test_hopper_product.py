@@ -232,6 +232,7 @@ def test_it_is_a_linear(
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize(("device", "product"), MEASURED, ids=str)
 def test_the_op_launches_what_the_profile_names(device: str, product: MeasuredProduct) -> None:
     """In a graph and replayed: right every time, and bit for bit the same."""

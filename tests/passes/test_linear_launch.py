@@ -83,6 +83,7 @@ def scripted_kernels() -> Iterator[Kernel]:
         yield kernel
 
 
+@pytest.mark.product(one_in=4, each=("tiles", "dtype"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
     "tiles",
@@ -195,6 +196,7 @@ def test_a_small_weight_is_prefetched_as_a_whole_and_of_a_larger_one_the_beginni
     assert columns_ahead(rows, k + 4, 4, tiles) > 0
 
 
+@pytest.mark.product(one_in=4, each=("rows", "silu_mul_"))
 @pytest.mark.parametrize("silu_mul_", [False, True])
 @pytest.mark.parametrize("k", [64, 1024, 1032, 4096])
 @pytest.mark.parametrize("rows", [64, 2048, 4096, 24576])

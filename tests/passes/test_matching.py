@@ -6,13 +6,10 @@ import operator
 
 import pytest
 import torch
-from pass_cases import graph_of, random_tensors, targets
+from pass_cases import graph_of, random_tensors
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiled_engine.passes.framework.graph_pass import Replacement
 from compiled_engine.passes.framework.matching import (
-    always_equal,
     aten,
     change,
     emit,
@@ -24,7 +21,6 @@ from compiled_engine.passes.framework.matching import (
     named,
     only_user,
     other_factor,
-    rewrite_calls,
     through_cast,
     user_through_cast,
 )
@@ -110,38 +106,3 @@ def test_factors_come_in_both_orders() -> None:
     assert other_factor(cast, cast.args[1]) is x
     product.args = (y, x)
     assert (other_factor(product, x), other_factor(product, y)) == (y, x)
-
-
-def test_sizes_are_equal_if_they_always_are() -> None:
-    shapes = ShapeEnv()
-    tokens, requests = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()
-    assert always_equal(3, 3)
-    assert not always_equal(3, 4)
-    assert always_equal(tokens, tokens)
-    assert always_equal(2 * tokens, tokens + tokens)
-    assert not always_equal(tokens, tokens + 1)
-    assert not always_equal(tokens, requests)
-    assert not always_equal(tokens, 4)
-
-
-def test_calls_are_rewritten_with_reasons_for_those_that_are_not() -> None:
-    graph = graph_of(lambda x: (x.exp(), x.exp().sin(), x.exp().cos()), random_tensors(x=(4, 8)), {}).graph
-    names = [node.name for node in graph.find_nodes(op="call_function", target=aten.exp.default)]
-
-    def rewrite(graph: fx.Graph, node: fx.Node) -> list[Replacement] | str | None:
-        user = only_user(node)
-        if is_call(user, aten.sin.default):
-            return "it is a sine"
-        if not is_call(user, aten.cos.default):
-            return None
-        with graph.inserting_after(node):
-            new = emit(graph, aten.neg.default, node.args[0])
-        node.replace_all_uses_with(new)
-        return [Replacement(node.name, new), Replacement("a second", new)]
-
-    result = rewrite_calls(graph, aten.exp.default, rewrite)
-    assert (result.matches, result.near_misses) == (1, (f"{names[1]}: it is a sine",))
-    assert [each.before for each in result.replacements] == [names[2], "a second"]
-    module = fx.GraphModule({}, graph)
-    assert targets(module).count(aten.exp.default) == 2
-    assert targets(module).count(aten.neg.default) == 1

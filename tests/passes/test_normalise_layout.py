@@ -113,6 +113,7 @@ KNOWN: dict[str, Op] = {
 }
 
 
+@pytest.mark.product(one_in=1000, each=("name",))
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_batch_of_one_is_gone(name: str, turned: bool) -> None:

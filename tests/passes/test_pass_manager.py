@@ -5,18 +5,13 @@ from __future__ import annotations
 import importlib
 import linecache
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pass_cases import (
-    CPU,
-    DYNAMIC,
     FAMILIES,
     GEMMA3,
-    LLAMA,
     PHI3,
     QWEN3,
     QWEN3_MOE,
@@ -32,24 +27,13 @@ from torch import fx
 from compiled_engine.attention.op import ATTENTION
 from compiled_engine.passes.framework.graph_inputs import parameter_of, source_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.framework.graph_text import graph_diff, graph_text
-from compiled_engine.passes.framework.manager import ContractError, PassReport, pass_uuid, run_passes
+from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.framework.matching import named
 from compiled_engine.passes.framework.parameter import KV_SCALES, Parameter
-from compiled_engine.passes.framework.profile import DeviceProfile
 from compiled_engine.passes.quantised.kv_scales import KVScales
 from compiled_engine.passes.registry import DEFAULT_PASSES, register_pass, registered_passes, unregister_pass
 
 NAMES = tuple(graph_pass.name for graph_pass in DEFAULT_PASSES)
-
-
-def reports_of(
-    enabled: tuple[str, ...] = NAMES, compile_range: CompileRange = SMALL, profile: DeviceProfile | None = None
-) -> dict[str, PassReport]:
-    _, graphs = traced(QWEN3, torch.float32)
-    graph = graphs.for_range(compile_range).graph
-    reports = run_passes(graph, DEFAULT_PASSES, enabled, compile_range, CPU, profile=profile)
-    return {report.name: report for report in reports}
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -90,45 +74,6 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
         assert not_applied == [*for_several, *not_here, "quantise_activations"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_disabled_pass_does_not_run(name: str) -> None:
-    reports = reports_of(tuple(other for other in NAMES if other != name))
-    assert list(reports) == list(NAMES)
-    assert reports[name] == PassReport(name, enabled=False, applied=False, reason="disabled")
-    elsewhere = ("all_reduce_residual_rms_norm", "sequence_parallel", "gated_linear", "quantise_activations")
-    others = [report for report in reports.values() if report.name not in (name, *elsewhere)]
-    assert all(report.applied for report in others) or name in ("merge_linears", "rope_kv_write")
-
-
-def test_a_pass_that_needs_a_disabled_one_says_so() -> None:
-    report = reports_of(tuple(name for name in NAMES if name != "merge_linears"))["silu_mul"]
-    assert (report.enabled, report.applied) == (True, False)
-    assert report.reason == "needs merge_linears, which is disabled"
-
-
-def test_a_pass_that_does_not_apply_says_so() -> None:
-    report = reports_of(compile_range=DYNAMIC)["small_batch_linear"]
-    assert (report.enabled, report.applied, report.matches) == (True, False, 0)
-    assert report.reason == "1-256 tokens is not a small-batch range"
-
-
-def test_a_report_says_what_changed() -> None:
-    report = reports_of()["silu_mul"]
-    assert report.nodes_before > report.nodes_after > 0
-    assert report.seconds > 0
-    went = [line for line in report.diff.splitlines() if line.startswith("- ")]
-    came = [line for line in report.diff.splitlines() if line.startswith("+ ")]
-    assert sum("aten.silu.default" in line for line in went) == 2
-    assert sum("compiled_engine.silu_mul.default" in line for line in came) == 2
-
-
-@pytest.mark.parametrize("change", [{}, {"near_misses": ("a: b",), "matches": 3}])
-def test_a_report_comes_back_from_json(change: dict[str, object]) -> None:
-    report = replace(reports_of()["rms_norm"], **change)
-    as_json = vars(report) | {"near_misses": list(report.near_misses)}
-    assert PassReport.from_json(as_json) == report
-
-
 class Never(GraphPass):
     """A pass that must match once and never does."""
 
@@ -139,88 +84,6 @@ class Never(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassResult:
         return PassResult(0, ("exp: there is none",))
-
-
-def test_strict_mode_names_the_pass_below_its_contract() -> None:
-    with pytest.raises(
-        ContractError,
-        match=r"pass never matched 0 times over 1-8 tokens, its contract is 1; candidates that did not match: ",
-    ):
-        run_all(QWEN3, torch.float32, SMALL, (Never(),))
-
-
-def test_otherwise_a_pass_below_its_contract_is_reported() -> None:
-    _, graphs = traced(QWEN3, torch.float32)
-    graph = graphs.for_range(SMALL).graph
-    (report,) = run_passes(graph, (Never(),), ("never",), SMALL, CPU)
-    assert (report.matches, report.contract, report.near_misses) == (0, 1, ("exp: there is none",))
-    assert report.diff == ""
-
-
-PROFILE = DeviceProfile("a test", {"silu_mul": {1: -9.0, 8: -4.0, 64: 7.0}, "rms_norm": {1: 1.0, 8: -1.5}}, 2.0, {})
-
-
-@pytest.mark.parametrize(
-    ("name", "compile_range", "reason"),
-    [
-        ("silu_mul", SMALL, "it is slower on a test: 9.0 microseconds in a step of 1 tokens"),
-        ("silu_mul", CompileRange(1, 64), None),  # it gains somewhere in the range
-        ("silu_mul", CompileRange(2, 32), "it is slower on a test: 4.0 microseconds in a step of 8 tokens"),
-        ("silu_mul", CompileRange(9, 63), None),  # nothing was measured there
-        ("rms_norm", SMALL, None),  # less than the noise
-        ("merge_linears", SMALL, None),  # never measured
-    ],
-)
-def test_a_profile_says_why_a_pass_is_left_out(name: str, compile_range: CompileRange, reason: str | None) -> None:
-    assert PROFILE.why_not(name, compile_range) == reason
-
-
-def test_a_pass_that_does_not_pay_is_not_applied() -> None:
-    report = reports_of(profile=PROFILE)["silu_mul"]
-    assert (report.enabled, report.applied) == (True, False)
-    assert report.reason == PROFILE.why_not("silu_mul", SMALL)
-
-
-def test_a_diff_shows_what_went_and_came_with_two_lines_around() -> None:
-    before = [f"line {i}" for i in range(12)]
-    after = [*before[:5], "new", *before[6:]]
-    assert graph_diff(before, after).splitlines() == [
-        "...",
-        "  line 3",
-        "  line 4",
-        "- line 5",
-        "+ new",
-        "  line 6",
-        "  line 7",
-        "...",
-    ]
-    assert graph_diff(before, before) == ""
-    assert graph_diff(["a", "b"], ["a"]).splitlines() == ["  a", "- b"]
-    assert graph_diff(["a", "b"], ["c", "d"]).splitlines() == ["- a", "- b", "+ c", "+ d"]
-    assert graph_diff(["a", "k", "b"], ["c", "k", "d"]).splitlines() == ["- a", "+ c", "  k", "- b", "+ d"]
-
-
-def test_a_graph_as_text_names_inputs_and_types() -> None:
-    _, graphs = traced(LLAMA, torch.bfloat16)
-    text = "\n".join(graph_text(graphs.for_range(DYNAMIC).graph))
-    assert "bfloat16[64, 96] = input model.layers.0.self_attn.o_proj.weight" in text
-    assert "= aten.mm.default(" in text
-    assert text.splitlines()[-1].startswith("return [") or text.splitlines()[-1].startswith("return (")
-
-
-@pytest.fixture
-def registered() -> Iterator[Never]:
-    graph_pass = Never()
-    register_pass(graph_pass, after="silu_mul")
-    yield graph_pass
-    unregister_pass("never")
-
-
-def test_a_registered_pass_stands_where_it_was_put(registered: Never) -> None:
-    names = [graph_pass.name for graph_pass in registered_passes()]
-    assert names == [*NAMES[: NAMES.index("silu_mul") + 1], "never", *NAMES[NAMES.index("silu_mul") + 1 :]]
-    with pytest.raises(ValueError, match="name is 'never', which is taken"):
-        register_pass(registered)
 
 
 def test_what_is_not_a_pass_is_refused() -> None:

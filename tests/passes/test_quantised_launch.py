@@ -177,6 +177,7 @@ AROUND: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.product(one_in=1000, each=("capability", "scheme", "tokens"))
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(("capability", "scheme", "tokens", "bias", "expected"), WAYS, ids=str)
 def test_every_way_is_the_linear(
@@ -217,6 +218,7 @@ def test_every_way_takes_codes(
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-2
 
 
+@pytest.mark.product(one_in=1000, each=("capability", "scheme", "tokens"))
 @pytest.mark.parametrize("rounding", ["e4m3 1x*", "e4m3 1x32", "e4m3 static", "e4m3 1x40"])
 @pytest.mark.parametrize(("capability", "scheme", "tokens", "bias", "expected"), WAYS, ids=str)
 def test_the_results_of_gate_and_up_are_rounded_after_the_activation(

@@ -41,6 +41,7 @@ def arguments_of(scheme: str, dtype: torch.dtype, added: dict[str, float], devic
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=1000, each=("scheme", "added"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -95,6 +95,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return scripted
 
 
+@pytest.mark.product(one_in=4, each=("way",))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WAYS)

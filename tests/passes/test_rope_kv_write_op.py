@@ -108,6 +108,7 @@ def in_form(
     return (*arguments[:9], *angles, 0.0, False, rotary_dim, interleaved, wide, norm_last), guarded
 
 
+@pytest.mark.product(one_in=1000, each=("form",))
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
@@ -123,6 +124,7 @@ def test_other_forms_on_a_gpu(form: Any, dtype: torch.dtype, normed: bool) -> No
     check(torch.ops.compiled_engine.rope_kv_write, *in_form(form, dtype, normed, "cuda"))
 
 
+@pytest.mark.product(one_in=1000, each=("shape", "normed"))
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

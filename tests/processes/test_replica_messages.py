@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -307,9 +306,6 @@ def test_a_queued_request_is_sent_as_soon_as_another_ends() -> None:
         assert isinstance(added, Add)
         assert added.request.request_id == names[AHEAD * MOST + names.index(name)]
     engine.close()
-
-
-Given = Callable[[RoutedRequest], None]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH, Replica
 from compiled_engine.processes.replicas import AHEAD, MOST_LOST, Replicas
+from compiled_engine.processes.router import Router
 from compiled_engine.processes.wire import (
     Abort,
     Add,
@@ -654,7 +655,7 @@ def test_answers_that_failed_say_nothing_about_their_length(monkeypatch: pytest.
     cores = [FakeCore()]
     engine = make(cores)
     told: list[bool] = []
-    monkeypatch.setattr(engine._router, "end", lambda *arguments, finished: told.append(finished))
+    monkeypatch.setattr(Router, "end", lambda *arguments, finished: told.append(finished))
     for name, reason in (("a", "error"), ("b", "stop"), ("c", "length")):
         engine.add(EngineRequest(name, (1, 2, 3), SamplingParams(max_tokens=9, seed=1)))
         cores[0].say(Stepped(StepOutputs(others=[EngineOutput(name, (), finish_reason=reason)])))
@@ -670,7 +671,7 @@ def test_only_answers_that_a_stop_string_ended_say_something_about_their_length(
     """A client that goes ends others."""
     engine = make([FakeCore()])
     told: list[bool] = []
-    monkeypatch.setattr(engine._router, "end", lambda *arguments, finished: told.append(finished))
+    monkeypatch.setattr(Router, "end", lambda *arguments, finished: told.append(finished))
     engine.add(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=9, seed=1)))
     engine.abort("a", stopped=stopped)
     assert told == [stopped]

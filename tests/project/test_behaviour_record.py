@@ -51,7 +51,7 @@ def test_a_record_tells_of_a_change(
 
 
 def test_the_messages_of_random_work_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "tests" / "core")
+    monkeypatch.syspath_prepend(REPOSITORY / "tests" / "engine")
     from test_scheduler_properties import SchedulerMachine
 
     first = recorded_properties(SchedulerMachine, 12)

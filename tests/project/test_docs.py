@@ -74,7 +74,7 @@ def lines_of(block: Block) -> Iterator[str]:
 # A model that is compiled for one command alone.
 COMPILED_ALONE = pytest.mark.shown_by(
     "project/test_docs.py::test_a_command_line_is_valid",
-    "passes/test_pass_manager.py::test_a_disabled_pass_does_not_run",
+    "passes/test_run_passes.py::test_a_pass_that_does_not_run_changes_and_counts_nothing",
 )
 
 

@@ -1,13 +1,8 @@
-"""The run of the GPU's tests, with tests that need none: what it says of them, whole, out of time, and interrupted."""
+"""The run of the GPU's tests, with tests that need none: which come last, that each runs once, what a result says."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +10,6 @@ from typing import Any
 import gpu_tests
 import pytest
 from gpu_tests import Stage, run_all, stages_of
-from interpreter import python_path
 
 QUICK = """
 import pytest
@@ -38,16 +32,6 @@ import time, pytest
 def test_takes_its_time(number): time.sleep(600 * (number > 0))
 """
 FACTS: dict[str, Any] = {"commit": "abc", "machine": {"gpu": "a GPU"}, "versions": {}}
-AS_A_PROCESS = """
-import signal, sys
-from pathlib import Path
-import gpu_tests
-signal.signal(signal.SIGTERM, signal.default_int_handler)
-stages = gpu_tests.stages_of(Path(sys.argv[1]))
-facts = {"machine": {}}
-print("begins", flush=True)
-sys.exit(gpu_tests.run_all(stages, Path(sys.argv[2]), None, [], facts))
-"""
 
 
 @pytest.fixture
@@ -80,19 +64,6 @@ class Item:
 def items_of(name: str, tests: int, cases: int) -> list[Any]:
     """Tests of a file, which is in a folder."""
     return [Item(f"{name}::test_{test}[{case}]") for test in range(tests) for case in range(cases)]
-
-
-def test_long_tests_begin_first_in_all_processes() -> None:
-    """Starts in one half of four processes, engines in the other, a test's cases in one process; then the kernels, in
-    order."""
-    engines = [*items_of("gpu/test_gpu_engine.py", 1, 3), *items_of("models/test_models.py", 1, 3)]
-    starts = items_of("gpu/test_gpu_starts.py", 1, 5)
-    kernels = items_of("attention/test_attention.py", 3, 10)
-    order = gpu_tests.dealt([*kernels[:7], *engines, *starts, *kernels[7:]], 4)
-    first, second, third, fourth = (order[start:] for start in (0, 10, 20, 30))
-    assert (first[:3], second[:2]) == (starts[::2], starts[1::2])
-    assert (third[:3], fourth[:3]) == (engines[:3], engines[3:])
-    assert [item for item in order if item in kernels] == kernels
 
 
 @pytest.mark.parametrize("processes", [1, 2, 14])
@@ -139,43 +110,8 @@ def test_what_does_not_fit_is_cut_and_said(
     assert said.endswith("not all were run\n")
 
 
-def test_an_interrupted_run_has_a_result_too(folder: Path) -> None:
-    """Side by side."""
-    (folder / "test_gpu_starts.py").unlink()
-    result = folder / "result.json"
-    command = [sys.executable, "-c", AS_A_PROCESS, str(folder), str(result)]
-    process = subprocess.Popen(command, cwd=gpu_tests.TESTS, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begins\n"
-    time.sleep(2)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    stage = json.loads(result.read_text())["stages"]["together"]
-    assert stage["cut"] == "interrupted"
-    assert said.endswith("not all were run\n")
-
-
 def test_a_stage_that_cannot_begin_is_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "test_wrong.py").write_text("import nothing_of_this_name\nmark.gpu")
     stage = Stage("wrong", (folder / "test_wrong.py",), "gpu_alone", alone=True)
     assert run_all([stage], folder / "result.json", None, [], FACTS) == 1
     assert "failed: wrong: pytest ended with status 2" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "share", "expected"), [("4,6", 2, 1, "6"), (None, 5, 2, "2,3")], ids=["one", "two of five"]
-)
-def test_processes_side_by_side_have_their_gpus(visible: str | None, count: int, share: int, expected: str) -> None:
-    environment = os.environ | {
-        "PYTEST_XDIST_WORKER": "gw3",
-        gpu_tests.COUNT_VARIABLE: str(count),
-        gpu_tests.SHARE_VARIABLE: str(share),
-        "PYTHONPATH": python_path(__file__),
-    }
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    code = "import conftest, os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    command = [sys.executable, "-c", code]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=gpu_tests.TESTS, env=environment)
-    assert said.stdout.split() == [expected]

@@ -60,27 +60,6 @@ def test_every_value_of_a_parameter_keeps_a_case() -> None:
     assert names(set(items) - cases_left_out(items, "0")) != names(set(items) - cases_left_out(items, "1"))
 
 
-def test_one_of_each_product_runs_with_a_gpu_and_without() -> None:
-    items = [
-        Item(**vars(case("tests/test_a.py::test_both", number, 1000, needs_gpu=number < 4))) for number in range(8)
-    ]
-    for seed in map(str, range(9)):
-        run = {item.get_closest_marker("gpu") is None for item in set(items) - cases_left_out(items, seed)}
-        assert run == {False, True}
-
-
-def test_what_others_show_is_left_out_but_on_a_gpu() -> None:
-    items = [
-        Item(**vars(case("tests/test_a.py::test_both", number, 1000, needs_gpu=number % 2 > 0, shown=number < 4)))
-        for number in range(6)
-    ]
-    for seed in map(str, range(9)):
-        run = set(items) - cases_left_out(items, seed)
-        assert items[4] in run
-        assert {items[1], items[3]} & run or items[5] in run
-        assert not {items[0], items[2]} & run
-
-
 def shown_by(tree: ast.AST) -> Iterator[ast.Call]:
     """Calls of the marker in a file, or in one decorator."""
     for node in ast.walk(tree):

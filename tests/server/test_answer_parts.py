@@ -90,7 +90,7 @@ TOKENIZER = SimpleNamespace(
 def completion_answer(n: int = 1, tokenizer: Any = TOKENIZER, **given: Any) -> Any:
     fields, _ = read_request({"prompt": "abc", "return_token_ids": True, **given}, CompletionRequest)
     unwanted = fields.max_tokens == 0
-    return completions._Answer("cmpl-1", 5, "small", fields, SamplingParams(n=n), unwanted, tokenizer)
+    return completions.Answer("cmpl-1", 5, "small", fields, SamplingParams(n=n), unwanted, tokenizer)
 
 
 TEXTS = [[["x", "yz"], ["u", "v", "w"]], [["p"], ["q", "r"]]]
@@ -103,8 +103,8 @@ def test_parts_of_completions_join_to_the_whole(logprobs: int | None, echo: bool
     """For several prompts and completions, in the order of their indices."""
     more = {"echo": echo, "logprobs": logprobs, "stream_options": {"include_usage": True}}
     script = Script(TEXTS, ends, prompt_logprobs=echo and logprobs is not None)
-    whole = built(asyncio.run(completions._whole(completion_answer(2, **more), script.whole())))
-    *parts, last = collected(completions._events(completion_answer(2, **more), script.parts()))
+    whole = built(asyncio.run(completions.whole_answer(completion_answer(2, **more), script.whole())))
+    *parts, last = collected(completions.answer_events(completion_answer(2, **more), script.parts()))
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     begin = "abc" if echo else ""
     assert [choice["text"] for choice in whole["choices"]] == [begin + text for text in ("xyz", "uvw", "p", "qr")]
@@ -139,10 +139,10 @@ def test_tokens_as_ids_change_only_how_tokens_are_written(echo: bool) -> None:
     """In whole answers and in parts; the places are those of the text."""
     given: dict[str, Any] = {"echo": echo, "logprobs": 1}
     script = Script(TEXTS, prompt_logprobs=echo)
-    plain = built(asyncio.run(completions._whole(completion_answer(2, **given), script.whole())))
+    plain = built(asyncio.run(completions.whole_answer(completion_answer(2, **given), script.whole())))
     given["return_tokens_as_token_ids"] = True
-    whole = built(asyncio.run(completions._whole(completion_answer(2, **given), script.whole())))
-    parts = collected(completions._events(completion_answer(2, **given), script.parts()))
+    whole = built(asyncio.run(completions.whole_answer(completion_answer(2, **given), script.whole())))
+    parts = collected(completions.answer_events(completion_answer(2, **given), script.parts()))
     for expected, found in zip(plain["choices"], whole["choices"], strict=True):
         own = [choice for part in parts for choice in part["choices"] if choice["index"] == found["index"]]
         for shown in (found["logprobs"], joined_choice(own)["logprobs"]):
@@ -159,8 +159,8 @@ def test_a_prompt_that_is_scored_has_no_completion() -> None:
     """The token that was generated for it is in no field and no count."""
     more = {"echo": True, "logprobs": 1, "max_tokens": 0, "stream_options": {"include_usage": True}}
     script = Script([[["x"]], [["y"]]], prompt_logprobs=True)
-    whole = built(asyncio.run(completions._whole(completion_answer(**more), script.whole())))
-    *parts, last = collected(completions._events(completion_answer(**more), script.parts()))
+    whole = built(asyncio.run(completions.whole_answer(completion_answer(**more), script.whole())))
+    *parts, last = collected(completions.answer_events(completion_answer(**more), script.parts()))
     for choice in (*whole["choices"], *(choice for part in parts for choice in part["choices"])):
         assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("abc", "length", [])
         assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
@@ -172,17 +172,17 @@ def test_fields_that_were_not_requested() -> None:
     """Null in whole answers, absent in events; texts that were cut are what the engine took of them."""
     script = Script([[["x", ""]]], "length")
     plain = completion_answer(return_token_ids=None)
-    (choice,) = built(asyncio.run(completions._whole(plain, script.whole())))["choices"]
+    (choice,) = built(asyncio.run(completions.whole_answer(plain, script.whole())))["choices"]
     assert {name: choice[name] for name in ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids")} == {
         **{"logprobs": None, "prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
     }
-    parts = collected(completions._events(completion_answer(return_token_ids=None), script.parts()))
+    parts = collected(completions.answer_events(completion_answer(return_token_ids=None), script.parts()))
     assert len(parts) == 2  # no usage, as none was asked for
     assert not {"token_ids", "prompt_token_ids", "prompt_logprobs"} & {
         key for part in parts for key in part["choices"][0]
     }
     scored = completion_answer(prompt_logprobs=1)
-    (choice,) = built(asyncio.run(completions._whole(scored, Script([[["x"]]], prompt_logprobs=True).whole())))[
+    (choice,) = built(asyncio.run(completions.whole_answer(scored, Script([[["x"]]], prompt_logprobs=True).whole())))[
         "choices"
     ]
     assert [None if each is None else list(each) for each in choice["prompt_logprobs"]] == [
@@ -192,17 +192,21 @@ def test_fields_that_were_not_requested() -> None:
     ]
     assert choice["logprobs"] is None
     cut = completion_answer(echo=True, truncate_prompt_tokens=3)
-    assert built(asyncio.run(completions._whole(cut, script.whole())))["choices"][0]["text"] == f"decoded {PROMPT}x"
+    assert (
+        built(asyncio.run(completions.whole_answer(cut, script.whole())))["choices"][0]["text"] == f"decoded {PROMPT}x"
+    )
     blind = completion_answer(tokenizer=None, echo=True, truncate_prompt_tokens=3)
-    assert built(asyncio.run(completions._whole(blind, script.whole())))["choices"][0]["text"] == "abcx"
+    assert built(asyncio.run(completions.whole_answer(blind, script.whole())))["choices"][0]["text"] == "abcx"
 
 
 def test_usage_so_far_comes_with_every_event_if_asked_for() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    parts = collected(completions._events(completion_answer(stream_options=options), Script([[["x", "y"]]]).parts()))
+    parts = collected(
+        completions.answer_events(completion_answer(stream_options=options), Script([[["x", "y"]]]).parts())
+    )
     assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 2]
     answer = chat_answer(stream_options=options)
-    parts = collected(chat_completions._events(answer, Script([[["x", "y"]]]).parts()))
+    parts = collected(chat_completions.answer_events(answer, Script([[["x", "y"]]]).parts()))
     assert [part["usage"]["completion_tokens"] for part in parts] == [0, 1, 2, 2, 2]
     assert {part["usage"]["prompt_tokens"] for part in parts} == {3}
 
@@ -220,7 +224,7 @@ def chat_answer(n: int = 1, **given: Any) -> Any:
 
     prompt: dict[str, Any] = {"prompt": "abc", "prompt_token_ids": tuple(PROMPT)}
     made = ChatPrompt(prompt, SamplingParams(n=n), parser, lambda: f"call_{next(numbers)}")
-    return chat_completions._Answer("chatcmpl-1", 5, "small", fields, made)
+    return chat_completions.Answer("chatcmpl-1", 5, "small", fields, made)
 
 
 def message_of(choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -249,8 +253,8 @@ def test_parts_of_a_chat_join_to_the_whole(ends: str, logprobs: bool, hides_reas
     texts = [["x", "y"], [*THOUGHT, "z"], [*THOUGHT, *CALL], ["a ", *CALL, *CALL]]
     given: dict[str, Any] = {"logprobs": logprobs, "top_logprobs": 1 if logprobs else None}
     given |= {"include_reasoning": not hides_reasoning, "stream_options": {"include_usage": True}}
-    whole = built(asyncio.run(chat_completions._whole(chat_answer(4, **given), Script([texts], ends).whole())))
-    *parts, last = collected(chat_completions._events(chat_answer(4, **given), Script([texts], ends).parts()))
+    whole = built(asyncio.run(chat_completions.whole_answer(chat_answer(4, **given), Script([texts], ends).whole())))
+    *parts, last = collected(chat_completions.answer_events(chat_answer(4, **given), Script([texts], ends).parts()))
     assert [choice["index"] for choice in whole["choices"]] == list(range(4))
     assert [part["choices"][0]["delta"] for part in parts[:4]] == [{"role": "assistant", "content": ""}] * 4
     for expected in whole["choices"]:
@@ -288,8 +292,8 @@ def test_parts_of_a_chat_join_to_the_whole(ends: str, logprobs: bool, hides_reas
 def test_tokens_of_a_chat_as_ids() -> None:
     given = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     script = Script([[["x", "yz"]]])
-    (choice,) = built(asyncio.run(chat_completions._whole(chat_answer(**given), script.whole())))["choices"]
-    parts = collected(chat_completions._events(chat_answer(**given), script.parts()))
+    (choice,) = built(asyncio.run(chat_completions.whole_answer(chat_answer(**given), script.whole())))["choices"]
+    parts = collected(chat_completions.answer_events(chat_answer(**given), script.parts()))
     streamed = joined([part["choices"][0].get("logprobs") for part in parts])
     for shown in (choice["logprobs"]["content"], streamed["content"]):
         assert [each["token"] for each in shown] == ["token_id:20", "token_id:21"]
@@ -300,11 +304,11 @@ def test_tokens_of_a_chat_as_ids() -> None:
 
 def test_fields_of_a_chat_that_were_not_requested() -> None:
     plain = chat_answer(return_token_ids=None)
-    whole = built(asyncio.run(chat_completions._whole(plain, Script([[["x"]]]).whole())))
+    whole = built(asyncio.run(chat_completions.whole_answer(plain, Script([[["x"]]]).whole())))
     assert (whole["prompt_token_ids"], whole["prompt_logprobs"], whole["choices"][0]["token_ids"]) == (None, None, None)
-    scored = built(asyncio.run(chat_completions._whole(plain, Script([[["x"]]], prompt_logprobs=True).whole())))
+    scored = built(asyncio.run(chat_completions.whole_answer(plain, Script([[["x"]]], prompt_logprobs=True).whole())))
     assert len(scored["prompt_logprobs"]) == 3
-    parts = collected(chat_completions._events(chat_answer(return_token_ids=None), Script([[["x"]]]).parts()))
+    parts = collected(chat_completions.answer_events(chat_answer(return_token_ids=None), Script([[["x"]]]).parts()))
     assert len(parts) == 3  # the role, the text, and why it ended
     assert "prompt_token_ids" not in parts[0]
     assert all("token_ids" not in part["choices"][0] for part in parts)

@@ -215,7 +215,7 @@ def health(server: RunningServer) -> tuple[bool, bool]:
 
 
 def in_loop(server: RunningServer, work: Any) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, server._loop).result(60)
+    return asyncio.run_coroutine_threadsafe(work, server.loop).result(60)
 
 
 def working(server: RunningServer) -> tuple[bool, bool]:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from narrow_server import COMPLETION, KEY, narrow_server
-from running_server import RunningServer, ScriptedEngine, running
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, narrow_server, running
 
 
 @pytest.fixture(scope="module")

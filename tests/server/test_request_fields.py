@@ -135,6 +135,7 @@ def test_a_priority_without_effect_is_named(few: RunningServer, path: str) -> No
     assert few.engine.given[-1]["priority"] == 0
 
 
+@pytest.mark.product(one_in=1000, each=("path",))
 @pytest.mark.parametrize("priority", [1 << 63, -(1 << 63) - 1, 1 << 64, 1.5, "1", True])
 @pytest.mark.parametrize("path", [*GENERATING, *POOLING])
 def test_a_priority_is_an_integer_of_64_bits_even_without_effect(

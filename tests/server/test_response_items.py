@@ -19,7 +19,7 @@ from compiled_engine.server.protocol import (
     ResponseUsage,
 )
 from compiled_engine.server.request_fields import read_request
-from compiled_engine.server.responses import ResponseEvents, _as_chat, messages_of, tools_of
+from compiled_engine.server.responses import ResponseEvents, as_chat, messages_of, tools_of
 
 USAGE = ResponseUsage(
     input_tokens=1,
@@ -125,7 +125,7 @@ def test_functions_are_tools_and_others_are_ignored() -> None:
 
 def chat_of(**given: Any) -> tuple[Any, list[str]]:
     fields, ignored = read_request({"input": "x", **given}, ResponsesRequest)
-    return _as_chat(fields, ignored), ignored
+    return as_chat(fields, ignored), ignored
 
 
 def test_a_response_is_a_chat_in_other_words() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from narrow_server import COMPLETION, KEY, narrow_server
-from running_server import RunningServer, ScriptedEngine, error_of, running
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, narrow_server, running
 
 from compiled_engine.server.middleware import visitor_check
 from compiled_engine.server.options import ServerOptions

@@ -43,7 +43,6 @@ SAMPLING: Any = {"seed": 3, "temperature": 1.0, "max_tokens": 180}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
 
 
-AMBIGUOUS = 'start: x\nx: x x | "a" | "b" | '
 Ask = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
 
 

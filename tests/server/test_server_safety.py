@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_a_minute import in_a_minute
-from narrow_server import COMPLETION, KEY, narrow_server
-from running_server import RunningServer, ScriptedEngine, error_of, running
+from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error_of, narrow_server, running
 
 from compiled_engine.server.errors import ApiError, without_internals
 from compiled_engine.server.json_size import is_deeper_than
@@ -42,43 +41,6 @@ def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
 def client(narrow: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=narrow.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as client:
         yield client
-
-
-BOUNDS: list[tuple[str, dict[str, Any]]] = [
-    ("n", {"n": 5}),
-    ("n", {"n": 2, "prompt": ["a", "b", "c"]}),
-    ("max_tokens", {"max_tokens": 21}),
-    ("min_tokens", {"min_tokens": 21}),
-    ("logprobs", {"logprobs": 6}),
-    ("logprobs", {"logprobs": -1}),
-    ("prompt_logprobs", {"prompt_logprobs": 6}),
-    ("prompt_logprobs", {"prompt_logprobs": 5, "prompt": "x" * 30}),
-    ("logprobs", {"logprobs": 5, "n": 2, "max_tokens": 20}),
-    ("stop", {"stop": ["a"] * 5}),
-    ("stop", {"stop": "a" * 17}),
-    ("stop_token_ids", {"stop_token_ids": [1] * 9}),
-    ("bad_words", {"bad_words": ["a"] * 9}),
-    ("bad_words", {"bad_words": ["a" * 17]}),
-    ("bad_words_token_ids", {"bad_words_token_ids": [[1]] * 9}),
-    ("logit_bias", {"logit_bias": {str(token): 1 for token in range(9)}}),
-    ("logit_bias", {"logit_bias": {"one": 1}}),
-    ("strange", {"strange": 1}),
-]
-
-
-@pytest.mark.parametrize(("param", "asked"), BOUNDS)
-def test_bounds_of_a_request(client: httpx.Client, param: str, asked: dict[str, Any]) -> None:
-    response = client.post("/v1/completions", json={**COMPLETION, **asked})
-    assert (response.status_code, error_of(response)["param"]) == (400, param)
-
-
-def test_bounds_of_a_conversation(client: httpx.Client) -> None:
-    message = {"role": "user", "content": "x"}
-    tool = {"type": "function", "function": {"name": "f"}}
-    asked: list[tuple[str, Any]] = [("messages", [message] * 5), ("tools", [tool] * 3)]
-    for name, value in asked:
-        response = client.post("/v1/chat/completions", json={"messages": [message], name: value})
-        assert (response.status_code, error_of(response)["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(

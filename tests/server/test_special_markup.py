@@ -86,6 +86,7 @@ def accepts(chat: ChatFormat, grammar: str, text: str) -> bool:
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
 
+@pytest.mark.product(one_in=3, each=("calls",))
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_that_are_demanded_can_be_written(kind: str, calls: str) -> None:
@@ -98,6 +99,7 @@ def test_calls_that_are_demanded_can_be_written(kind: str, calls: str) -> None:
     assert not accepts(chat, grammar, "Hello")
 
 
+@pytest.mark.product(one_in=3, each=("calls",))
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_strict_calls_follow_their_schemas_in_free_text(kind: str, calls: str) -> None:
@@ -120,6 +122,7 @@ def test_reasoning_before_json_can_be_closed(kind: str, reasoning: str) -> None:
     assert not accepts(chat, grammar, opening + "so</think>not json")
 
 
+@pytest.mark.product(one_in=1000, each=("kind", "calls"))
 @pytest.mark.parametrize("calls", ["hermes", "qwen3_coder", "glm45", "minimax_m2"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
@@ -141,6 +144,7 @@ def test_answers_are_parsed_whichever_tokens_their_markup_is(kind: str, size: in
     assert joined(pieces + parser.finish()) == PIECES
 
 
+@pytest.mark.product(one_in=1000, each=("kind", "calls"))
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3, 1000])

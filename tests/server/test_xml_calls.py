@@ -186,6 +186,7 @@ VALUES: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.mark.product(one_in=1000, each=("key", "text"))
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize(("key", "text", "expected"), VALUES)
 def test_the_schema_gives_an_argument_its_type(name: str, key: str, text: str, expected: Any) -> None:

@@ -172,7 +172,7 @@ def of_features(names: Sequence[str], *, quick: bool) -> Iterator[tuple[str, dic
 
 def of_scheduler(examples: int = 200, seeds: Sequence[int] = range(4)) -> Iterator[tuple[str, dict[str, Any]]]:
     """Record the scheduler's property tests."""
-    sys.path.insert(0, str(REPOSITORY / "tests" / "core"))
+    sys.path.insert(0, str(REPOSITORY / "tests" / "engine"))
     from test_scheduler_properties import SchedulerMachine, test_a_heavy_load_is_served_in_full
 
     yield "scheduler, random work", recorded_properties(SchedulerMachine, examples)

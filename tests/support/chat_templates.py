@@ -534,10 +534,6 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(_GEMMA),
     "gemma 3": Family(_GEMMA_3, contents="both"),
     "phi 3": _named("'<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n'", "<|assistant|>\n"),
-    "phi 4": _named(
-        "'<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>'",
-        "<|im_start|>assistant<|im_sep|>",
-    ),
     "deepseek 2": Family(_DEEPSEEK_V2),
     "deepseek 3": Family(
         _DEEPSEEK_V3 + "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}", arguments_as_text=True
@@ -550,47 +546,15 @@ FAMILIES: dict[str, Family] = {
     "command r": Family(_COMMAND_R, _COMMAND_R_TOOLS),
     "zephyr": _named("'<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n'", "<|assistant|>\n"),
     "vicuna": Family(_VICUNA, one_system=True),
-    "olmo": _named(
-        "'<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '') + '\\n'",
-        "<|assistant|>\n",
-        "{{ bos_token }}",
-    ),
     "granite": Family(_GRANITE),
-    "smollm 2": Family(_turns(_CHATML, _CHATML_END)),
     "smollm 3": Family(_SMOL_LM_3, one_system=True),
     "smolvlm": Family(_SMOL_VLM, contents="parts"),
-    "falcon 3": _named(
-        "'<|' + message['role'] + '|>\\n' + message['content'] + (eos_token if message['role'] == 'assistant' else '\\n')",
-        "<|assistant|>\n",
-    ),
-    "internlm 2": Family(_turns(_CHATML, _CHATML_END, before="{{ bos_token }}")),
     "glm 4": Family(_GLM_4, contents="both", arguments_as_text=True),
-    "yi": Family(_turns("'<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n'", _CHATML_END)),
-    "stablelm": _named("'<|' + message['role'] + '|>\\n' + message['content'] + '<|endoftext|>\\n'", "<|assistant|>\n"),
-    "openchat": _named(
-        "'GPT4 Correct ' + message['role'].title() + ': ' + message['content'] + '<|end_of_turn|>'",
-        "GPT4 Correct Assistant:",
-        "{{ bos_token }}",
-    ),
-    "solar": _named("'### ' + message['role'].title() + ':\\n' + message['content'] + '\\n\\n'", "### Assistant:\n"),
     "llava 1.5": Family(_LLAVA, contents="parts"),
     "gpt-oss": Family(_GPT_OSS, one_call=True, one_system=True),
-    "minicpm": Family(
-        "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<用户>' + message['content'].strip() + '<AI>' }}"
-        "{% else %}{{ message['content'].strip() }}{% endif %}{% endfor %}"
-    ),
-    "exaone": _named(
-        "'[|' + message['role'] + '|]' + message['content'].strip() + '[|endofturn|]\\n'", "[|assistant|]"
-    ),
     "jamba": Family(_JAMBA),
     "nemotron": Family(_NEMOTRON),
     "kimi": Family(_KIMI, contents="both"),
-    "aya": Family(_COMMAND_R),
-    "baichuan": Family(
-        "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<reserved_106>' + message['content'] }}"
-        "{% elif message['role'] == 'assistant' %}{{ '<reserved_107>' + message['content'] + eos_token }}"
-        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<reserved_107>' }}{% endif %}"
-    ),
 }
 
 # Tokens of these formats: special ones, those of them that take the whitespace before or after them, and ones that are

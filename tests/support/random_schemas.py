@@ -7,8 +7,6 @@ import random
 import re
 from typing import Any
 
-LETTERS = "abcdefghij"
-
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
     """An object whose strings, arrays and numbers are bounded, to this depth."""

@@ -15,7 +15,7 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.app import build_app
-from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.options import Limits, ServerOptions
 from compiled_engine.server.run import Server, address, bind, serve
 
 ENGINE: dict[str, Any] = {
@@ -42,11 +42,11 @@ class RunningServer:
         self.ended_with: str | None = None
         self._bound = bind(options)
         self.url = address(options, self._bound)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.loop = asyncio.new_event_loop()
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -59,17 +59,17 @@ class RunningServer:
     def stop(self) -> None:
         """As a signal does, twice."""
         for _ in range(2):
-            self._loop.call_soon_threadsafe(self.server.handle_exit, 15, None)
+            self.loop.call_soon_threadsafe(self.server.handle_exit, 15, None)
         self.join()
 
     def join(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self.ended_with = self._loop.run_until_complete(serve(self.engine, self.server, self._bound))
-        self._loop.close()
+        asyncio.set_event_loop(self.loop)
+        self.ended_with = self.loop.run_until_complete(serve(self.engine, self.server, self._bound))
+        self.loop.close()
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def running(engine: Any, **options: Any) -> Iterator[RunningServer]:
     try:
         yield server
     finally:
-        if server._thread.is_alive():
+        if server.thread.is_alive():
             server.stop()
 
 
@@ -140,3 +140,18 @@ class ScriptedEngine:
 
     async def shutdown(self) -> None:
         self._dead.set()
+
+
+# A server that allows little, and asks for a key.
+COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
+KEY = "a key"
+NARROW = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, max_in_flight=4, max_logprobs=5,
+                max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
+                max_logprob_entries=100, max_answer_tokens=20,
+                receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
+
+
+@contextmanager
+def narrow_server(engine: ScriptedEngine) -> Iterator[RunningServer]:
+    with running(engine, api_key=("another", KEY), limits=NARROW, strict=True) as server:
+        yield server

@@ -1,4 +1,4 @@
-"""Batches through dispatch, padding and replay, on a CPU: a recorder stands in for captured graphs."""
+"""Graphs of steps on a CPU, where recorded work stands in for CUDA graphs: which are captured, replay and padding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +17,21 @@ from adapter_folders import digest_of, make_adapter
 from checkpoints import load_checkpoint
 from msgspec import structs
 from other_padding import prepare_with, replay_with_other_padding
+from plain_config import BASE
 from recorded_capture import RecordedCapture
 
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.engine import runner as model_runner
-from compiled_engine.engine import scheduler, step_graphs
+from compiled_engine.engine import step_graphs
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.executor import InProcessExecutor
 from compiled_engine.engine.messages import EngineRequest, prefix_root
 from compiled_engine.engine.runner import Runner
+from compiled_engine.engine.step_graphs import ModelStep, affordable
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.prompt_logprobs.extras import rows_in
-from compiled_engine.graphs.cuda_graphs.manager import GraphCounters
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, decode_key, mixed_key
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
@@ -235,22 +238,6 @@ def test_fallbacks_have_reasons_and_an_unexpected_one_warns_once(caplog: pytest.
     assert len(warnings) == 1
 
 
-def test_an_interrupt_at_the_launch_shifts_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has counted a step then, and the host has not."""
-    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY))
-    expected = run(core, make_requests(3, 4))
-    replay = GraphCounters.replay
-
-    def interrupted(*args: Any) -> None:
-        monkeypatch.setattr(GraphCounters, "replay", replay)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(GraphCounters, "replay", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(core, make_requests(3, 4))
-    assert run(core, make_requests(3, 4)) == expected
-
-
 def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
     core = make_core(make_config(GraphMode.FULL))
     buffers = runner_of(core).buffers
@@ -271,36 +258,51 @@ def test_closing_resets_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [capture.num_reset for capture in captures] == [6]
 
 
-def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_core(make_config())
-    runner = runner_of(core)
-    requests = make_requests(6, 1)  # which need every row
-    expected = run(core, requests)
+def test_graphs_are_captured_as_far_as_their_pool_is_small() -> None:
+    """A step of 256 tokens takes 256 units; a pool may have an eighth of what is left without it."""
+    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32, 64)))
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("injected")
+    def sizes(left: int | None, all_reduce_min: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
+        found = affordable(config, 256, left, all_reduce_min)
+        assert replace(found, token_sizes=config.graph.token_sizes) == config.graph
+        return found.token_sizes
 
-    broken_ones: tuple[tuple[Any, str], ...] = (
-        (runner.sampler, "add_row"),
-        (runner.states, "remove"),
-        (runner.model, "run"),
-        (runner.sampler, "sample"),
-        (scheduler, "tokens_output"),
+    assert sizes(None) == (8, 16, 32, 64)
+    assert [sizes(256 + 8 * size) for size in (64, 63, 32, 8, 7)] == [
+        (8, 16, 32, 64), (8, 16, 32), (8, 16, 32), (8,), ()
+    ]  # fmt: skip
+    assert sizes(256 + 8 * 64, lambda count: count - 1) == (8, 16, 32)
+
+
+def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (), (8, 16)))
+    affordable(config, 256, 256 + 8 * 16, lambda count: count)
+    assert not caplog.records
+    affordable(config, 256, 256 + 8 * 8, lambda count: count)
+    assert "no CUDA graphs of more than 8 tokens: their pool would take more than 12 % of" in caplog.text
+
+
+def step_of_slots(slots_T: torch.Tensor) -> ModelStep:
+    buffers = SimpleNamespace(beside=lambda variant, num_tokens: (slots_T[:num_tokens],))
+    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= 4)
+    forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
+    nothing: Any = None
+    return ModelStep(forward, nothing, nothing, 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_logits"),
+    [(decode_key(5, 64), True), (mixed_key(4, 2, 64), True), (mixed_key(5, 2, 64), False)],
+    ids=["decodes", "few tokens", "many tokens"],
+)
+def test_what_a_graph_leaves_has_the_slots_of_its_batch(key: GraphKey, is_logits: bool) -> None:
+    """Its buffers have slots of more tokens than the graph."""
+    slots_T = torch.arange(14, dtype=torch.int32)
+    left_TD, step = torch.zeros(key.num_tokens, 2), step_of_slots(slots_T)
+    plain = step.output(key, left_TD)
+    assert (plain.is_logits, plain.beside) == (is_logits, ())
+    adapted = step.output(replace(key, extra=(("adapted", 1),)), left_TD, "adapted")
+    assert (adapted.is_logits, [each.tolist() for each in adapted.beside]) == (
+        is_logits,
+        [slots_T[: key.num_tokens].tolist()],
     )
-    for owner, name in broken_ones:
-        for request in make_requests(2, 6):
-            core.add(request)
-        core.step()
-        for request in make_requests(3, 1)[2:]:
-            core.add(request)
-        with monkeypatch.context() as broken:
-            broken.setattr(owner, name, fail)
-            try:
-                for _ in range(20):
-                    core.step()
-            except MemoryError:
-                pass
-        for request_id in ("0", "1", "2"):
-            core.abort(request_id)
-        assert run(core, requests) == expected, name
-        assert core.metrics()["blocks_free"] == core.metrics()["blocks_total"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -124,8 +124,8 @@ def test_tokens_behind_drafts() -> None:
 
 
 def test_a_step_whose_masks_did_not_come_has_no_result() -> None:
-    step = pending([5], ["a"], [True])
-    unsampled = UnsampledStep(step._batch, torch.zeros(1, 3), {})
+    step, batch = pending([5], ["a"], [True]), cast(InputBatch, None)
+    unsampled = UnsampledStep(batch, torch.zeros(1, 3), {})
     with pytest.raises(RuntimeError, match="the step was not sampled: its masks did not come"):
         unsampled.result()
     unsampled.sampled = step

@@ -1,4 +1,4 @@
-"""Workers are asked for every kernel that the warm-up launches: on a CPU, where nothing is launched."""
+"""The warm-up, on a CPU, where nothing is launched: its batches, and that workers are asked for all of its kernels."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.llm import LLM
 from compiled_engine.parallel.rank_share import local_model
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.sampling.sampler import Sampler
 
@@ -91,7 +92,7 @@ def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
         TRITON.work_length(most_tokens, most_rows, planned),
         numbered=in_each > 0,
     )
-    pending = PendingSteps(buffers, device, runner._clock)
+    pending = PendingSteps(buffers, device, StepClock(device))
     advance = StepAdvance(states, buffers)
     acceptance = Acceptance((), device)
     advance.of_several = lambda tokens_R, num_rows: launch_verify(states, buffers, tokens_R, num_rows, acceptance)

@@ -1,4 +1,4 @@
-"""How memory is divided between the KV cache, graphs and the work of a step, by numbers made up."""
+"""The KV cache: how many blocks there are, beside graphs and the work of a step, by made-up sizes; and its tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from plain_config import BASE
 from compiled_engine.config import (
     DraftConfig,
     EngineConfig,
-    GraphConfig,
-    GraphMode,
     HeadShape,
     ParallelConfig,
     SpeculationConfig,
 )
 from compiled_engine.engine.cache_memory import CacheSize, allocate, block_bytes, blocks_wanted, bytes_left, size_cache
-from compiled_engine.engine.step_graphs import affordable
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 
 # Two layers, keys and values, 16 slots, two heads of 16 elements in float32.
@@ -132,25 +129,23 @@ def test_an_encoder_has_no_cache() -> None:
     assert size_cache(encoder, 5, 6, 7).metrics(9) == {"kv_cache_bytes": 0, "kv_cache_room_bytes": None}
 
 
-def test_graphs_are_captured_as_far_as_their_pool_is_small() -> None:
-    """A step of 256 tokens takes 256 units; a pool may have an eighth of what is left without it."""
-    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32, 64)))
-
-    def sizes(left: int | None, all_reduce_min: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
-        found = affordable(config, 256, left, all_reduce_min)
-        assert replace(found, token_sizes=config.graph.token_sizes) == config.graph
-        return found.token_sizes
-
-    assert sizes(None) == (8, 16, 32, 64)
-    assert [sizes(256 + 8 * size) for size in (64, 63, 32, 8, 7)] == [
-        (8, 16, 32, 64), (8, 16, 32), (8, 16, 32), (8,), ()
-    ]  # fmt: skip
-    assert sizes(256 + 8 * 64, lambda count: count - 1) == (8, 16, 32)
+def test_on_a_cpu_blocks_take_memory_from_their_first_use_on() -> None:
+    process = psutil.Process()
+    config = BASE
+    before = process.memory_info().rss
+    caches = allocate(config, (1 << 29) // block_bytes(config))
+    assert sum(cache.nbytes for cache in caches) > 500 << 20
+    assert process.memory_info().rss - before < 50 << 20
+    assert all(not cache[:: len(cache) // 8].any() for cache in caches)
+    caches[-1][-1] = 1.0
+    assert int((caches[-1] != 0).sum()) == caches[-1][-1].numel()
 
 
-def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (), (8, 16)))
-    affordable(config, 256, 256 + 8 * 16, lambda count: count)
-    assert not caplog.records
-    affordable(config, 256, 256 + 8 * 8, lambda count: count)
-    assert "no CUDA graphs of more than 8 tokens: their pool would take more than 12 % of" in caplog.text
+def test_a_block_has_the_bytes_that_it_is_said_to_have() -> None:
+    config = BASE
+    assert sum(cache.nbytes for cache in allocate(config, 3)) == 3 * block_bytes(config)
+    heads = tuple(HeadShape(4, 1 + layer % 2, 64 << layer % 2) for layer in range(config.model.num_layers))
+    mixed = replace(config, model=replace(config.model, layer_heads=heads))
+    caches = allocate(mixed, 3)
+    assert [cache.shape[3:] for cache in caches] == [(layer.num_kv_heads, layer.head_dim) for layer in heads]
+    assert sum(cache.nbytes for cache in caches) == 3 * block_bytes(mixed)

@@ -16,6 +16,7 @@ def test_kernels_equal_their_references_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=4)
 @pytest.mark.parametrize("seed", range(60))
 def test_kernels_equal_their_references_on_a_gpu(seed: int) -> None:
     check(seed, torch.device("cuda"))
