@@ -36,7 +36,7 @@ class Steps:
         self.rows_of_logits: list[int] = []
         advance = StepAdvance(self.states, self.buffers)
         model: Any = SimpleNamespace(logits_of=self._logits_of)
-        self.sampling = StepSampling(model, self.sampler, self.states, self.buffers, self.pending, advance)
+        self.sampling = StepSampling(model, self.sampler, self.buffers, self.pending, advance)
         self.names = list(params)
         for name, each in params.items():
             row = self.states.add(NewRequest(name, (1, 2, 3), 3, each, frozenset(), ((0,),)), 0)
@@ -58,7 +58,7 @@ class Steps:
 
     def run(self, batch: InputBatch, logits_TV: torch.Tensor, masks: TokenMasks | None = None) -> RunnerOutput:
         self.pending.catch_up()
-        logits_RV = self.sampling.take(batch, ForwardOutput(logits_TV, is_logits=False), {})
+        logits_RV = self.sampling.launch_rest(batch, ForwardOutput(logits_TV, is_logits=False), {})
         self.pending.launched()
         found = None if logits_RV is None else self.sampling.complete(batch, logits_RV, masks)
         return self.pending.step(batch, found, {}).result()

@@ -128,7 +128,9 @@ def poison_caches(llm: LLM) -> None:
     executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
     runner = executor.runner
-    tensors = [*runner.step.kv_caches, *getattr(runner._drafter, "kv_caches", ())]
+    tensors = list(runner.step.kv_caches)
+    for feature in runner._hooks.features:
+        tensors += getattr(feature, "kv_caches", ())  # a draft model's
     rows = [feature for feature in runner._hooks.features if isinstance(feature, StateRows)]
     tensors += [tensor for each in rows for group in each._groups for tensor in group]
     with torch.inference_mode():
