@@ -133,7 +133,7 @@ class RequestTable:
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def _release(self, request: Request, status: RequestStatus) -> None:
-        """Free a running request's resources at once; kv_cache_manager.py explains why that is safe."""
+        """Free a running request's resources at once; kv_cache.py explains why that is safe."""
         self._kv_cache.free(request)
         request.status, request.has_sampled = status, False
         request.set_steady_limits()

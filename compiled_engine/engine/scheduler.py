@@ -104,7 +104,7 @@ class Scheduler:
 
     max_new_tokens_per_step: most tokens that a step yields per request; if 1, every request that samples gets exactly
     one. pools: a request ends with its first, meaningless token (max_tokens is 1); its result is a vector. whole:
-    prompts are computed in one step, and hold no blocks (num_blocks is 0). features: see hooks.py.
+    prompts are computed in one step, and hold no blocks (num_blocks is 0). features: see plan_hooks.py.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class StepRows:
     # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
     # first.
     request_A: np.ndarray
-    number_A: np.ndarray  # see InputBuffers.draft_numbers_R
+    number_A: np.ndarray  # see InputBuffers.row_numbers_R
     lens_A: np.ndarray  # tokens
     exists_A: np.ndarray  # False for padding
     query_len: int | None  # rows per request if uniform, with one token each; otherwise None
