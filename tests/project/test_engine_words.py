@@ -21,6 +21,9 @@ from test_import_directions import imports_of, modules, within
 WORDS = {
     "speculation": r"draft|eagle|n_?gram|specul|taps?(?![a-z])|aux_(hidden|layers)|sharpness|accept|verif"
     r"|(?<![a-z])(rests|rested|resting|let_rest|plain|follows?|head(?!_dim|_width))(?![a-z])",
+    # The idea in the engine that drafts need, in its own words: they cost a reader as much.
+    "several rows": r"numbered|row_numbers|ahead_SK|num_ahead|of_several|several_|rows_of_requests|history_|NO_ROW"
+    r"|NOT_TAKEN|taken_R",
     "adapters": r"adapt|lora(?![a-z])|overtak|set_aside",
     "pooling": r"pool(s|ed|er|ing)(?![a-z])|vectors|second_text",
     "masks": r"mask|constrain|grammar|structured",
@@ -48,18 +51,19 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "engine.core": (5, 0),
     "engine.executor": (5, 1),
     "engine.forward": (8, 1),
-    "engine.input_batch": (5, 1),
+    "engine.input_batch": (46, 1),
     "engine.messages": (9, 0),
     "engine.plan_hooks": (3, 0),
+    "engine.request_states": (8, 0),
     "engine.request_table": (1, 0),
-    "engine.runner": (21, 1),
-    "engine.scheduler": (5, 0),
+    "engine.runner": (24, 1),
+    "engine.scheduler": (7, 0),
     "engine.step_hooks": (1, 1),
-    "engine.step_sampling": (12, 0),
-    "engine.warm_up": (20, 2),
+    "engine.step_sampling": (19, 0),
+    "engine.warm_up": (23, 2),
     "graphs.compiled_model": (14, 1),
-    "graphs.cuda_graphs.dispatcher": (3, 0),
-    "graphs.cuda_graphs.memory": (5, 0),
+    "graphs.cuda_graphs.dispatcher": (12, 0),
+    "graphs.cuda_graphs.memory": (6, 0),
 }
 
 
