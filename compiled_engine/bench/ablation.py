@@ -237,7 +237,7 @@ EXTRA_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Preparation:
-    """How to fill the compile cache before measuring."""
+    """The processes that fill the compile cache before the measurement."""
 
     at_a_time: int  # concurrent processes
     num_blocks: int  # size of each KV cache

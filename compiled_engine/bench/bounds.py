@@ -162,11 +162,10 @@ def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _pairs(chunk: Chunk, window: int | None) -> float:
-    """Return the number of query-key pairs."""
     context, new = chunk.context, chunk.new
     if window is None:
         return new * context + new * (new + 1) / 2
-    growing = int(min(new, max(0.0, window - context)))  # queries that still see everything
+    growing = int(min(new, max(0.0, window - context)))  # queries whose window still covers all keys
     return growing * context + growing * (growing + 1) / 2 + (new - growing) * window
 
 

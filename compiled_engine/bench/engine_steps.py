@@ -143,7 +143,6 @@ def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
 
 
 def _runs_on_gpu(config: EngineConfig) -> bool:
-    """Return whether this process runs the steps on a GPU."""
     return config.device.type == "cuda" and config.parallel.executor == "in_process"
 
 

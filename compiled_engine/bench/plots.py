@@ -413,7 +413,6 @@ def draw_load(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
 
 
 def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
-    """Draw latencies and throughput over completed requests per second."""
     runs = sorted(runs, key=lambda run: run["request_throughput"])
     rates = [run["request_throughput"] for run in runs]
     figure = new_figure(LOAD_INCHES)
@@ -458,7 +457,6 @@ def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
 
 
 def _course(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """Draw throughput and running requests over time."""
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[2]
     timeline = run["timeline"]

@@ -106,7 +106,6 @@ def _model(
 
 
 def _lines(sign: str) -> Iterator[str]:
-    """Yield the user's input line by line."""
     while True:
         if sys.stdin.isatty():
             typer.secho(sign, nl=False, bold=True, err=True)

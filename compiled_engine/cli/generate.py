@@ -74,7 +74,7 @@ def generate(
             measured = speeds(outputs, time.perf_counter() - begin)
             counted = llm.metrics()
     if as_json:
-        # The engine counts from its construction; a user waits from the start of the process.
+        # The engine's own figure begins with its construction; users wait from the start of the process.
         metrics = {**counted, **measured, "start_s": ready_s, "engine_start_s": counted["start_s"]}
         print_json({"outputs": completion_records(outputs), "metrics": metrics})
         return

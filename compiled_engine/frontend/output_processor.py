@@ -206,7 +206,6 @@ class OutputProcessor:
     def _add_single_tokens(
         self, outputs: StepOutputs, now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
-        """Process columns with one token per request."""
         sinks = self._token_sinks
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             if (sink := sinks.get(request_id)) is not None:
@@ -227,7 +226,6 @@ class OutputProcessor:
     def _add_several_tokens(
         self, outputs: StepOutputs, lengths: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
-        """Process columns with any number of tokens per request."""
         every_drafts: Iterable[Sequence[int]] = outputs.columns.get(VERIFIED_DRAFTS, repeat(NO_DRAFTS))
         first, token_ids, generating = 0, outputs.token_ids, self._generating
         for request_id, length, drafts in zip(outputs.request_ids, lengths, every_drafts, strict=False):
@@ -240,7 +238,6 @@ class OutputProcessor:
                 state.extend(request_id, token_ids[tokens], drafts)
 
     def _add_output(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
-        """Process one request's output."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state
             if state.update(output, now) is not None:

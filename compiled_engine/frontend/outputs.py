@@ -67,7 +67,7 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival until first scheduled."""
+        """Seconds from arrival to the first scheduled step."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property

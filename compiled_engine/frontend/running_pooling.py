@@ -84,7 +84,7 @@ def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
 
 
 def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[PoolingOutput]]:
-    """The results as `encode` returns them. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `encode`. Raises RuntimeError as `finished_rows` does."""
     rows_ML = finished_rows(ended)
     values: Iterable[np.ndarray] = rows_ML
     if ended and (task := ended[0].request.pooling) is not None and task.by_token:
@@ -94,12 +94,12 @@ def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[Poolin
 
 
 def embeddings(ended: Sequence[RunningPooling]) -> list[EmbeddingRequestOutput]:
-    """The results as `embed` returns them. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `embed`. Raises RuntimeError as `finished_rows` does."""
     return result_of_each(EmbeddingRequestOutput, EmbeddingOutput, ended, finished_rows(ended).tolist())
 
 
 def classifications(ended: Sequence[RunningPooling]) -> list[ClassificationRequestOutput]:
-    """The results as `classify` returns them. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `classify`. Raises RuntimeError as `finished_rows` does."""
     return result_of_each(ClassificationRequestOutput, ClassificationOutput, ended, finished_rows(ended).tolist())
 
 

@@ -107,7 +107,6 @@ class TemplateForms:
 
 
 def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge the leading system messages into one."""
     first = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
     if len(first) < 2:
         return list(messages)

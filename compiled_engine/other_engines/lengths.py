@@ -1,4 +1,4 @@
-"""Numbers of tokens with units, as vLLM's command line has them."""
+"""Numbers of tokens with units, as on vLLM's command line."""
 
 from __future__ import annotations
 

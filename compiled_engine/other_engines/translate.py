@@ -228,7 +228,6 @@ def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _length(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a number of tokens, which may have a unit."""
     return {} if value in ("auto", -1) else {"max_model_len": read_length(value)}
 
 

@@ -132,7 +132,7 @@ def _ranges(
         ends = (end,) if end > 0 else ()
         reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to be faster"
         obstacle = None if device.type == "cuda" else small_batch_linear_cpu.obstacle(model, num_ranks, end)
-        if obstacle is not None:  # Inductor would compile everything once more, to the same code
+        if obstacle is not None:  # another range would compile to the same code
             ends, reasons["compile.ranges"] = (), f"small-batch kernels do not serve all of the model: {obstacle}"
     for end in ends:
         if end >= most:

@@ -165,7 +165,6 @@ def _obstacle(
     model: ModelConfig,
     device: torch.device,
 ) -> str | None:
-    """Return the reason why the mode is impossible, or None."""
     if mode is GraphMode.NONE:
         return "but mode is 'graphed'" if options.mode == "graphed" else None
     if mode is GraphMode.RECORDED:

@@ -177,7 +177,6 @@ def _kv_dtype(options: EngineOptions, model: ModelConfig, compiled: bool, reason
 
 
 def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
-    """Raise ValueError for an option that a pooling model does not support."""
     require_defaults(options, "the model pools", "pipeline_parallel_size", "logits_processors")
     if not model.causal:
         require_defaults(options, "an encoder has no KV cache", "num_blocks")

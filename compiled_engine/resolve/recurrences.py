@@ -14,7 +14,7 @@ STATE_BYTES = {"cuda": 8 * GIB, "cpu": 1 * GIB}
 SNAPSHOT_BYTES = {"cuda": 4 * GIB, "cpu": 256 * MIB}
 # Small states could have far more snapshots than there are prompts to share.
 SNAPSHOTS_PER_REQUEST = 8
-# One where two prompts diverge, and one at the end of each.
+# One snapshot where two prompts diverge, and one at the end of each.
 LEAST_SNAPSHOTS = 3
 
 

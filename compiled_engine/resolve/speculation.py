@@ -212,7 +212,7 @@ def _head(
     load_format = config.model.load_format
     if folder.hub_name is not None and load_format != "dummy":
         from compiled_engine.models.checkpoint.hub import (
-            download_weights,  # imports huggingface_hub, which a folder does without
+            download_weights,  # imports huggingface_hub, not needed for a folder
         )
 
         download_weights(folder.hub_name, folder.path, progress)
@@ -284,7 +284,6 @@ def _draft_model(
 
 
 def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -> None:
-    """Raise ValueError if the ranks cannot divide the draft model."""
     size = given.get("draft_tensor_parallel_size", num_ranks)
     if size != num_ranks:
         raise ValueError(f"draft_tensor_parallel_size is {size}; allowed: tensor_parallel_size, {num_ranks}")

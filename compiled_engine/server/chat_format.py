@@ -65,7 +65,7 @@ BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How the model reads conversations and writes answers."""
+    """The model's template, and its formats of tool calls and reasoning."""
 
     tokenizer: Tokenizer
     template: str  # template text for requests without tools

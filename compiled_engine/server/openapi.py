@@ -296,7 +296,6 @@ def up_to(most: int) -> str:
 
 
 def _settings(serving: Serving) -> dict[str, Any]:
-    """Return the schema of chat_template_kwargs."""
     value = {"type": ["string", "number", "boolean"], "maxLength": LONGEST_SETTING}
     properties = dict.fromkeys(serving.options.allow_chat_template_kwarg, value)
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}

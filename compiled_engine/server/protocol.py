@@ -128,13 +128,13 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """The model's reasoning."""
+    """The text of the reasoning."""
 
     text: str
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """An answer."""
+    """The answer's message."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]

@@ -25,7 +25,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class HttpPlan:
-    """What to measure."""
+    """The plan of the comparison."""
 
     options: Mapping[str, Any]  # engine options
     arguments: Sequence[str]  # the same options as command line arguments

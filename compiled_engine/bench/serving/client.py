@@ -272,7 +272,7 @@ class Outgoing(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What a process sends."""
+    """The work of one process."""
 
     target: Target
     endpoint: str

@@ -133,7 +133,6 @@ def _outgoing(plan: LoadPlan, due: Sequence[float], generator: np.random.Generat
 
 
 def _warm_up(plan: LoadPlan, generator: np.random.Generator, progress: Progress) -> None:
-    """Send a few uncounted requests, one after the other."""
     requests = _outgoing(plan, [0.0] * plan.wanted, generator)[: plan.warm_ups]
     reports = send(Job(plan.target, plan.endpoint, requests, 1, plan.timeout_s), 1, "warm-up", progress)
     figures = figures_of(reports, {}, ())

@@ -105,7 +105,6 @@ def make_plan(asked: Asked) -> LoadPlan:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Return the endpoint with this name or path."""
     for name in get_args(Endpoint):
         if text in (name, f"/v1/{name}", f"/v1/{name}/completions"):
             return name  # type: ignore[no-any-return]
@@ -134,7 +133,6 @@ def _of_dataset(
 
 
 def _fields(asked: Asked) -> dict[str, Any]:
-    """Return the fields of every request's body."""
     fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if asked.ignore_eos:
         fields["ignore_eos"] = True

@@ -120,7 +120,6 @@ def _container(text: str, types: frozenset[str]) -> str | None:
 
 
 def _loaded(text: str) -> Any:
-    """Return the parsed JSON, or None if it is invalid."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -80,7 +80,6 @@ class GemmaArguments:
         return text + self._after_part() + self._read(character)
 
     def _after_part(self) -> str:
-        """Continue after a key or value."""
         self._seen, self._read = "", self._in_colon if self._is_key else self._in_comma
         return ""
 
@@ -91,7 +90,6 @@ class GemmaArguments:
         return "" if character in WHITESPACE else self._fail()
 
     def _in_comma(self, character: str) -> str:
-        """State after a value."""
         if character == ",":
             self._comma, self._read = ", ", self._in_start
             self._is_key = self._open[-1] == "{"

@@ -155,7 +155,6 @@ def _author(header: str) -> str:
 
 
 def _kind(header: str) -> Kind:
-    """Return the kind of a message that calls no function."""
     is_analysis = _CHANNEL_NAME.findall(header)[-1:] == ["analysis"]
     return Reasoning if is_analysis or "to=" in header or _author(header) != AUTHOR else Content
 

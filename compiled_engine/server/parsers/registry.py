@@ -91,7 +91,6 @@ class ToolFormat:
 
 
 def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
-    """Return a format with calls as XML tags."""
     return ToolFormat(partial(XmlParser, markup), partial(xml_calls, markup), (marks,), markup.tags)
 
 
@@ -108,7 +107,6 @@ def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -
 
 
 def _python(marks: CallMarks, *rows: tuple[str, ...]) -> ToolFormat:
-    """Return a format with calls in Python syntax."""
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: PythonCall(frozenset(names))),
         MarkedGrammar(marks, python_begin, ")", "\n" if marks.calls == "lines" else ", "),
@@ -118,7 +116,6 @@ def _python(marks: CallMarks, *rows: tuple[str, ...]) -> ToolFormat:
 
 
 def _gemma(marks: CallMarks, quote: str) -> ToolFormat:
-    """Return a format with arguments in Gemma's syntax."""
     grammar = MarkedGrammar(marks, gemma_begin)
     return ToolFormat(lambda names: GemmaParser(marks, quote), grammar, ((marks.opening,),), (*marks.texts, quote))
 

@@ -147,13 +147,11 @@ def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
 
 
 def _written(schema: Mapping[str, Any]) -> list[str]:
-    """Return the values that a schema lists, as text."""
     values = [schema["const"]] if "const" in schema else schema["enum"]
     return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    """Return the terminal of a string."""
     least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
     counted = f"/(?s:.{{{least},{'' if most is None else most}}})/"
     pattern = schema.get("pattern")
