@@ -144,10 +144,7 @@ def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
 
 
 def _common_bytes(sizes: ModelSizes, context: float) -> float:
-    """Return the context bytes of a common prefix.
-
-    Layers with a window do not count, since the prefix may lie outside it.
-    """
+    """Return the context bytes of a common prefix, without layers whose window may exclude it."""
     return sizes.windows.count(None) * context * sizes.kv_bytes_per_token
 
 

@@ -36,8 +36,7 @@ class HeldOutLoss(NamedTuple):
 
 
 def held_out_loss(llm: LLM, text: str) -> HeldOutLoss:
-    """Score a text with an open engine. Raises ValueError for a text of fewer than two tokens, and as `generate`
-    does."""
+    """Score a text with an open engine. Raises ValueError for fewer than two tokens, and as `generate` does."""
     windows = windows_of(llm, text)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": each} for each in windows], params)

@@ -55,8 +55,7 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
 
 
 def _vocabulary(num_tokens: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return all bytes, then tokens merged from two earlier ones. Short tokens are merged most, as in learnt
-    vocabularies."""
+    """Return all bytes, then merges of two earlier tokens, short ones most often, as in learnt vocabularies."""
     generator = random.Random(0)
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(tokens)}

@@ -119,10 +119,7 @@ def subtitle_of(result: Mapping[str, Any]) -> str:
 
 
 def draw_ablation(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw step_batch_N for the smallest and largest batch, and step_by_batch.
-
-    Variants without figures are left out.
-    """
+    """Draw step_batch_N for the smallest and largest batch, and step_by_batch, without failed variants."""
     batches = sorted(result["bound"]["step_ms"], key=int)
     records = [record for record in result["variants"] if has_figures(record)]
     drawn: dict[str, bytes] = {}

@@ -306,10 +306,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(folder: Path, name: str) -> Path:
-    """Write a checkpoint folder with only the shape's config.json, for load_format="dummy".
-
-    Raises ValueError for an unknown name.
-    """
+    """Write a folder with the shape's config.json, for load_format="dummy". Raises ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"shape is {name!r}; allowed: {', '.join(SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)

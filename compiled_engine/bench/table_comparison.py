@@ -84,10 +84,7 @@ Peers = Mapping[str, Mapping[str, list[float]]]
 
 
 def read_peers(path: Path) -> Peers:
-    """Read peers: row id -> engine name -> figure as [min, max].
-
-    Raises ValueError for a malformed file, OSError if it cannot be read.
-    """
+    """Read peers: row id -> engine name -> [min, max]. Raises ValueError or OSError for an invalid file."""
     content = read_json("peer", path)
     try:
         engines = dict(content["engines"])
@@ -103,8 +100,7 @@ def read_peers(path: Path) -> Peers:
 
 
 def with_peers(row: Mapping[str, Any], peers: Peers) -> dict[str, Any]:
-    """Return the row with `peers`: engine -> figure, and ratio: how many times better the row is than the peer's
-    best."""
+    """Return the row with `peers`: engine -> figure, and ratio, by which the row beats the peer's best."""
     found = dict(row)
     if row["id"] in peers:
         found["peers"] = {

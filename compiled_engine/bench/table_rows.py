@@ -163,10 +163,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class MixedStep:
-    """The time of a step with `decodes` decodes of about `context` tokens and the prefill of `prompt` tokens.
-
-    See `mixed_step_ms`.
-    """
+    """A step with `decodes` decodes of about `context` tokens and a prefill; see `mixed_step_ms`."""
 
     decodes: int
     prompt: int

@@ -166,10 +166,7 @@ def whole_engine(device_type: str) -> Variant:
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
-    """Return the variants with these names in the order of `found`; all without names.
-
-    Raises ValueError for an unknown name.
-    """
+    """Return the named variants, by default all, in the order of `found`. Raises ValueError for an unknown name."""
     known = [variant.name for variant in found]
     for name in names:
         if name not in known:

@@ -159,8 +159,7 @@ class HttpWorkload:
     seed: int = 0
 
     def requests(self, shift: int) -> tuple[list[list[int]], list[int]]:
-        """Return prompts and output lengths. Each `shift` gives different ids with the same lengths, so nothing is
-        cached."""
+        """Return prompts and output lengths. Each `shift` changes the ids but not the lengths, so nothing is cached."""
         bounds = (self.least, self.most)
         prompts, lengths = request_lengths(self.num_requests, bounds, bounds, self.seed)
         return [[(token + shift) % self.vocab_size for token in prompt] for prompt in prompts], lengths

@@ -46,8 +46,7 @@ class Argument:
 
     @property
     def written(self) -> str:
-        """The spelling: --max-num-seqs; --no-web-page for a switch that is on by default, --on/--no-on if the
-        default is None."""
+        """The spelling, such as --max-num-seqs; --no-web-page if on by default, --on/--no-on if the default is None."""
         if self.declaration.flag:
             return self.declaration.flag
         name = self.name.replace("_", "-")

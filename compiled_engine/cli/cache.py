@@ -227,8 +227,7 @@ def parse_seconds(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for anything
-    else."""
+    """Parse a size: 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for others."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.lower())
     if not found:
         raise ValueError(f"max_size is {text!r}; allowed: a number with B, KB, MB, GB, TB or KiB to TiB, such as 5GB")

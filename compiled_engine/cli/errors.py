@@ -82,8 +82,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _origin(error: Any, given: Sequence[str]) -> str:
-    """Return where an invalid value comes from (the command line `given`, the environment, or a file), and the
-    value."""
+    """Return an invalid value and its origin: the command line `given`, the environment, or a file."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None:
         return ""

@@ -86,8 +86,7 @@ def generate(
 def _checked(
     options: EngineOptions, sampling: dict[str, Any], prompts: list[str], progress: Progress
 ) -> SamplingParams:
-    """Return the sampling parameters after checking all that a started engine would refuse, except KV cache
-    capacity."""
+    """Return the sampling parameters, checked for all that a started engine would refuse, except KV cache capacity."""
     from compiled_engine.engine.messages import RequestLimits
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor

@@ -50,10 +50,7 @@ class BenchServeCommand(TyperCommand):
 
 
 def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate other engines' options to the command's own, and report those without effect in one line.
-
-    Raises BadInputError.
-    """
+    """Translate to the command's own options, and report those without effect. Raises BadInputError."""
     defaults = {param.name: DEFAULTS.get(param.name, param.default) for param in command.params}
     with bad_input_is_reported((ValueError, TypeError)):
         found = translate(

@@ -27,10 +27,7 @@ LONGEST_NAME, LONGEST_PATH, MOST_KNOWN = 256, 4096, 1024
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter of a request.
-
-    Raises TypeError or ValueError with the field, its value and what is allowed.
-    """
+    """The adapter of a request. Raises TypeError or ValueError with the field, its value and what is allowed."""
 
     lora_name: str  # for metrics and the server
     lora_int_id: int  # at least 1; only checked, since the adapter's content identifies it

@@ -22,10 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
-    """Return the conversations, each with its name for errors.
-
-    `messages` is one conversation or a list of conversations.
-    """
+    """Return the conversations in `messages`, which is one or a list of them, each with its name for errors."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
     if not messages:

@@ -46,10 +46,7 @@ def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenize
 
 
 class InputProcessor:
-    """Checks and tokenises prompts. Without a tokenizer, prompts must be token ids.
-
-    `id_prefix` starts the request ids.
-    """
+    """Checks and tokenises prompts; without a tokenizer, only token ids. `id_prefix` starts the request ids."""
 
     def __init__(
         self,
@@ -196,10 +193,7 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
 
 
 def checked_priorities(given: int | Sequence[int] | None, count: int, limits: RequestLimits) -> list[int]:
-    """Return a priority for each prompt.
-
-    Raises TypeError or ValueError for an invalid one; warns if priorities have no effect.
-    """
+    """Return a priority for each prompt; warn if they have no effect. Raises TypeError or ValueError."""
     if given is None:
         return [0] * count
     values = [given] * count if isinstance(given, int) else given

@@ -107,10 +107,7 @@ class RequestStreams:
         return complete
 
     def abort(self, request_id: str) -> list[str]:
-        """End a request with finish_reason "abort" and return its engine requests that still run.
-
-        An unknown id returns [].
-        """
+        """End a request with finish_reason "abort". Return its engine requests that still run, [] for an unknown id."""
         stream = self._streams.get(request_id)
         unfinished = [] if stream is None else stream.state.unfinished_ids()
         self.process(StepOutputs(others=[EngineOutput(each, (), finish_reason="abort") for each in unfinished]))

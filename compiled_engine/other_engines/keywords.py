@@ -112,10 +112,7 @@ def same(names: str) -> Rows:
 
 
 def only(instead: str, **values: Any) -> Rows:
-    """Return rows for unsupported features, each with its allowed value or tuple of values.
-
-    A value of False makes a switch.
-    """
+    """Return rows for unsupported features, each with its allowed value or values. False makes a switch."""
     return {
         name: Only(value if isinstance(value, tuple) else (value,), instead, switch=value is False)
         for name, value in values.items()

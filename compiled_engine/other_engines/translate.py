@@ -195,10 +195,7 @@ def refuse(name: str, value: Any, row: Only) -> None:
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any] | str:
-    """Translate a value to options, or return why it has no effect.
-
-    Raises ValueError with the value and what is allowed.
-    """
+    """Return the value as options, or why it has no effect. Raises ValueError with the value and what is allowed."""
     known = row.values.get(_name(value).lower(), value)
     if isinstance(known, WithoutEffect):
         return known.reason

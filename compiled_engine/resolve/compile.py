@@ -55,8 +55,7 @@ def resolve_compile(
     device: torch.device,
     reasons: dict[str, str],
 ) -> CompileConfig:
-    """Return the compiler's configuration. `enabled` is the resolved `mode`. Raises ValueError or TypeError with the
-    field."""
+    """Return the compiler's configuration. `enabled`: not eager. Raises ValueError or TypeError with the field."""
     load_plugins(options.plugins)
     if not enabled:
         require_defaults(options, "the mode is eager: nothing is compiled", *COMPILE_OPTIONS)

@@ -192,8 +192,7 @@ def recording_obstacle(
     attention: AttentionChoice,
     device: torch.device,
 ) -> str | None:
-    """Return why the forward pass of decodes cannot be recorded as calls of C++ kernels, or None. See graph mode
-    "recorded"."""
+    """Return why decodes cannot be recorded as calls of C++ kernels (graph mode "recorded"), or None."""
     if device.type != "cpu":
         return "calls are recorded only on a CPU"
     if not compile_config.enabled:
@@ -221,8 +220,7 @@ def default_capture_sizes(limit: int) -> tuple[int, ...]:
 
 
 def default_token_sizes(limit: int) -> tuple[int, ...]:
-    """Return the sizes of `default_capture_sizes` up to 512, then steps of 128 up to 2048, then an eighth of each
-    power of two."""
+    """Return `default_capture_sizes` up to 512, steps of 128 up to 2048, then eighths of each power of two."""
     sizes = [*default_capture_sizes(min(limit, 512)), *range(640, 2049, 128)]
     power = 2048
     while power < limit:

@@ -206,8 +206,7 @@ def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
 
 
 def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
-    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for anything else or a missing
-    device."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for others and missing ones."""
     if asked == "auto":
         if torch.cuda.is_available():
             reasons["device"] = "an NVIDIA GPU is there"

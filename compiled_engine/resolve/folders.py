@@ -30,10 +30,7 @@ class ModelFolder:
 
 
 def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> ModelFolder:
-    """Return the model's folder.
-
-    Raises ValueError for a revision of a local folder, and the errors of `find_checkpoint`.
-    """
+    """Return the model's folder. Raises ValueError for a local folder's revision, and as `find_checkpoint` does."""
     if options.model is None:
         reasons["model.path"] = "no model was named: the bundled one"
     repository = _repository("model", options.model, "revision", options.revision, options.download_dir)

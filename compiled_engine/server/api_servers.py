@@ -45,10 +45,7 @@ class Place:
         self._figures.own[self._serving] = 1
 
     async def begin(self) -> None:
-        """Serve, but not before process 0, which is the last to be ready.
-
-        Otherwise the others would get all early clients.
-        """
+        """Serve once process 0 does, which is ready last; otherwise the others would get all early clients."""
         self.serve()
         while not self.serves(0):
             await asyncio.sleep(_FIRST_S)
@@ -111,10 +108,7 @@ class ApiServers:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self, forget: Callable[[int], None]) -> str:
-        """Replace processes that end, calling `forget` with their numbers.
-
-        Returns the reason when a process cannot be replaced.
-        """
+        """Replace processes that end, with `forget(number)`. Returns the reason when one cannot be replaced."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, process in self._processes.items():

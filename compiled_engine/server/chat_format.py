@@ -84,10 +84,7 @@ class ChatFormat:
         return name in self.template or name in self.tool_template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
-        """Return the template's variables other than messages and tools.
-
-        Raises ApiError 400 for variables that requests may not set.
-        """
+        """Return the template's further variables. Raises ApiError 400 for one that requests may not set."""
         settings = {**self.default_settings, **(given or {})}
         for name, value in (given or {}).items():
             if name not in self.allowed_settings:

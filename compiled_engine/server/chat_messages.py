@@ -55,8 +55,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """A function. `parameters` is a JSON schema for the model. With `strict`, or if tool_choice requires a call, it is
-    enforced."""
+    """A function. Its `parameters` are a JSON schema, enforced with `strict` or if tool_choice requires a call."""
 
     name: Name
     description: str | None = None
@@ -72,10 +71,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 def begins_an_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Return whether the prompt ends with the beginning of an answer.
-
-    Raises ApiError 400 if the last message is to be continued as well.
-    """
+    """Return whether the prompt ends with an answer's beginning. Raises ApiError 400 for contradictory fields."""
     if add_generation_prompt and continue_final_message:
         raise bad_request(
             "add_generation_prompt", "add_generation_prompt must be false where continue_final_message is true"
@@ -121,8 +117,7 @@ def _tool_call(call: MessageToolCall) -> dict[str, Any]:
 
 
 def tools_for_template(tools: list[Tool] | None, chat: ChatFormat, limits: Limits) -> list[dict[str, Any]] | None:
-    """Return the tools for the template, or None. Raises ApiError 400 if there are too many or the template lacks
-    support."""
+    """Return the tools for the template, or None. Raises ApiError 400 for too many, or without template support."""
     if not tools:
         return None
     require_at_most("tools", tools, limits.max_tools, "tools")

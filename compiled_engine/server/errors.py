@@ -113,10 +113,7 @@ def require(holds: bool, field: str, allowed: str, value: Any, *, param: str | N
 
 
 def require_absent(field: str, value: Any, because: str, code: str | None = None) -> None:
-    """Raise ApiError 400 if a field is given that other fields or the model rule out.
-
-    `because` completes "must be absent".
-    """
+    """Raise ApiError 400, "FIELD must be absent BECAUSE", if the field is given."""
     if value is not None:
         raise bad_request(field, f"{field} must be absent {because}, got {shown(value)}", code)
 

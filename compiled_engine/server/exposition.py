@@ -177,10 +177,7 @@ def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> l
 
 
 def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:
-    """Return the names of adapters with running and waiting requests as labels.
-
-    As in vLLM, the value is the time in seconds since 1970.
-    """
+    """Return running and waiting adapters as labels. As in vLLM, the value is seconds since 1970."""
     family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters that run and wait.", labels=LORA_LABELS)
     if "max_adapters" in engine:
         states = (engine[f"adapter_requests_{state}"] for state in ("running", "waiting"))

@@ -44,10 +44,7 @@ async def asked_form(
 
 
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """Convert response_format to fields of StructuredOutputs.
-
-    The Responses API has the schema beside the type, the others below it.
-    """
+    """Convert response_format to fields of StructuredOutputs. Its schema is beside or below the type."""
     kind = "text" if response_format is None else response_format.get("type")
     require(kind in TYPES, f"{name}.type", f"one of {', '.join(map(repr, TYPES))}", kind, param=name)
     if response_format is None or kind == "text":

@@ -22,10 +22,7 @@ Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of /v1/completions, one entry per token; null for a prompt's first token.
-
-    `text_offset` is in characters.
-    """
+    """Log-probabilities by token, null for a prompt's first token. `text_offset` is in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -101,10 +101,7 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons first, if its chat template has a variable for that.
-
-    `budget_tokens` bounds the tokens of reasoning.
-    """
+    """Whether the model reasons first, if its template has a variable for it, and for how many tokens at most."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None

@@ -275,10 +275,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
-    """Return a request's prompts, at most `most`. `name` is the field for errors.
-
-    Raises ApiError 400 with the invalid prompt.
-    """
+    """Return a request's prompts, at most `most`. Raises ApiError 400 with the invalid one, in the field `name`."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -356,8 +353,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The answer. `content` is null if it consists of calls only. `reasoning` repeats `reasoning_content` for other
-    clients."""
+    """The answer. `content` is null if it has only calls. `reasoning` repeats `reasoning_content` for other clients."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None

@@ -120,8 +120,7 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
 
 
 def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
-    """Return the JSON object in the body. Raises ApiError 400 for anything else and beyond the bounds of
-    `check_size`."""
+    """Return the JSON object in the body. Raises ApiError 400 for anything else, and as `check_size` does."""
     check_size(body, max_depth, max_values)
     return _parsed(body)
 

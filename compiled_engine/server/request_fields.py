@@ -111,8 +111,7 @@ def read_request(
 
 
 def convert(values: Any, kind: type[Request], within: str = "") -> Request:
-    """Convert `values` to a struct. Raises ApiError 400 with the field below `within`, its value and what is
-    allowed."""
+    """Convert `values` to a struct. Raises ApiError 400 with the field below `within`, and what is allowed."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

@@ -23,8 +23,7 @@ MOST_ALLOWED, MOST_EXTRA_BYTES = 1 << 18, 4096
 
 
 class StreamOptions(msgspec.Struct):
-    """`include_usage` adds a last chunk with the usage. With it, `continuous_usage_stats` adds the usage so far to
-    every chunk."""
+    """`include_usage` adds a last chunk with the usage; `continuous_usage_stats` also adds it to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

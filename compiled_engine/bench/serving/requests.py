@@ -247,10 +247,7 @@ def parse_ramp(text: str) -> Ramp:
 def arrival_times(
     count: int, rate: float, burstiness: float, ramp: Ramp | None, generator: np.random.Generator
 ) -> list[float]:
-    """Return the seconds from the start at which each request is due, ascending; the first is due at once.
-
-    A ramp replaces the rate.
-    """
+    """Return when each request is due, in ascending seconds from the first. A ramp replaces the rate."""
     if ramp is None and math.isinf(rate):
         return [0.0] * count
     places = np.arange(1, count) / max(count - 1, 1)

@@ -54,8 +54,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Target:
-    """Parse the server's address. `url` may end with /v1; `headers` are NAME=VALUE. Raises ValueError with the
-    option."""
+    """Parse `url`, which may end with /v1, and NAME=VALUE headers. Raises ValueError with the option."""
     error = ValueError(f"url is {url!r}; allowed: http://HOST:PORT or https://HOST:PORT")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")

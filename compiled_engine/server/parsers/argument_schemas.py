@@ -35,10 +35,7 @@ class ArgumentSchemas:
         return self.properties.get(name) or [_mapping(self.root.get("additionalProperties"))]
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the types that an argument may have; all if the schema does not restrict them.
-
-        "number" includes "integer".
-        """
+        """Return the types that an argument may have, by default all. "number" includes "integer"."""
         known: dict[str, frozenset[str]] = {}
         try:
             return frozenset[str]().union(*(_types(each, self.root, known) for each in self.of(name))) or ANY_TYPE

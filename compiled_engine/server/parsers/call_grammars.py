@@ -160,8 +160,7 @@ def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
 
 
 def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of Mistral: a list of objects, or names and arguments if the template separates these by a
-    token."""
+    """Return the rules of Mistral: a list of objects, or names and arguments if the template has a token between."""
     marker = literal(mistral.MARKER)
     if mistral.ARGUMENTS in template:
         named = [
@@ -177,10 +176,7 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
 
 
 def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of gpt-oss. A call ends the answer, so there is only one.
-
-    `free` uses the rule `thought` of the reasoning grammar.
-    """
+    """Return the rules of gpt-oss, with one call at the end. `free` uses the reasoning grammar's rule `thought`."""
     start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
     calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
     for index, tool in enumerate(tools):

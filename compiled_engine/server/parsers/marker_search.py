@@ -44,8 +44,7 @@ class MarkerSearch:
     """
 
     def __init__(self, *markers: str, lead: str = "") -> None:
-        """`lead` belongs to a marker that it precedes, and is plain text elsewhere. Without markers, all text
-        passes."""
+        """`lead` belongs to a marker right after it, and is plain text elsewhere. Without markers, all text passes."""
         self._markers = markers
         self._lead = lead
         self._held = ""

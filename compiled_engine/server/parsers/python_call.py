@@ -118,10 +118,7 @@ def _joined(arguments: list[str]) -> str | None:
 
 
 def _value_of(text: str) -> Any:
-    """Return the value of a literal.
-
-    Raises ValueError, TypeError, SyntaxError, RecursionError or MemoryError for any other text.
-    """
+    """Return the value of a literal. Raises any error of `ast.literal_eval` for other text."""
     if text in WORDS:
         return WORDS[text]
     with warnings.catch_warnings():

@@ -142,8 +142,7 @@ def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bo
 
 
 def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
-    """Return the parser for the text after `prompt`; None if that is the answer alone. `continued`: see
-    `begins_inside`."""
+    """Return the parser for the text after `prompt`; None if that is only the answer. See `begins_inside`."""
     inside = begins_inside(tags, prompt, continued)
     if inside is None:
         return None if tags.around is None else TaggedAnswer(*tags.around)

@@ -95,8 +95,7 @@ def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
 
 
 def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -> ToolFormat:
-    """Return a format with calls as JSON objects. With `bare` marks, only objects with a known tool's name are
-    calls."""
+    """Return a format with calls as JSON objects. With `bare` marks, only objects that name a tool are calls."""
     begin, after, between = (line_of_object, "}\n", "\n") if on_lines else (object_begin, "}", ", ")
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: CallObject(frozenset(names) if marks.bare else None)),
@@ -177,8 +176,7 @@ class ReasoningFormat:
 
 
 def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
-    """Return a format with reasoning between tags. `marks` are those of a template, by default all texts of the
-    tags."""
+    """Return a format with reasoning between tags. `marks` are the template's, by default the texts of the tags."""
     return ReasoningFormat(
         lambda prompt, continued, names: think_parser(tags, prompt, continued),
         partial(think_rules, tags),
