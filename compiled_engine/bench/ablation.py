@@ -259,8 +259,7 @@ def measure(
     progress: Progress,
     run: Run = run_worker,
 ) -> list[dict[str, Any]]:
-    """Return a record for each variant in order: name, options, and figures or an error, or both if a later repeat
-    failed.
+    """Return a record for each variant in order: name, options, and figures or an error, or both if a repeat failed.
 
     Ctrl-C ends the measurement; records then have the figures of the completed repeats. `shared` has the variants'
     common engine options as JSON. `run` starts a worker.

@@ -172,8 +172,7 @@ def step_seconds(sizes: ModelSizes, rates: Rates, step: Sequence[Chunk]) -> floa
 
 
 def tpot_seconds(sizes: ModelSizes, rates: Rates, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """Return the lower bound of a decode step's time for `batch_size` requests, averaged over output tokens 2 to
-    output_len.
+    """Return the lower bound of a decode step's time for `batch_size` requests, averaged over tokens 2 to output_len.
 
     Bytes are averaged over output positions, not taken at the mean context: with a sliding window the two differ.
     """

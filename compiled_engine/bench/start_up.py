@@ -27,8 +27,7 @@ class Starts(NamedTuple):
 
 
 def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
-    """Measure starts of PyTorch alone, cold starts and warm starts in turn. Each cold and warm pair has a temporary
-    cache.
+    """Measure starts of PyTorch alone, cold starts and warm starts in turn. Each cold and warm pair has its own cache.
 
     `device` is that of the engine's options. Files stay in the system's page cache, so a cold start reads cached files.
     Raises ProcessError if a start fails.

@@ -62,10 +62,10 @@ def compiled_kernels() -> list[str]:
 
 
 def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
-    """Return device memory in bytes: the KV cache, the rest of PyTorch's reserved peak (weights, activations, graphs),
-    and the graphs' predicted and actual size.
+    """Return device memory in bytes; None without CUDA, and with worker processes.
 
-    None without CUDA, and with worker processes.
+    The parts are the KV cache, the rest of PyTorch's reserved peak (weights, activations, graphs), and the predicted
+    and actual size of the graphs.
     """
     import torch
 

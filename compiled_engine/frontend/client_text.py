@@ -45,8 +45,7 @@ class ClientText:
         return next((place for place in range(shortest, len(text)) if text[place:] in self._beginnings), None)
 
     def render(self, values: Any, render: Callable[[Any], str]) -> tuple[str, list[str | int]]:
-        """Return the text that `render` makes of the values, and its parts: texts, and ids of the template's special
-        tokens.
+        """Return the text that `render` makes of the values, and its parts: texts, and the template's special tokens.
 
         Raises ValueError if the values contain every noncharacter.
         """

@@ -113,8 +113,7 @@ class Detokenizer:
         self._emitted_text = self._whole_text = self._tokenizer.decode(emitted)
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Split the prompt's end into the tokens that affect the next one's text, and trailing bytes of an incomplete
-        character.
+        """Split the prompt's end into tokens that affect the next one's text, and bytes of an incomplete character.
 
         The first part goes back to a token with text of its own, or over MOST_CONTEXT tokens.
         """

@@ -23,7 +23,7 @@ from compiled_engine.sampling.token_mask import TokenMask
 def deferred_interrupt() -> Iterator[None]:
     """Defer SIGINT until the block ends; a second one within the block takes effect at once.
 
-    In other than the main thread this does nothing, since only the main thread gets the signal.
+    Outside the main thread, which alone gets the signal, this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

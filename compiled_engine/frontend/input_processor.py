@@ -70,8 +70,7 @@ class InputProcessor:
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
-        """Make a request for each prompt. The other arguments apply to all prompts, or are lists with one entry for
-        each.
+        """Make a request for each prompt. The other arguments apply to all prompts, or are lists with one each.
 
         Raises TypeError or ValueError with the field, its value and what is allowed.
         """

@@ -82,7 +82,7 @@ class PoolingTask:
         activation = pooling.activation if (pooling.activates if asked is None else asked) else NONE
         if asked and pooling.task == EMBED:
             activation = NORMALISE
-        if pooling.head and len(pooling.head[-1].tokens) > 1:  # the two columns are the logits of "no" and "yes"
+        if pooling.head and len(pooling.head[-1].tokens) > 1:  # logits of the tokens for "no" and "yes"
             if activation == NONE:
                 return rows_ML[:, 1:] - rows_ML[:, :1]
             return _ACTIVATIONS[activation](rows_ML)[:, 1:]

@@ -1,5 +1,4 @@
-"""Find the message forms that a chat template reads: text or parts, arguments as objects or JSON text, one or more
-calls.
+"""Find the message forms that a chat template reads: text or parts, arguments as objects or text, one or more calls.
 
 Templates do not declare this. Each is rendered with small probe conversations, and the output shows what it reads.
 """

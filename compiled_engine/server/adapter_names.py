@@ -29,8 +29,7 @@ class AdapterNames:
     async def load(
         self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False, within: tuple[Path, ...] = ()
     ) -> None:
-        """Load an adapter in the engine, then assign the name; with `in_place`, the name may be in use. `within`: see
-        LoRARequest.
+        """Load an adapter and give it the name; with `in_place`, the name may be in use. `within`: see LoRARequest.
 
         Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError for an invalid
         adapter.

@@ -37,8 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None]:
-    """Return a check of the headers `host` and `origin`, which keeps foreign web pages from using a server without
-    keys.
+    """Return a check of the headers `host` and `origin` against web pages of other sites.
 
     Pages of other sites are recognised by their origin. DNS rebinding, where a site's name resolves to this machine, is
     recognised by a host with a dot that is no address; only a server at a loopback address can exclude that such a name
@@ -131,9 +130,7 @@ class RequestScope:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         root = scope.get("root_path", "")
         path = scope["path"].removeprefix(root)
-        if (
-            root and path.startswith(f"{root}/") and not self._is_whole(path, root)
-        ):  # the proxy did not remove the prefix
+        if root and path.startswith(f"{root}/") and not self._is_whole(path, root):  # the proxy kept the prefix
             scope["path"] = path  # the access log reads this object
             path = path.removeprefix(root)
         route = path if path in self._routes else OTHER_ROUTE  # bounds the number of label values

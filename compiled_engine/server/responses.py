@@ -58,8 +58,7 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
-    """Convert `input` and `instructions` to chat messages. Calls, and reasoning before them, join the assistant's
-    message.
+    """Convert `input` and `instructions` to messages. Calls, and reasoning before them, join the assistant's message.
 
     Raises ApiError 400 with the invalid item.
     """
