@@ -138,9 +138,9 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
 
 
 def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
-    """Return the whole engine with other drafts than the user's: none, and an adaptive number.
+    """Return the whole engine without drafts and with an adaptive number; if it has none, with n-gram drafts.
 
-    For an engine without drafts, this is n-gram drafts. `options` are the user's.
+    `options` are the user's.
     """
     whole = whole_engine(config.device.type)
     given = options.get("speculative_config")

@@ -77,7 +77,7 @@ def _negates(param: Any) -> bool:
 
 
 def _given(ctx: Any, param: Any) -> Any:
-    """Return an option's value in the engine's form; None if it is not given."""
+    """Return an option's value as the engine's options take it; None if it is not given."""
     value = ctx.params.get(param.name)
     if value in (None, [], ()) or getattr(ctx.get_parameter_source(param.name), "name", "DEFAULT") == "DEFAULT":
         return None

@@ -1,4 +1,4 @@
-"""Running pooling requests: their vectors so far, and results of finished ones."""
+"""Running pooling requests: the vectors received so far, and the results of finished requests."""
 
 from __future__ import annotations
 

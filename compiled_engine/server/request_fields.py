@@ -172,7 +172,7 @@ def _with_integers(values: Any) -> Any:
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:
-    """Raise ApiError 400 unless the value has no effect."""
+    """Raise ApiError 400 unless the field's value is one of those without effect."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
         instead = f": {field.instead}" if field.instead else ""
         allowed = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""

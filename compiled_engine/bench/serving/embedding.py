@@ -1,8 +1,8 @@
 """Texts and tokens per second of pooling models: the engine, its variants, transformers, and servers, in one run.
 
-All embed the same token ids and take turns, so that changes of the machine's speed affect all alike. transformers is
-used as by sentence-transformers: texts sorted by length, batches padded to their longest text,
-scaled_dot_product_attention, mean pooling, normalised. Other pooling takes about as long.
+All embed the same token ids and take turns, so that changes of the machine's speed affect all alike. transformers runs
+as in sentence-transformers: texts sorted by length, batches padded to their longest text, scaled_dot_product_attention,
+mean pooling, normalised. Other pooling takes about as long.
 """
 
 from __future__ import annotations
