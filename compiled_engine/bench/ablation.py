@@ -1,8 +1,7 @@
-"""The worth of each part of the engine: one workload on variants of the engine, each in fresh processes.
+"""Measure the gain of each part of the engine: one workload on variants of the engine, each in fresh processes.
 
-Everything is checked before the first process starts. First every variant with something to compile starts once,
-unmeasured, so that the compile cache is warm. Then the repeats are interleaved: every variant once, then every variant
-again; what drifts (clocks, other users) meets all.
+Everything is checked before the first process starts. Each variant that compiles is started once, unmeasured, to warm
+the compile cache. The repeats are then interleaved, so that drift (clocks, other users) affects all variants alike.
 """
 
 from __future__ import annotations
@@ -57,47 +56,43 @@ QUICK = AblationWorkload(
 )
 QUICK_NOTE = "a quick run: it shows that everything works; its figures are of few tokens, and noisy"
 NO_LOSS_NOTE = "random weights, or a model without a tokenizer, have no loss: nothing is compared on a text"
-# The passes that a quick run leaves out in turn, unless variants are given.
+# The passes that a quick run disables in turn, unless variants are given.
 QUICK_PASSES = ("merge_linears",)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's choices; None leaves the default of the device, or of a quick run.
-
-    alone: also the variants with no pass, and with each alone. variants: names; those of quantised linears, of caches
-    of 8 bits, and of n-grams where the options have no drafts, are measured only if they are named. text: on which
-    their loss is computed; None for the bundled model's held-out text.
-    """
+    """The user's choices. None means the default of the device, or of a quick run."""
 
     batch_sizes: tuple[int, ...] | None = None
     prompt_len: int | None = None
     output_len: int | None = None
+    # Names. Variants with quantised linears, an 8-bit cache, or n-gram drafts that the options lack are measured only
+    # if named.
     variants: tuple[str, ...] = ()
-    alone: bool = False
+    alone: bool = False  # also measure variants with no pass and with each pass alone
     quick: bool = False
-    text: str | None = None
+    text: str | None = None  # Text for the loss of quantised variants; None for the bundled model's held-out text.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The variants and the workload. `given`: the user's engine options; `shared`: those of all variants, complete.
-    text: on which variants that round are compared with the whole engine, None if there are none.
-    """
+    """The variants, the workload, and everything derived from the options."""
 
     config: EngineConfig
-    given: Mapping[str, Any]
-    shared: Mapping[str, Any]
+    given: Mapping[str, Any]  # the user's engine options
+    shared: Mapping[str, Any]  # complete engine options shared by all variants
     shape: str | None
     workload: AblationWorkload
     variants: tuple[Variant, ...]
+    # On it, quantised variants are compared with the whole engine; None without such variants.
     text: TextWorkload | None
     sizes: ModelSizes
     notes: tuple[str, ...]
 
 
 def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Plan:
-    """Raises ValueError, TypeError or OSError for what cannot be measured."""
+    """Plan an ablation. Raises ValueError, TypeError or OSError for what cannot be measured."""
     check_options(options)
     if options.get("compile_cache") is False:
         raise ValueError("compile_cache is False; allowed: True, since variants start with a warm cache")
@@ -142,7 +137,7 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
         workload=workload,
         variants=tuple(found),
         text=_text_workload(config, asked) if has_loss else None,
-        sizes=model_sizes(local_model(config)),  # of a rank
+        sizes=model_sizes(local_model(config)),  # those of one rank
         notes=(
             *((QUICK_NOTE,) if asked.quick else ()),
             *((QUANTISED_NOTE,) if rounds else ()),
@@ -157,9 +152,11 @@ def _text_workload(config: EngineConfig, asked: Asked) -> TextWorkload:
 
 
 def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
-    """The result, as JSON: benchmark ("ablation"), variants (see `ablation.measure`; text: see `compare_on_text`),
-    bound (see `AblationWorkload.bound`), rates, which it assumes, workload, repeats, notes, and what
-    `machine.conditions` gives.
+    """Run the plan and return the result as JSON.
+
+    The keys are benchmark ("ablation"), variants (see `measure`; text: see `compare_on_text`), bound (see
+    `AblationWorkload.bound`), rates, which the bound assumes, workload, repeats, notes, and those of
+    `results.conditions`.
     """
     rates = device_rates(plan.config.device, plan.config.model.dtype)
     preparation = prepare_with(plan.config, plan.sizes)
@@ -179,8 +176,10 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
 
 
 def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, progress: Progress) -> None:
-    """Add the figures of `compare_on_text` to the records of the whole engine and of variants that round. The whole
-    engine is run for them even where it is no variant."""
+    """Add the figures of `compare_on_text` to the records of the whole engine and of quantised variants.
+
+    The whole engine runs for the comparison even if it is not among the variants.
+    """
     whole = whole_engine(plan.config.device.type)
     failed = {record["name"] for record in records if "error" in record}
     others = [variant for variant in plan.variants if variant.rounds and variant.name not in failed]
@@ -198,7 +197,7 @@ def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, p
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """Return the default workload with the user's choices; its prompts fit into the context length."""
+    """Return the default workload with the user's choices. Its prompts fit into the context length."""
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
         workload = replace(workload, batch_sizes=CPU_BATCH_SIZES)
@@ -223,29 +222,26 @@ def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of the whole engine: what the variants lack is taken from it."""
+    """Return the configuration of the whole engine, from which the variants differ."""
     config = resolve(make_options(options))
     if not config.compile.enabled:
         raise ValueError(f"mode cannot be 'compiled' here: {config.reasons['compile.enabled']}")
     return config
 
 
-# Cores for a process that compiles, with processes of its own from this many on.
+# Cores per compiling process. From this number on, a process has compile workers.
 CORES_OF_A_START = 4
-# Memory of a start beyond weights and KV cache: activations, graphs, the CUDA context.
+# Memory of a process beyond weights and KV cache: activations, graphs, the CUDA context.
 EXTRA_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The starts that fill the cache: `at_a_time` processes, each with a KV cache of `num_blocks`.
+    """The processes that fill the compile cache before the measurement."""
 
-    eager: also variants that do not compile the model; a GPU's first start compiles their kernels.
-    """
-
-    at_a_time: int
-    num_blocks: int
-    eager: bool
+    at_a_time: int  # concurrent processes
+    num_blocks: int  # size of each KV cache
+    eager: bool  # Also start eager variants, whose kernels are compiled by a GPU's first start.
 
 
 INTERRUPTED = "was interrupted"
@@ -263,15 +259,15 @@ def measure(
     progress: Progress,
     run: Run = run_worker,
 ) -> list[dict[str, Any]]:
-    """A record for each variant, in order: name, options, and figures, or error, or both where a later repeat failed.
-    Ctrl-C ends the measurement; records then have the figures of the repeats before it.
+    """Return a record for each variant in order: name, options, and figures or an error, or both if a repeat failed.
 
-    shared: engine options of all variants, as JSON. run: starts a worker.
+    Ctrl-C ends the measurement; records then have the figures of the completed repeats. `shared` has the variants'
+    common engine options as JSON. `run` starts a worker.
 
-    Figures are {"median", "spread": [least, most]} over the repeats, or None if not measured: tpot_ms and step_ms
-    (objects, by batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to first token, seen from
-    outside), kernels (of a decode step at batch 1), memory_bytes (an object: without_kv_cache, kv_cache,
-    graphs_predicted, graphs_used); start_up_stages_s has medians by stage; COUNTS are the most of a repeat.
+    Figures are {"median", "spread": [min, max]} over the repeats, or None if not measured: tpot_ms and step_ms (by
+    batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to first token, measured from outside),
+    kernels (of a decode step at batch 1), memory_bytes (without_kv_cache, kv_cache, graphs_predicted, graphs_used).
+    start_up_stages_s has medians by stage, and COUNTS the maximum over the repeats.
     """
     errors = _prepare(chosen, shared, preparation, progress, run)
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}
@@ -306,7 +302,7 @@ def measure(
 def _prepare(
     chosen: Sequence[Variant], shared: Mapping[str, Any], preparation: Preparation, progress: Progress, run: Run
 ) -> dict[str, str]:
-    """Start every variant with something to compile, once; what failed, by name."""
+    """Start every variant that compiles once. Return the errors by variant name."""
     compiled = [variant for variant in chosen if variant.compiles or preparation.eager]
     errors: dict[str, str] = {}
 
@@ -326,7 +322,7 @@ def _prepare(
 
 
 def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians and spreads of a variant's repeats."""
+    """Return medians and spreads over a variant's repeats."""
 
     def column(read: Callable[[Mapping[str, Any]], float | None]) -> dict[str, Any] | None:
         values = [value for value in map(read, results) if value is not None]
@@ -359,13 +355,13 @@ def _seconds(result: Mapping[str, Any], stage: str) -> float:
 
 
 def prepare_with(config: EngineConfig, sizes: ModelSizes) -> Preparation:
-    """Start as many processes as the cores and half of the memory allow. The cache holds one request."""
+    """Use as many concurrent processes as the cores and half of the memory allow. Each cache holds one request."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.device.type == "cuda":
         memory = torch.cuda.get_device_properties(config.device).total_memory
     else:
         memory = psutil.virtual_memory().total
-    # A small machine compiles in the starting process itself: one on each core.
+    # On a small machine, each process compiles by itself: one per core.
     by_cores = cores if cores < CORES_OF_A_START else cores // CORES_OF_A_START
     num_blocks = -(-config.model.max_model_len // config.cache.block_size)
     by_memory = memory // 2 // (2 * sizes.weight_bytes + num_blocks * block_bytes(config) + EXTRA_BYTES)

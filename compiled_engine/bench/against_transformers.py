@@ -1,7 +1,7 @@
-"""Tokens per second, compared with transformers on the same machine, model, prompts and token counts, in one run.
+"""Measure tokens per second against transformers, with the same machine, model, prompts and token counts.
 
-transformers can generate in several ways, and which is the fastest depends on the machine and the batch. All of them
-are measured, and the engine is compared with the fastest.
+Which of transformers' ways to generate is fastest depends on the machine and the batch. All are measured, and the
+engine is compared with the fastest.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 
-# The ways of transformers to generate, by their names here and in results.
+# Ways of transformers to generate: name in options -> name in results.
 WAYS = {
     "generate": "generate",
     "static": "generate, static cache",
     "compiled": "generate, static cache, torch.compile",
     "continuous": "continuous batching",
 }
-# The only way that makes no sense for a single request.
+# The way that is not used for a single request.
 FOR_MANY = ("continuous",)
 
 Prompts = list[list[int]]
-# Generates for all prompts and returns how many tokens there are.
+# Generates for all prompts and returns the number of tokens.
 Contender = Callable[[Prompts], int]
 
 
@@ -52,17 +52,18 @@ def compare(
     ways: Sequence[str],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Greedy generation without end-of-sequence, for one request and for `num_requests` at once.
+    """Compare greedy generation without end-of-sequence, for one request and for `num_requests` at once.
 
-    ways: keys of WAYS. All contenders take turns, `repeats` times after a warm-up. On a CPU each way of transformers is
-    measured with one thread and with all; the engine chooses for itself. All prompts have the same length, so that no
-    way has to pad.
+    `ways` are keys of WAYS. The contenders take turns, `repeats` times after a warm-up. On a CPU, each way of
+    transformers is measured with one thread and with all; the engine chooses for itself. All prompts have the same
+    length, so no way has to pad.
 
-    results: "one" and "many", each with engine: tokens per second with median and spread; bandwidth_share: what the
-    engine's steps must read in that time (weights and contexts), as a share of what a large copy moves; transformers: a
-    list of way, threads, and tokens_per_s; fastest: the one of these with the highest median; ratio: the engine's
-    median by its. rates: what a large copy and a large product reach.
-    Raises ValueError for an unknown way, RuntimeError if a contender generates another number of tokens.
+    Returns results with "one" and "many", each with engine (tokens per second with median and spread), bandwidth_share
+    (bytes that the engine's steps must read per second, as a share of the copy bandwidth), transformers (a list of way,
+    threads, tokens_per_s), fastest (the highest median of these), and ratio (the engine's median divided by it). rates
+    has the measured copy and product rates.
+
+    Raises ValueError for an unknown way, RuntimeError if a contender generates a wrong number of tokens.
     """
     for way in ways:
         if way not in WAYS:
@@ -116,7 +117,7 @@ def _take_turns(
     repeats: int,
     advance: Callable[[int], None],
 ) -> tuple[list[float], dict[tuple[str, int], list[float]]]:
-    """Tokens per second of the engine and of all others, by repeat; the engine runs first in each."""
+    """Return tokens per second of the engine and of all others, by repeat. The engine runs first in each repeat."""
     ours: list[float] = []
     others: dict[tuple[str, int], list[float]] = {key: [] for key in theirs}
     for repeat in range(repeats + 1):  # the first is warm-up
@@ -155,7 +156,7 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
             if way == "continuous":
                 cache = ContinuousBatchingConfig()
                 pages = sum(-(-(len(prompt) + output_len) // cache.page_size) for prompt in batch)
-                cache.num_blocks = 2 * pages  # by itself it takes most of the memory, and each call clears all of it
+                cache.num_blocks = 2 * pages  # the default takes most of the memory, which each call clears
                 outputs = oracle.generate_batch(
                     inputs=batch,
                     generation_config=generation,
@@ -171,7 +172,7 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
 
 
 def _thread_counts(device: torch.device) -> list[int]:
-    """Return thread counts: on a CPU one and all, since which is faster depends on the batch."""
+    """Return the thread counts to try: on a CPU one and all, since the faster depends on the batch."""
     threads = torch.get_num_threads()
     return sorted({1, threads}) if device.type == "cpu" else [threads]
 

@@ -1,11 +1,11 @@
-"""Lower bounds: what a step must at least read and multiply, at the device's rates.
+"""Lower bounds on the time of a step: what it must at least read and multiply, at the device's rates.
 
-A step reads every weight once and the keys and values of all earlier tokens once, and multiplies each token with every
-weight and each query with its keys. The states of recurrences are read and written, since the next step needs them. The
-bound is the longer of the two; nothing else (launches, activations, writes)
-is counted, so no engine with these weights in this precision can be faster.
+A step reads every weight once and the keys and values of all earlier tokens once. It multiplies each token with every
+weight and each query with its keys. Recurrent states are read and written, since the next step needs them. The bound is
+the longer of reading and multiplying. Launches, activations and other writes are not counted, so no engine with these
+weights in this precision can be faster.
 
-The rates are known for some GPUs, and measured in a moment for other devices.
+The rates are known for some GPUs and measured for other devices.
 """
 
 from __future__ import annotations
@@ -25,40 +25,32 @@ from compiled_engine.models.checkpoint.build_model import build_model
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device in large copies (bytes/s, read and written) and products (FLOP/s); `source`: how known."""
+    """A device's rates in large copies (bytes/s, read and written) and products (FLOP/s)."""
 
     bytes_per_s: float
     flops_per_s: float
-    source: str
+    source: str  # whether they are known or measured
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The least costs of a step.
+    """The sizes of a model that determine the minimum cost of a step."""
 
-    weight_bytes: read in every step: all but the embedding, of which a step reads a few rows, and experts.
-    linear_params: multiplied with every token; head_params: with the tokens that sample.
-    expert_bytes: of one expert in all layers; num_experts, and experts_per_token, which a token goes to.
-    kv_bytes_per_token: keys and values of a token, attention_flops: of one query with one key; both in one layer.
-    windows: by layer that attends, the keys that a query sees at most, None for all.
-    state_bytes: of the recurrent states of a request, recurrence_flops: of a token in them; in all layers.
-    """
-
-    weight_bytes: int
-    linear_params: int
-    head_params: int
-    kv_bytes_per_token: int
-    attention_flops: int
-    windows: tuple[int | None, ...]
-    expert_bytes: int = 0
+    weight_bytes: int  # read in every step: all weights but experts and the embedding, of which a step reads a few rows
+    linear_params: int  # multiplied with every token
+    head_params: int  # multiplied with the tokens that sample
+    kv_bytes_per_token: int  # keys and values in one layer
+    attention_flops: int  # of one query with one key in one layer
+    windows: tuple[int | None, ...]  # by attention layer, the most keys that a query sees; None for all
+    expert_bytes: int = 0  # one expert in all layers
     num_experts: int = 0
     experts_per_token: int = 0
-    state_bytes: int = 0
-    recurrence_flops: int = 0
+    state_bytes: int = 0  # recurrent states of a request in all layers
+    recurrence_flops: int = 0  # recurrences of a token in all layers
 
 
 class Chunk(NamedTuple):
-    """A request in a step: tokens computed before, tokens of this step, and whether it samples."""
+    """A request's tokens in a step: those computed before, the new ones, and whether it samples."""
 
     context: float
     new: int
@@ -66,14 +58,14 @@ class Chunk(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A prompt and the completions generated from it, in tokens."""
+    """A prompt's length and those of the completions generated from it, in tokens."""
 
     prompt: int
     outputs: Sequence[int]
 
 
 def model_sizes(config: ModelConfig) -> ModelSizes:
-    """The sizes of a model as its config states it, without any memory for weights."""
+    """Return the sizes of a model from its config, without allocating weights."""
     model = build_model(config)
     outside = ("embed_tokens", "lm_head", ".experts.")
     body = {id(p): p for name, p in model.named_parameters() if not any(part in name for part in outside)}
@@ -99,7 +91,7 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
 
 
 def _experts_per_token(config: ModelConfig) -> int:
-    """The experts that a token goes to; transformers' code reads them from config.json."""
+    """Return the number of experts per token. For models through transformers' code, config.json has it."""
     if config.transformers is None:
         return config.experts.per_token
     fields = json.loads(config.transformers.config)
@@ -108,15 +100,18 @@ def _experts_per_token(config: ModelConfig) -> int:
 
 
 def _flops_of(state: RowState) -> int:
-    """Multiplications and additions of a token: with each weight of a convolution, whose state has all inputs but the
-    newest; of a delta rule's matrices with the key, with the query, and to add to them."""
+    """Return the multiplications and additions of a token in a recurrence.
+
+    A convolution multiplies each weight; its state has all inputs but the newest. A delta rule multiplies its matrices
+    with the key and the query, and updates them.
+    """
     if len(state.shape) == 2:
         return 2 * (math.prod(state.shape) + state.shape[0])
     return 6 * math.prod(state.shape)
 
 
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
-    """Bytes that a step reads: weights, and the context of each request once; states are written too."""
+    """Return the bytes that a step reads: weights and each request's context once. States are written too."""
     chunks = list(step)
     read = sizes.weight_bytes + _touched_bytes(sizes, sum(chunk.new for chunk in chunks))
     states = sum(sizes.state_bytes * (2 if chunk.context else 1) for chunk in chunks)
@@ -124,7 +119,7 @@ def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
-    """Mean bytes of the experts that this many tokens select, if they choose evenly and independently."""
+    """Return the mean bytes of the experts that this many tokens select, if they choose evenly and independently."""
     if not sizes.num_experts:
         return 0.0
     left = (1 - sizes.experts_per_token / sizes.num_experts) ** num_tokens
@@ -132,30 +127,29 @@ def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
 
 
 def _context_bytes(sizes: ModelSizes, context: float) -> float:
-    """Keys and values of a request's context in all layers; a window holds the query's own key as well."""
+    """Return the bytes of a request's keys and values in all layers. A window includes the query's own key."""
     seen = sum(context if window is None else min(context, window - 1) for window in sizes.windows)
     return seen * sizes.kv_bytes_per_token
 
 
 def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
-    """The same for decodes of which the first has this context and each further one a token more."""
+    """Return the context bytes of `count` consecutive decodes of a request, the first with this context."""
     seen = sum(_pairs(Chunk(context, count), window) - count for window in sizes.windows)
     return seen * sizes.kv_bytes_per_token + 2 * count * sizes.state_bytes
 
 
 def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
-    """Multiplications and additions of this many decodes, each of which samples."""
+    """Return the multiplications and additions of `count` consecutive decodes, all of which sample."""
     return step_flops(sizes, [Chunk(context, count, samples=False)]) + 2.0 * count * sizes.head_params
 
 
 def _common_bytes(sizes: ModelSizes, context: float) -> float:
-    """The same of a context that several requests have in common. A window may have left it behind, so layers with one
-    do not count."""
+    """Return the context bytes of a common prefix, without layers whose window may exclude it."""
     return sizes.windows.count(None) * context * sizes.kv_bytes_per_token
 
 
 def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
-    """Multiplications and additions of a step: linears, logits of the rows that sample, attention."""
+    """Return the multiplications and additions of a step: linears, logits of sampling rows, attention."""
     flops = 0.0
     for chunk in step:
         flops += 2.0 * (chunk.new * sizes.linear_params + chunk.samples * sizes.head_params)
@@ -165,23 +159,22 @@ def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _pairs(chunk: Chunk, window: int | None) -> float:
-    """Queries times the keys that they see."""
     context, new = chunk.context, chunk.new
     if window is None:
         return new * context + new * (new + 1) / 2
-    growing = int(min(new, max(0.0, window - context)))  # queries that still see everything
+    growing = int(min(new, max(0.0, window - context)))  # queries whose window still covers all keys
     return growing * context + growing * (growing + 1) / 2 + (new - growing) * window
 
 
 def step_seconds(sizes: ModelSizes, rates: Rates, step: Sequence[Chunk]) -> float:
-    """The least seconds that a step can take."""
+    """Return the lower bound of a step's time."""
     return max(step_bytes(sizes, step) / rates.bytes_per_s, step_flops(sizes, step) / rates.flops_per_s)
 
 
 def tpot_seconds(sizes: ModelSizes, rates: Rates, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """The least time of a decode of `batch_size` requests, in the mean over tokens 2 to output_len.
+    """Return the lower bound of a decode step's time for `batch_size` requests, averaged over tokens 2 to output_len.
 
-    The mean of what is read is not what the mean context has: with a window that is more.
+    Bytes are averaged over output positions, not taken at the mean context: with a sliding window the two differ.
     """
     count = max(output_len - 1, 1)
     each = batch_size / count
@@ -190,18 +183,16 @@ def tpot_seconds(sizes: ModelSizes, rates: Rates, batch_size: int, prompt_len: i
 
 
 def prefill_seconds(sizes: ModelSizes, rates: Rates, prompt_lens: Sequence[int]) -> float:
-    """The least time from prompts to the first token of each."""
+    """Return the lower bound of the time from prompts to the first token of each."""
     return step_seconds(sizes, rates, [Chunk(0, length) for length in prompt_lens])
 
 
 def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_num_seqs: int, common: int = 0) -> float:
-    """The least time of many requests: the prompts, then the decodes, `max_num_seqs` at once.
+    """Return the lower bound of many requests' time: prefill of all, then decodes, `max_num_seqs` at once.
 
-    common: tokens that all prompts begin with, on top of their own, which are computed once.
-
-    Each decode reads its context, a prompt that several completions have in common once a step for all of them, and
-    all weights are read as often as there must be steps. Steps that hold prompts and decodes could hide the one's
-    products behind the other's reading, which is not taken into account.
+    All prompts begin with `common` tokens, in addition to their own, which are computed once. Each decode reads its
+    context, but a step reads a prompt with several completions once. Weights are read once per step, for the smallest
+    number of steps. Steps that overlap prefill's products with decode's reading are not modelled.
     """
     lengths = [length for job in jobs for length in job.outputs]
     steps = max(max(lengths) - 1, -(-sum(length - 1 for length in lengths) // max_num_seqs))
@@ -220,8 +211,8 @@ def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_n
     return prefill + max(read / rates.bytes_per_s, flops / rates.flops_per_s)
 
 
-# Device name -> bytes/s that large copies reach, FLOP/s that large bf16 products reach; measured. The whole name: a
-# GH200 is another device, and "NVIDIA H200 MIG 1g.18gb" a part of one.
+# Device name -> measured bytes/s of large copies, FLOP/s of large bf16 products. The whole name must match: a GH200 is
+# another device, and "NVIDIA H200 MIG 1g.18gb" a part of one.
 KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -229,7 +220,7 @@ ATTEMPTS = 5
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of a device for products in dtype; takes about a second where they must be measured."""
+    """Return the device's rates for products in dtype. Measuring them takes about a second."""
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         if name in KNOWN:
@@ -238,7 +229,7 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The best of a few large copies and of a few square products."""
+    """Measure the rates: the best of a few large copies and of a few square products."""
     num_bytes = COPY_BYTES[device.type]
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
@@ -258,7 +249,7 @@ def _copy_seconds(num_bytes: int, device: torch.device) -> float:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of a few times, after a first run that is not counted."""
+    """Return the shortest of a few times, after an uncounted first run."""
     times = []
     for _ in range(ATTEMPTS + 1):
         start = time.perf_counter()

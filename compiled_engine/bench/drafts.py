@@ -1,4 +1,4 @@
-"""Drafts of the table: what drafts, for which model, and how many of them are accepted."""
+"""Speculative decoding in the performance table: draft methods and acceptance rates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.resolve.speculation import DRAFT_MODEL, EAGLE3, NGRAM
 
 NUM_DRAFTS = 3
-# The share of steps in which a draft and all before it are accepted, as heads of models of this size reach it, and the
-# tokens that a step then yields.
+# Shares of steps that accept the first draft, the first two, and all three, typical of heads for models of this size;
+# and the tokens per step that follow.
 RATES = (0.8, 0.56, 0.43)
 LENGTH = 1 + sum(RATES)
-# The shape of the draft model, and of a head's vocabulary.
+# The draft model's shape, and a head's vocabulary size.
 DRAFT_SHAPE, HEAD_VOCABULARY = "qwen3-0.6b", 32_000
 SAID = {
     NGRAM: "drafts of n-grams, compared",
@@ -25,10 +25,10 @@ SAID = {
 
 
 def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Return the engine's speculative_config. Drafts of n-grams are compared: random prompts hold few of them. Those of
-    a draft model and a head, whose weights are random, are accepted at random.
+    """Return the engine's speculative_config.
 
-    folder: where configurations are written, which are to be loaded with load_format "dummy".
+    N-gram drafts are verified; random prompts yield few of them. Draft models and heads have random weights, so their
+    drafts are accepted at random with RATES. Their configurations are written to `folder`, for load_format "dummy".
     """
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     if method == NGRAM:
@@ -44,7 +44,7 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
 
 
 def head_of(model: ModelConfig) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head as they are published for such a model: one layer of its shape."""
+    """Return config.json of a typical EAGLE-3 head for this model: one layer of the model's shape."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": model.hidden_size,

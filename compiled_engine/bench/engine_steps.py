@@ -1,5 +1,4 @@
-"""Single steps of a running engine, which no call of the public API shows: mixed batches, decodes, their kernels, and
-where a decode step's time goes."""
+"""Measure single engine steps, below the public API: mixed steps, decode steps, their kernels and their time split."""
 
 from __future__ import annotations
 
@@ -21,22 +20,24 @@ from compiled_engine.llm import LLM
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 
-# Steps before the first that counts: the decodes' prompts, and whatever runs ahead.
+# Uncounted first steps, which compute the decodes' prompts and fill the asynchronous pipeline.
 SETTLING_STEPS = 4
-# Prompts of mixed steps that may be present at once: one is computed, others wait for their results to be processed.
+# Prompts present at once in mixed steps: one is computed, and others' results are still to be processed.
 PROMPTS_IN_FLIGHT = 4
 # Samples of an unchanged decode step; the first is a warm-up.
 STEP_SAMPLES = 4
 
 
 def outputs_needed(num_steps: int, max_new_tokens_per_step: int = 1) -> int:
-    """Tokens that a request must be able to generate so as not to end while `num_steps` steps are measured, each of
-    which may yield max_new_tokens_per_step."""
+    """Return the output tokens that a request needs so as not to end while `num_steps` steps are measured.
+
+    Each step may yield `max_new_tokens_per_step` tokens.
+    """
     return (num_steps + 4 * SETTLING_STEPS) * max_new_tokens_per_step
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
-    """The middle step of `mixed_step_ms`, for a lower bound."""
+    """Return the middle step of `mixed_step_ms`, for its lower bound."""
     context = decode_context + 2 * SETTLING_STEPS + num_steps / 2
     return [Chunk(context, 1)] * num_decodes + [Chunk(0, prompt_len)]
 
@@ -44,10 +45,10 @@ def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_ste
 def mixed_step_ms(
     llm: LLM, generator: random.Random, num_decodes: int, decode_context: int, prompt_len: int, num_steps: int
 ) -> float:
-    """Time of a step in which `num_decodes` requests decode and one prompt of `prompt_len` tokens is computed.
+    """Return the time of a step with `num_decodes` decodes and the prefill of one prompt of `prompt_len` tokens.
 
-    The decodes run throughout, starting from `decode_context` tokens of prompt. Before each step one new prompt
-    arrives, is computed in one step, yields one token and ends. The figure is the wall time of `num_steps` steps, with
+    The decodes run throughout, starting from `decode_context` tokens of prompt. Before each step a new prompt arrives,
+    which is computed in that step, yields one token and ends. The figure is the wall time of `num_steps` steps, with
     scheduling, sampling and output, divided by their number, in ms.
     """
     total_steps = num_steps + SETTLING_STEPS
@@ -66,9 +67,11 @@ def mixed_step_ms(
 
 
 def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, context: int, num_steps: int) -> list[float]:
-    """Return times of a step of `num_requests` unchanged decodes, which start from `context` tokens of prompt:
-    STEP_SAMPLES times the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their
-    number, in ms."""
+    """Return times of a decode step of `num_requests` requests that start from `context` tokens, in ms.
+
+    Each is the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their number. The
+    first of STEP_SAMPLES is a warm-up and left out.
+    """
     output_len = outputs_needed(STEP_SAMPLES * num_steps, llm.config.max_new_tokens_per_step)
     with decodes(llm, generator, num_requests, context, output_len) as core:
 
@@ -81,9 +84,9 @@ def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, conte
 
 
 def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: int) -> float | None:
-    """Return the kernels of a decode step of one request, copies not counted; None without CUDA, and with workers.
+    """Return the number of kernels in a decode step of one request, without copies.
 
-    Counted by the profiler over `num_steps` steps, and divided by their number.
+    The profiler counts them over `num_steps` steps. None without CUDA or with worker processes.
     """
     if not _runs_on_gpu(llm.config):
         return None
@@ -105,7 +108,7 @@ def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: 
 def decodes(
     llm: LLM, generator: random.Random, num_requests: int, context: int, output_len: int
 ) -> Iterator[EngineCore]:
-    """The engine's core while this many requests decode; they end with the block."""
+    """Yield the engine core while this many requests decode. They are aborted after the block."""
     core = llm.core
     prompts = random_prompts(llm, generator, [context] * num_requests)
     requests = [_request(f"decode-{i}", prompt, output_len) for i, prompt in enumerate(prompts)]
@@ -129,7 +132,7 @@ def _request(request_id: str, prompt: Sequence[int], output_len: int) -> EngineR
 
 
 def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
-    """Time some work, to the end of the device's. Workers may still compute a step, before and after."""
+    """Return the wall time of some work, until the device is idle. Worker processes may overlap it on both ends."""
     if _runs_on_gpu(config):
         torch.cuda.synchronize(config.device)
     start = time.perf_counter()
@@ -140,23 +143,25 @@ def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
 
 
 def _runs_on_gpu(config: EngineConfig) -> bool:
-    """Return whether this process runs the steps."""
     return config.device.type == "cuda" and config.parallel.executor == "in_process"
 
 
 CONTEXT = 128
-# The host's laps in their order; `wait` is for the device.
+# The parts of a step on the host, in order. `wait` waits for the device.
 LAPS = ("schedule", "prepare", "launch", "wait", "output")
 
 
 def step_split(
     llm: LLM, batch_sizes: Sequence[int], num_steps: int, warm_up: int, repeats: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return for each batch size: microseconds a step of each lap, `host` (all but wait), `step` (wall), `device`
-    (first to last kernel; None without CUDA), and `device_idle`, the share of the wall time in which no step was on the
-    device; with drafts `tokens`, how many a step yields for a request, and `token`, microseconds for each; else None.
-    Each is the median and the spread of `repeats` rounds, which are means over num_steps steps; `warm_up` rounds before
-    them do not count."""
+    """Return how a decode step's time is spent, for each batch size.
+
+    A record has microseconds per step for each of LAPS, `host` (all but wait), `step` (wall time) and `device` (first
+    to last kernel; None without CUDA), and `device_idle`, the share of wall time without a step on the device. With
+    drafts, `tokens` is the number of tokens per step and request and `token` the microseconds per token; otherwise both
+    are None. Each is the median and spread of `repeats` rounds, which are means over `num_steps` steps, after `warm_up`
+    uncounted rounds.
+    """
     found = []
     for batch_size in batch_sizes:
         generator = random.Random(llm.config.model.seed)
@@ -193,8 +198,10 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of an engine's metrics that the number of drafts and their sharpness are chosen by, and how many
-    requests have come to rest, if any; none if they are fixed."""
+    """Return the engine metrics that determine the number of drafts and their sharpness; {} if these are fixed.
+
+    Includes the number of requests that stopped drafting, if any.
+    """
     of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
     names = (*of_length, "draft_sharpness", "draft_sharpness_shares")
     choice = {name: metrics[name] for name in names if name in metrics}
@@ -202,7 +209,7 @@ def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:
-    """Microseconds a step, and the share in which the device was idle."""
+    """Return microseconds per step, and the share of time in which the device was idle."""
     laps = {name: host_s.get(name, 0.0) for name in LAPS}
     wall = sum(laps.values())
     found: dict[str, float | None] = {name: seconds / num_steps * 1e6 for name, seconds in laps.items()}

@@ -1,7 +1,7 @@
-"""The loss of engines on a text, as the bundled model's is defined, and how far their distributions are from float32's.
+"""The loss of engines on a text, and the divergence of their distributions from float32's.
 
-The text is tokenised whole, nothing added, and cut into windows. Each is a sequence of its own; its first token is
-context, and each other one is scored given those before it.
+The text is tokenised as a whole, without special tokens, and cut into windows. Each window is a separate sequence,
+whose first token is context only. The bundled model's loss has this definition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 WINDOW = 512
 BASE = "float32"
-# What is compared with BASE, by engine options.
+# Engine options of BASE and of what is compared with it.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     BASE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -29,14 +29,14 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class HeldOutLoss(NamedTuple):
-    """nats: the mean negative log-probability of a scored token."""
+    """The loss on a text."""
 
-    nats: float
+    nats: float  # mean negative log-probability of a scored token
     num_tokens: int
 
 
 def held_out_loss(llm: LLM, text: str) -> HeldOutLoss:
-    """Score a text with an open engine. Raises ValueError for a text of fewer than two tokens, and as `generate`."""
+    """Score a text with an open engine. Raises ValueError for fewer than two tokens, and as `generate` does."""
     windows = windows_of(llm, text)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": each} for each in windows], params)
@@ -56,12 +56,14 @@ def compare_losses(
     progress: Progress,
     variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
 ) -> dict[str, Any]:
-    """The result, as JSON: benchmark ("loss"), num_tokens, rows, and what `results.conditions` gives.
+    """Compare the losses of engine variants on a text, and return the result as JSON.
 
-    options: of each engine, besides those of `variants`, which are measured in turn, BASE first. A row has name, loss
-    in nats, and compared with BASE difference, divergence (Kullback-Leibler in nats from BASE: mean, p99) and
-    same_best: the part of tokens with the same most likely one. The distributions of BASE are kept, 4 bytes for each
-    token and vocabulary entry. Raises ValueError for a text of fewer than two tokens, and what LLM raises.
+    `options` are common to all engines; `variants` add their own and are measured in turn, BASE first. The keys are
+    benchmark ("loss"), num_tokens, rows, and those of `results.conditions`. A row has name and loss in nats and,
+    relative to BASE, difference, divergence (Kullback-Leibler in nats: mean, p99) and same_best: the share of tokens
+    with the same most likely one. BASE's distributions are kept, 4 bytes for each token and vocabulary entry.
+
+    Raises ValueError for a text of fewer than two tokens, and the errors of LLM.
     """
     base: list[np.ndarray] = []
     rows: list[dict[str, Any]] = []
@@ -85,9 +87,11 @@ def score(
     base: Sequence[np.ndarray] | None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the mean loss of an open engine, in nats; with a base also divergence (mean, p99) and same_best, and
-    without one the distributions: of each window the log-probabilities [T - 1, V] of what follows each token but the
-    last. base: distributions to compare with.
+    """Return the mean loss of an open engine in nats.
+
+    With `base`, distributions to compare with, the record also has divergence (mean, p99) and same_best. Without it,
+    the engine's own distributions are returned too: for each window, log-probabilities [T - 1, V] of what follows each
+    token but the last.
     """
     nats, same, kept = 0.0, 0, []
     divergences: list[np.ndarray] = []
@@ -110,7 +114,7 @@ def score(
 
 
 def windows_of(llm: LLM, text: str) -> list[list[int]]:
-    """Return the tokens of each window. Raises ValueError for a text of fewer than two."""
+    """Return the tokens of each window. Raises ValueError for a text of fewer than two tokens."""
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < 2:
         raise ValueError(f"text must have at least two tokens, got {len(ids)}")
@@ -119,7 +123,7 @@ def windows_of(llm: LLM, text: str) -> list[list[int]]:
 
 
 def _distributions(llm: LLM, windows: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-    """Yield each window's log-probabilities [T - 1, V] in fp32 of what follows each token but the last."""
+    """Yield each window's log-probabilities [T - 1, V], fp32, of what follows each token but the last."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
     for window in windows:
         (output,) = llm.generate([{"prompt_token_ids": list(window)}], params, use_tqdm=False)

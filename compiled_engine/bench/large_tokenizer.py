@@ -1,8 +1,8 @@
-"""A tokenizer as large as those of current models, for start-up figures: byte-level BPE with real merges.
+"""Write a tokenizer as large as those of current models, for start-up measurements: byte-level BPE with real merges.
 
-Loading costs what it costs for a checkpoint of this vocabulary: a file of the same kind and size, read in the same way.
-The tokens are made, not learnt from text: each merge joins two earlier tokens. As in learnt vocabularies nearly all of
-them are text, not parts of characters. It needs no corpus, and is the same on every machine.
+Loading it costs as much as for a checkpoint with this vocabulary. Tokens are generated rather than learnt: each merge
+joins two earlier tokens. As in learnt vocabularies, nearly all are text, not parts of characters. No corpus is needed,
+and the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-# As many as the checkpoints of the known shapes have, special tokens aside.
+# Vocabulary size of the known shapes' checkpoints, without special tokens.
 NUM_TOKENS = 151_643
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# How Qwen splits text before merging: contractions, words, single digits, punctuation, spaces.
+# Qwen's pre-tokenizer: contractions, words, single digits, punctuation, spaces.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 LONGEST_TOKEN = 10
-# The characters of tokens: printable ASCII, with a space as the byte level writes it.
+# Characters of tokens: printable ASCII, with a space in byte-level notation.
 MERGED = (*map(chr, range(33, 127)), "Ġ")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -55,7 +55,7 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
 
 
 def _vocabulary(num_tokens: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Bytes, then what merges of two earlier tokens make. Short tokens are joined most, as in learnt vocabularies."""
+    """Return all bytes, then merges of two earlier tokens, short ones most often, as in learnt vocabularies."""
     generator = random.Random(0)
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(tokens)}

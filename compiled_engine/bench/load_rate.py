@@ -1,4 +1,4 @@
-"""The rate of loading a checkpoint, against reading the same files from start to end with plain read()."""
+"""The rate of loading a checkpoint, against plain read() of the same files from start to end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARD_BYTES = 4 << 30
 
 
 def write_random_checkpoint(folder: Path, shape: str, device: torch.device, progress: Progress) -> Path:
-    """A sharded safetensors checkpoint of random weights of a known shape, with an index."""
+    """Write a sharded safetensors checkpoint with an index and random weights of a known shape."""
     write_shape(folder, shape)
     config, _ = read_model_config(
         folder, dtype="bfloat16", max_model_len=None, load_format="dummy", seed=0, device_type=device.type
@@ -59,9 +59,9 @@ def _save_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 def measure(folder: Path, device: torch.device, progress: Progress, repeats: int = 3) -> dict[str, Any]:
-    """Read and load alternately, `repeats` times, in this process and cache state; medians in GB/s.
+    """Read and load alternately, `repeats` times, in this process and cache state. Returns rates in GB/s.
 
-    `host_peak_bytes` is the most anonymous and shared memory that the load added, so without the mapped files.
+    `host_peak_bytes` is the peak of anonymous and shared memory that a load adds, without mapped files.
     """
     files = sorted(folder.glob("*.safetensors"))
     total = sum(path.stat().st_size for path in files)
@@ -110,7 +110,7 @@ def _read_all(files: list[Path]) -> None:
 
 @contextmanager
 def _host_peak() -> Iterator[list[int]]:
-    """Samples this process's anonymous and shared memory every few milliseconds; the list's entry is the growth."""
+    """Sample this process's anonymous and shared memory every few milliseconds. The list's entry is the growth."""
     before, peak, stop = _host_bytes(), [0], threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Results as HTML pages that need nothing else: plots, figures, conditions, and how to repeat them."""
+"""Results as self-contained HTML pages: plots, figures, conditions, and the command to repeat them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def pictures(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return each plot for light and for dark pages, as text to embed; `text` describes it."""
+    """Return each plot for light and dark pages in base64, with a description as `text`."""
     light, dark = draw(result, LIGHT), draw(result, DARK)
     return [
         {"text": name.replace("_", " "), "light": _base64(light[name]), "dark": _base64(dark[name])} for name in light
@@ -60,7 +60,7 @@ def _rendered(page: str, result: Mapping[str, Any], **more: Any) -> str:
 
 
 def facts(result: Mapping[str, Any], names: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
-    """Headings with the names and values below them, of those parts of a result that say something."""
+    """Return headings with names and values, for the non-empty parts of a result."""
     return [
         (name.capitalize(), {key: _shown(value) for key, value in result[name].items()})
         for name in names
@@ -76,7 +76,7 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-# The parts that both pages have; each fills the blocks.
+# The common frame. Each page fills the blocks.
 FRAME = """<!doctype html>
 <html lang="en">
 <head>
@@ -142,7 +142,7 @@ without the KV cache. The bound: every weight and every earlier key and value re
 
 
 def render_ablation(result: Mapping[str, Any]) -> str:
-    """An ablation's page; plots are inside, once for light and once for dark."""
+    """Render an ablation's page with embedded plots, for light and dark."""
     headings, bounds = _headings_and_bounds(result)
     records = result["variants"]
     return _rendered(
@@ -225,7 +225,7 @@ Run = Mapping[str, Any]
 
 
 def render_load(result: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """Render a load test's page; plots are embedded, for light and dark. notes: shown next to the figures."""
+    """Render a load test's page with embedded plots, for light and dark. `notes` are shown beside the figures."""
     runs = result["runs"]
     return _rendered(
         LOAD,

@@ -1,6 +1,6 @@
-"""The plots of results, drawn from their JSON: an ablation's bars and lines, a table's curves, a load test.
+"""Draw plots from JSON results: an ablation's bars and lines, a table's curves, a load test.
 
-The functions `draw_...` return PNGs by name.
+The functions `draw_...` return PNGs or figures, by name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ WIDTH_INCHES = 9.0
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours on paper: of text, of what is secondary, of the whole engine, of other variants, of the bound."""
+    """Colours of a plot."""
 
     name: str
     paper: str
     ink: str
     muted: str
     line: str
-    strong: str
-    bar: str
+    strong: str  # the whole engine
+    bar: str  # other variants
     bound: str
     lines: tuple[str, ...]
 
@@ -50,7 +50,7 @@ DARK = Theme(
 
 
 def new_figure(height_inches: float) -> Figure:
-    """Make a figure without a window and without pyplot's state."""
+    """Return a figure without a window and without pyplot's state."""
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     return figure
@@ -65,7 +65,7 @@ def write_title(figure: Figure, title: str, subtitle: str, theme: Theme) -> None
 
 
 def finish(axes: Axes, theme: Theme) -> None:
-    """No frame, quiet ticks, the grid behind."""
+    """Remove the frame, mute the ticks, and draw the grid behind."""
     axes.set_facecolor(theme.paper)
     axes.set_axisbelow(True)
     for spine in axes.spines.values():
@@ -80,7 +80,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def write_pngs(drawn: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Write each as NAME.png; their paths."""
+    """Write each plot as NAME.png and return the paths."""
     paths = []
     for name, png in drawn.items():
         path = folder / f"{name}.png"
@@ -90,23 +90,23 @@ def write_pngs(drawn: Mapping[str, bytes], folder: Path) -> list[Path]:
 
 
 def short(value: float) -> str:
-    """Three digits, as far as they are there."""
+    """Format a value with about three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between low and high."""
+    """Return 1, 2 and 5 times powers of ten between low and high."""
     return [digit * 10.0**power for power in range(-6, 8) for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
 
 
-# In the names of variants that leave out a pass.
+# Part of the names of variants that disable a pass.
 WITHOUT = " without "
 
 
 def whole_name(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """The variant with everything on: the last that leaves nothing out, with the weights of the checkpoint."""
+    """Return the name of the whole engine's variant: the last without disabled passes or quantisation."""
     plain = [record for record in records if "quantization" not in record.get("options", ())]
     names = [record["name"] for record in plain if WITHOUT not in record["name"]]
     return names[-1] if names else None
@@ -119,8 +119,7 @@ def subtitle_of(result: Mapping[str, Any]) -> str:
 
 
 def draw_ablation(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw step_batch_N for the least and the largest batch, and step_by_batch. Variants without figures are left
-    out."""
+    """Draw step_batch_N for the smallest and largest batch, and step_by_batch, without failed variants."""
     batches = sorted(result["bound"]["step_ms"], key=int)
     records = [record for record in result["variants"] if has_figures(record)]
     drawn: dict[str, bytes] = {}
@@ -137,7 +136,7 @@ ROW_INCHES, PANEL_INCHES, TITLE_INCHES = 0.34, 0.8, 0.6
 
 
 def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batch: str, theme: Theme) -> Figure:
-    """Bars of the parts of the engine and, on a scale of their own, of the engine without each pass."""
+    """Draw bars for the parts of the engine and, on a separate scale, for the engine without each pass."""
     whole = whole_name(result["variants"])
     parts = [record for record in records if WITHOUT not in record["name"]]
     without = [record for record in records if WITHOUT in record["name"]]
@@ -159,7 +158,7 @@ def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], b
 def _bar_panel(
     axes: Axes, records: Sequence[Mapping[str, Any]], batch: str, bound: float, whole: str | None, theme: Theme
 ) -> None:
-    """A bar for each variant with its spread and the figure at its end; the bound as a line over all."""
+    """Draw a bar for each variant with its spread and figure, and the bound as a line."""
     for row, record in enumerate(records):
         measured = record["step_ms"][batch]
         median, (low, high) = measured["median"], measured["spread"]
@@ -182,7 +181,7 @@ def _bar_panel(
     axes.set_xlim(0, max(most, bound) * 1.13)
     axes.set_ylim(len(records) - 0.45, -0.55)
     names = [str(record["name"]) for record in records]
-    # Names that begin as the bold one does are shortened.
+    # The common beginning of names with a disabled pass is left out.
     shown = [name[name.index(WITHOUT) + 1 :] if WITHOUT in name else name for name in names]
     axes.set_yticks(range(len(names)), shown, parse_math=False)
     axes.annotate(
@@ -202,14 +201,14 @@ def _bar_panel(
         label.set_fontweight("bold" if name == whole else "normal")
 
 
-# Between the labels at the ends of lines, as a share of the axis.
+# Least distance between the labels of lines, as a share of the axis.
 LABEL_GAP = 0.052
 
 
 def draw_lines(
     result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batches: Sequence[str], theme: Theme
 ) -> Figure:
-    """A line for each variant, with its name at its end. Those without a pass are thin: they are near the whole."""
+    """Draw a labelled line for each variant; those without a pass are thin, since they are near the whole engine's."""
     figure = new_figure(5.2)
     axes = figure.add_axes((0.075, 0.115, 0.585, 0.735))
     xs = [int(batch) for batch in batches]
@@ -261,7 +260,7 @@ def draw_lines(
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str, bool]]) -> None:
-    """Names at the right of the lines' ends, moved apart where they would overlap."""
+    """Write names at the right ends of the lines, moved apart where they would overlap."""
     to_share = axes.transAxes.inverted()
     ordered = sorted(ends)
     shares = [to_share.transform(axes.transData.transform((1, value)))[1] for value, *_ in ordered]
@@ -285,7 +284,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str, bool]]) -> Non
 
 
 def apart(places: Sequence[float]) -> list[float]:
-    """Move ascending places in [0, 1] apart, so that each is LABEL_GAP above the one below, as little as possible."""
+    """Move ascending places in [0, 1] apart as little as possible, so that each is LABEL_GAP above the one below."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + LABEL_GAP) if moved else place)
@@ -296,7 +295,7 @@ def apart(places: Sequence[float]) -> list[float]:
     return moved
 
 
-# The curves of a table by their names there, with titles and axes.
+# Curve of a table -> title and x axis.
 QUEUE = "queue"
 TITLES = {
     "batch": ("Decodes by batch size", "batch size"),
@@ -324,7 +323,7 @@ def draw_curves(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
 
 
 def _draw_curve(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) -> bytes:
-    """Two panels: time on the left, tokens per second on the right."""
+    """Draw two panels: time on the left, tokens per second on the right."""
     rows = sorted(rows, key=lambda row: row["place"])
     figure = new_figure(CURVE_INCHES)
     title, label = TITLES[curve]
@@ -341,7 +340,7 @@ def _draw_curve(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) ->
 
 
 def _converted(row: Row, convert: Any) -> tuple[int, float, list[float], float]:
-    """Place, median, spread and bound."""
+    """Return place, median, spread and bound."""
     measured = row["measured"]
     spread = sorted(convert(row, value) for value in measured["spread"])
     return row["place"], convert(row, measured["median"]), spread, convert(row, row["bound"])
@@ -360,12 +359,12 @@ def _rate(row: Row, value: float) -> float:
 
 
 def _tokens(row: Row) -> int:
-    """Count the tokens of all outputs: the lengths of a queue's requests are equal."""
+    """Return the tokens of all outputs; the requests of a queue have equal lengths."""
     return row["workload"]["requests"] * row["workload"]["output"][0]
 
 
 def _curve_panel(axes: Axes, points: Sequence[tuple[int, float, list[float], float]], theme: Theme) -> None:
-    """The engine's line with its spreads, the bound below or above it, both axes logarithmic."""
+    """Draw the engine's line with spreads and the bound's line, both axes logarithmic."""
     places = [place for place, *_ in points]
     medians = [median for _, median, *_ in points]
     bounds = [bound for *_, bound in points]
@@ -390,14 +389,14 @@ def _curve_panel(axes: Axes, points: Sequence[tuple[int, float, list[float], flo
 
 
 LOAD_INCHES = 3.6
-# Left edges of panels, by how many there are, and their width.
+# Number of panels -> their left edges and width.
 PANELS = {2: ((0.07, 0.56), 0.4), 3: ((0.06, 0.39, 0.72), 0.26)}
 
 Run = Mapping[str, Any]
 
 
 def draw_load(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw load_by_rate, if there are several runs, and latencies and course of each run with answers."""
+    """Draw load_by_rate, if there are several runs, and the latencies and course of each run with answers."""
     runs = [run for run in result["runs"] if run["completed"]]
     subtitle = f"{result['served_model']}, {result['load']['requests']} requests a run"
     drawn = {}
@@ -411,7 +410,6 @@ def draw_load(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
 
 
 def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
-    """Runs in the order of what they completed."""
     runs = sorted(runs, key=lambda run: run["request_throughput"])
     rates = [run["request_throughput"] for run in runs]
     figure = new_figure(LOAD_INCHES)
@@ -438,7 +436,7 @@ def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
 
 
 def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """Draw the share of answers, or of gaps within answers, by the time that they took at most."""
+    """Draw the share of answers, or of gaps within answers, over the time within which they came."""
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[3]
     for left, names in zip(edges, (("ttft_ms",), ("itl_ms", "tpot_ms"), ("e2el_ms",)), strict=True):
@@ -456,7 +454,6 @@ def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
 
 
 def _course(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """Throughput and requests under way over time."""
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[2]
     timeline = run["timeline"]
@@ -491,6 +488,6 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 
 def draw(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw the plots of a result; none without figures."""
+    """Draw all plots of a result; {} without figures."""
     by_benchmark = {"ablation": draw_ablation, "table": draw_curves, "serve": draw_load}
     return by_benchmark[result["benchmark"]](result, theme)

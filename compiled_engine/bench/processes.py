@@ -1,6 +1,6 @@
-"""The processes that benchmarks start: workers with an engine of their own, servers, senders, and any program.
+"""Processes that benchmarks start: workers with an engine, servers, request senders, and other programs.
 
-Each is fresh, so that its imports count, and ends with the block that started it. Failures have a reason.
+Each is fresh, so that its imports count, and ends with the block that started it. Failures report a reason.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ COMMAND = "from compiled_engine.cli.app import main; main()"
 WORKER_LIMIT_S = 1200.0
 SERVER_LIMIT_S = 600.0
 POLL_S = 0.01
-# How long a server may take to end.
+# How long a server may take to exit.
 END_S = 60.0
 LAST_LINES = 8
 
 
 class ProcessError(RuntimeError):
-    """A process ended early, failed, or took too long; the message ends with the last lines that it wrote to stderr."""
+    """A process exited early, failed, or took too long. The message ends with its last lines on stderr."""
 
 
 class Started:
-    """A process with pipes to its stdin and stdout. name: as errors call it."""
+    """A process with pipes to its stdin and stdout. `name` is its name in errors."""
 
     def __init__(self, process: subprocess.Popen[bytes], name: str, stderr: IO[bytes], start: float) -> None:
         self.process = process
@@ -46,23 +46,23 @@ class Started:
         self._start = start
 
     def seconds(self) -> float:
-        """Seconds since it was started."""
+        """Return the seconds since its start."""
         return time.perf_counter() - self._start
 
     def write(self, line: bytes) -> None:
-        """Write a line to its stdin. A process that has ended reads nothing; its exit code has the reason."""
+        """Write a line to its stdin. Does nothing if the process has exited; its exit code has the reason."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
     def lines(self) -> Iterator[bytes]:
-        """The lines of its stdout, as they come, to its end."""
+        """Yield the lines of its stdout until its end."""
         assert self.process.stdout is not None
         return iter(self.process.stdout)
 
     def error(self, reason: str | None = None) -> ProcessError:
-        """Describe its failure: the reason, without one its exit code, and its last lines."""
+        """Return an error with the reason, by default the exit code, and the last lines of stderr."""
         self._stderr.seek(0)
         lines = [line.rstrip() for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
         what = reason or f"ended with exit code {self.process.wait()}"
@@ -75,8 +75,7 @@ def started(
 ) -> Iterator[Started]:
     """Start a Python process with these arguments; it is killed at the end of the block.
 
-    has_pipes: without them it has no input, and its stdout goes where its stderr does. environment: instead of this
-    process's.
+    Without `has_pipes` it has no input, and its stdout goes to its stderr. `environment` replaces this process's.
     """
     with tempfile.TemporaryFile() as stderr:
         start = time.perf_counter()
@@ -104,11 +103,11 @@ def run_worker(
     limit_s: float = WORKER_LIMIT_S,
     name: str = "",
 ) -> dict[str, Any]:
-    """The worker's result, with ready_s and wall_s: seconds from starting the process until its engine could take
-    requests, and to its first token, seen from here.
+    """Run a worker and return its result.
 
-    options: of the engine, as JSON. workload: what it measures, see `worker_workloads`; None to start only. Raises
-    ProcessError if the worker fails or takes longer than limit_s seconds.
+    ready_s and wall_s are the seconds from process start until the engine could take requests, and to the first token,
+    measured from outside. `options` are the engine's, as JSON. `workload`: see `worker_workloads`; None to start only.
+    Raises ProcessError if the worker fails or takes longer than `limit_s` seconds.
     """
     with started(["-m", WORKER], name) as worker:
         timer = threading.Timer(limit_s, worker.process.kill)
@@ -135,8 +134,10 @@ def run_worker(
 
 
 def seconds_to_print(program: str, *arguments: str) -> float:
-    """Seconds from starting a process with a Python program to its first line on stdout. It imports as this process
-    does, see `keep_bytecode`. Raises ProcessError if it fails."""
+    """Return the seconds from the start of a Python program's process to its first line on stdout.
+
+    It imports as this process does, see `keep_bytecode`. Raises ProcessError if it fails.
+    """
     with started(["-c", program, *arguments], environment=os.environ | as_this_one()) as process:
         line = next(process.lines(), b"")
         seconds = process.seconds()
@@ -146,18 +147,18 @@ def seconds_to_print(program: str, *arguments: str) -> float:
 
 
 class Ready(NamedTuple):
-    """url: of a server. ready_s: seconds from starting the process until it could take requests."""
+    """A server that is ready for requests."""
 
     url: str
-    ready_s: float
+    ready_s: float  # seconds from process start until it could take requests
     pid: int
 
     def cpu_s(self) -> dict[str, float]:
-        """Processor time so far, in seconds, of the process and of each below it, by name and id."""
+        """Return the CPU time so far, in seconds, of the process and its descendants, by name and id."""
         own = psutil.Process(self.pid)
         found = {}
         for process in (own, *own.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            with suppress(psutil.NoSuchProcess):  # it exited after it was listed
                 times = process.cpu_times()
                 found[f"{'server' if process.pid == self.pid else 'child'} {process.pid}"] = times.user + times.system
         return found
@@ -165,7 +166,7 @@ class Ready(NamedTuple):
 
 @contextmanager
 def server(arguments: Sequence[str]) -> Iterator[Ready]:
-    """`compiled-engine serve` with these arguments, at a free port. Raises ProcessError."""
+    """Run `compiled-engine serve` with these arguments at a free port. Raises ProcessError."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The results of benchmarks, plain JSON: reading them back, and what each states of its machine, versions and model."""
+"""Benchmark results as plain JSON: reading them, and the records of machine, versions and model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_json(name: str, path: Path) -> Any:
-    """Read a JSON file. Raises ValueError if it is missing or not JSON."""
+    """Read a JSON file. Raises ValueError if it is missing or invalid."""
     if not path.is_file():
         raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file")
     try:
@@ -40,7 +40,7 @@ def read_result(name: str, path: Path, *benchmarks: str) -> dict[str, Any]:
 
 
 def host_record() -> dict[str, Any]:
-    """The processor, its usable cores, the memory in bytes, the system."""
+    """Return the processor, its usable cores, the memory in bytes, and the system."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": processor(),
@@ -51,7 +51,7 @@ def host_record() -> dict[str, Any]:
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions of Python and of those of the packages that are installed."""
+    """Return the versions of Python and of the installed ones among the packages."""
     versions = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -62,17 +62,17 @@ def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def today() -> str:
-    """The date, as ISO has it."""
+    """Return today's date in ISO format."""
     return datetime.date.today().isoformat()
 
 
 def host_provenance() -> dict[str, Any]:
-    """The origin of a client's result: date, machine, versions."""
+    """Return the origin of a client's result: date, machine, versions."""
     return {"date": today(), "machine": host_record(), "versions": installed_versions(("compiled-engine", "httptools"))}
 
 
 def processor() -> str:
-    """Return the processor's name if the system has it, otherwise its architecture."""
+    """Return the processor's name if the system reports it, otherwise its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -82,18 +82,18 @@ def processor() -> str:
 
 
 def require_httptools() -> None:
-    """Raises ValueError where a load test cannot read answers."""
+    """Raise ValueError if httptools, which load tests need, is missing."""
     if find_spec("httptools") is None:
         raise ValueError("this benchmark needs httptools: python -m pip install 'compiled-engine[bench]'")
 
 
-# The latencies of a load test, by their names in results.
+# Latencies of a load test: name in results -> name in tables.
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 PACKAGES = ("compiled-engine", "torch", "triton", "transformers", "flash-attn")
 
 
 def machine_record(device: torch.device) -> dict[str, Any]:
-    """The device's name and memory in bytes, the processor, its usable cores and threads, the host's memory."""
+    """Return the device's name and memory in bytes, and the host's processor, cores, threads and memory."""
     import torch
 
     record: dict[str, Any] = {"device": str(device)}
@@ -114,12 +114,12 @@ def versions_record() -> dict[str, str]:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """The origin of a result: date (of today, ISO), machine, versions."""
+    """Return the origin of a result: date (ISO), machine, versions."""
     return {"date": today(), "machine": machine_record(device), "versions": versions_record()}
 
 
 def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
-    """The model's name (the shape's, the hub's or the folder's), architecture, data type and limits."""
+    """Return the model's name (of the shape, the hub or the folder), architecture, dtype and limits."""
     model = config.model
     return {
         "name": shape or model.hub_name or model.path.name,
@@ -133,7 +133,7 @@ def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine options as JSON has them: paths become text, tuples lists."""
+    """Return engine options as JSON values: paths become text, tuples lists."""
     plain: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Path):
@@ -144,7 +144,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None) -> dict[str, Any]:
-    """The conditions of an engine's benchmark: its provenance, the model, and the options that were given."""
+    """Return the conditions of an engine's benchmark: provenance, model, and the given options."""
     given = {name: value for name, value in plain_options(options).items() if shape is None or name != "model"}
     return {
         **provenance(config.device),
@@ -154,5 +154,5 @@ def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | No
 
 
 def has_figures(record: Mapping[str, Any]) -> bool:
-    """Return whether the record of an ablation's variant has figures; a variant that failed at once has none."""
+    """Return whether an ablation's record has figures; a variant that failed at once has none."""
     return "step_ms" in record

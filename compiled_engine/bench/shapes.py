@@ -1,4 +1,4 @@
-"""Known model shapes, for benchmarks with random weights: a config.json each."""
+"""Known model shapes for benchmarks with random weights: a config.json for each."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _GEMMA3_LAYERS = 34
 
 
 def _hybrid(num_layers: int, attends_every: int) -> list[str]:
-    """Layer types: the last of each `attends_every` attends, the others are gated delta nets."""
+    """Return layer types: the last of each `attends_every` is attention, the others are gated delta nets."""
     return ["linear_attention" if layer % attends_every else "full_attention" for layer in range(1, num_layers + 1)]
 
 
-# The text models of Qwen3.6, which has the code of Qwen3.5.
+# The text models of Qwen3.6, which use the code of Qwen3.5.
 _QWEN3_6: dict[str, Any] = {
     "vocab_size": 248320,
     "head_dim": 256,
@@ -306,10 +306,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(folder: Path, name: str) -> Path:
-    """A checkpoint folder that holds only the shape's config.json; load it with load_format="dummy".
-
-    Raises ValueError for an unknown name.
-    """
+    """Write a folder with the shape's config.json, for load_format="dummy". Raises ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"shape is {name!r}; allowed: {', '.join(SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)

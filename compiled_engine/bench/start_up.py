@@ -1,4 +1,4 @@
-"""Start-up: from the start of a process to the first token, with an empty and with a filled compile cache."""
+"""Start-up time: from process start to the first token, with an empty and with a filled compile cache."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ TORCH_ALONE = "import sys, torch; print(torch.ones(1, device=sys.argv[1]).item()
 
 
 class Starts(NamedTuple):
-    """kinds: of "cold" and "warm" the seconds (median, spread), to the first token and seen from outside, the cache
-    (hit, miss, off), and start_up, the spans of the start with the median, see `Timeline`. torch_alone: seconds, of
-    the function of that name."""
+    """Measured starts."""
 
+    # By "cold" and "warm": seconds (median, spread) to the first token, measured from outside; cache (hit, miss, off);
+    # and start_up, the spans of the median start, see `Timeline`.
     kinds: dict[str, dict[str, Any]]
-    torch_alone: dict[str, Any]
+    torch_alone: dict[str, Any]  # median and spread of the function of that name
 
 
 def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
-    """Measure starts of PyTorch alone, cold and warm ones in turn; each pair of cold and warm has a temporary cache of
-    its own.
+    """Measure starts of PyTorch alone, cold starts and warm starts in turn. Each cold and warm pair has its own cache.
 
-    device: of the engine's options. Files in the system's page cache stay there: a cold start reads warm files. Raises
-    ProcessError if a start fails.
+    `device` is that of the engine's options. Files stay in the system's page cache, so a cold start reads cached files.
+    Raises ProcessError if a start fails.
     """
     alone: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -53,13 +52,15 @@ def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repe
 
 
 def torch_alone(device: torch.device) -> float:
-    """Seconds from the start of a process to a number computed by PyTorch on the device, and nothing else: the bound of
-    every start, as this host has it. Raises ProcessError if it fails."""
+    """Return the seconds from process start to a number computed by PyTorch on the device: a start's lower bound.
+
+    Raises ProcessError if the process fails.
+    """
     return seconds_to_print(TORCH_ALONE, str(device))
 
 
 def _cache(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """The cache's option; none for an engine that compiles nothing."""
+    """Return the cache's option; {} for an engine that compiles nothing."""
     return {} if options.get("mode") == "eager" else {"cache_dir": str(folder)}
 
 

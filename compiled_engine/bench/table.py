@@ -1,5 +1,8 @@
-"""The table, from the user's options to its figures: everything is checked before the first engine starts, one engine
-serves all rows that it can, and each row is repeated until it has a spread."""
+"""Plan and measure the performance table.
+
+Everything is checked before the first engine starts. One engine serves all rows that it can, and each row is repeated
+until it has a spread.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,16 @@ from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve, resolve_device
 
-# Engine options that a start decides itself: its cache is empty, or has what the start before it compiled.
+# Engine options that a start sets itself: its cache is empty, or filled by the start before it.
 OF_A_START = ("cache_dir", "compile_cache")
 
 
 @dataclass(frozen=True)
 class EngineRows:
-    """Rows that are measured with one engine, or, if `starts`, by starting one; options: all of the engine's."""
+    """Rows that are measured with one engine or, with `starts`, by starting one."""
 
     subject: Subject
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # complete engine options
     config: EngineConfig
     sizes: ModelSizes
     rates: Rates
@@ -48,20 +51,19 @@ class EngineRows:
 
 @dataclass(frozen=True)
 class Plan:
-    """ids: of all rows, in the order of the table. given: the user's engine options. notes: what is left out."""
+    """The rows to measure, by engine."""
 
     engines: tuple[EngineRows, ...]
-    ids: tuple[str, ...]
-    given: Mapping[str, Any]
-    notes: tuple[str, ...]
+    ids: tuple[str, ...]  # of all rows, in the order of the table
+    given: Mapping[str, Any]  # the user's engine options
+    notes: tuple[str, ...]  # rows that are left out, with reasons
 
 
 def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves: bool, folder: Path) -> Plan:
-    """Raises ValueError, TypeError or OSError for what cannot be measured.
+    """Plan a table. Raises ValueError, TypeError or OSError for what cannot be measured.
 
-    patterns: ids of rows, in the order in which they are measured; none for all of the device. with_curves: of these
-    the points of plots too. folder: where configurations of the known shapes are written; it must live as long as the
-    plan.
+    `patterns` select rows in the order in which they are measured, by default all of the device. `with_curves` includes
+    the points of plots. Configurations of the known shapes are written to `folder`, which must outlive the plan.
     """
     on_gpu = resolve_device(given.get("device", "auto"), {}).type == "cuda"
     known, default = known_rows(on_gpu=on_gpu, own_model="model" in given)
@@ -89,7 +91,7 @@ def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves:
 
 
 def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]]:
-    """Rows that share an engine, in the order of the first of each. Starts come last, as they take the longest."""
+    """Group rows that share an engine, in order of appearance. Starts come last, since they take the longest."""
     found: dict[tuple[Subject, Limits, bool], list[Row]] = {}
     for row in rows:
         found.setdefault((row.subject, row.limits, isinstance(row.workload, Start)), []).append(row)
@@ -99,7 +101,7 @@ def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]
 def _options(
     subject: Subject, limits: Limits, given: Mapping[str, Any], folder: Path, *, starts: bool
 ) -> dict[str, Any]:
-    """The engine's options: what the user gave wins over the row's limits."""
+    """Return the engine's options. The user's take precedence over the row's limits."""
     options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:
         path = folder / (subject.prefix + "-start" * starts)
@@ -123,8 +125,7 @@ def _options(
 
 
 def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> bool:
-    """Return whether the engine can do what the row needs. Raises ValueError if it cannot and the row was given by
-    name."""
+    """Return whether the engine can run the row. Raises ValueError if it cannot and the row was selected by name."""
     if isinstance(row.workload, Start):
         return True
     needs = row.workload.needs()
@@ -142,9 +143,9 @@ def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> 
     return True
 
 
-# Repeats of a row: at least the first number, and up to the last while all took less than these seconds together.
+# Repeats of a row: at least LEAST_REPEATS, then up to MOST_REPEATS while all together took less than ENOUGH_SECONDS.
 LEAST_REPEATS, ENOUGH_SECONDS, MOST_REPEATS = 3, 2.5, 7
-# A start takes many times as long as a row.
+# Fewer than for rows: a start takes many times as long.
 START_REPEATS = 2
 
 Say = Callable[[dict[str, Any]], None]
@@ -152,7 +153,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass
 class _Rows:
-    """The records so far, and the function called with them: measured rows must survive a later failure."""
+    """The records so far, reported after each row, so that measured rows survive a later failure."""
 
     plan: Plan
     say: Say
@@ -186,14 +187,14 @@ class _Rows:
 
 
 def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> dict[str, Any]:
-    """Measure the rows; return the result as JSON. say: called with the result so far after each row.
+    """Measure the rows and return the result as JSON. `say` receives the result so far after each row.
 
-    rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound (None for a failed
-    start), and measured (median, spread [least, most], n, values) with share_of_bound, or error; seconds that the row
-    took, with its warm-up. curve and place, if the row is a point of a plot. Then date, machine, versions, models,
-    options (the user's), rates, notes, and seconds, which it took.
+    rows are objects of id, model, what, unit, better (lower or higher), options, workload, bound (None for a failed
+    start), and either measured (median, spread [min, max], n, values) with share_of_bound, or error; seconds that the
+    row took with its warm-up; and curve and place for a point of a plot. Further keys are date, machine, versions,
+    models, options (the user's), rates, notes and seconds.
 
-    repeats: of each row, instead of as many as give it a spread. A failed row has an error, and the others continue.
+    `repeats` overrides the number of repeats of each row. A failed row has an error, and the others continue.
     """
     rows = _Rows(plan, say, [], time.perf_counter())
     for engine in plan.engines:
@@ -228,7 +229,7 @@ def _measure_engine(engine: EngineRows, repeats: int | None, progress: Progress,
                 begun = time.perf_counter()
                 try:
                     found = _measure_row(llm, left[0], repeats, rows.where(left[0]), progress)
-                except Exception as error:  # a row that fails must not take the others with it
+                except Exception as error:  # a failed row must not affect the others
                     found = {"error": f"{type(error).__name__}: {error}"}
                 rows.add(engine, left.pop(0), found | {"seconds": round(time.perf_counter() - begun, 2)})
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A table compared with another one, or with the figures of other engines."""
+"""Compare a table with another one, or with figures of other engines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CONDITIONS = (
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[str, Any]:
-    """B against A, row by row.
+    """Compare table B with table A, row by row.
 
-    rows: id, what, unit, a and b (as measured), gain (how many times better B's median is than A's), overlap (whether
-    the spreads do) and verdict: same if they overlap or the medians differ by at most the share `noise`, else faster or
-    slower; failed if only B's row has an error, repaired if only A's has. notes: rows that only one of them has or that
-    were measured differently, and conditions that differ. counts: of each verdict.
+    rows have id, what, unit, a and b (as measured), gain (how many times better B's median is), overlap (of the
+    spreads) and verdict: same if the spreads overlap or the medians differ by at most the share `noise`, otherwise
+    faster or slower; failed if only B's row has an error, repaired if only A's has. notes name rows in only one table
+    or with different definitions, and conditions that differ. counts has the number of each verdict.
     """
     ours, theirs = ({row["id"]: row for row in result["rows"]} for result in (a, b))
     notes = [f"{group} {name}: {one} and {other}" for group, name, one, other in _differences(a, b)]
@@ -48,7 +48,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[st
 
 
 def is_slower(comparison: Mapping[str, Any]) -> bool:
-    """Return whether some row is slower by more than noise, or failed."""
+    """Return whether any row is slower by more than noise, or failed."""
     return any(row["verdict"] in (SLOWER, FAILED) for row in comparison["rows"])
 
 
@@ -84,10 +84,7 @@ Peers = Mapping[str, Mapping[str, list[float]]]
 
 
 def read_peers(path: Path) -> Peers:
-    """Read peers: row id -> engine's name -> its figure as [least, most].
-
-    Raises ValueError for a file of another form, OSError if it cannot be read.
-    """
+    """Read peers: row id -> engine name -> [min, max]. Raises ValueError or OSError for an invalid file."""
     content = read_json("peer", path)
     try:
         engines = dict(content["engines"])
@@ -103,7 +100,7 @@ def read_peers(path: Path) -> Peers:
 
 
 def with_peers(row: Mapping[str, Any], peers: Peers) -> dict[str, Any]:
-    """The row with `peers`: engine -> figure and ratio, how many times better the row is than the peer's best."""
+    """Return the row with `peers`: engine -> figure, and ratio, by which the row beats the peer's best."""
     found = dict(row)
     if row["id"] in peers:
         found["peers"] = {

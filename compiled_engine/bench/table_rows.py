@@ -1,5 +1,7 @@
-"""The rows of the table: id, model, limits and workload of each. A workload states its needs of an engine, runs once,
-and has a bound."""
+"""The rows of the performance table, and their workloads.
+
+A workload states its requirements, runs once per repeat, and has a bound.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,16 @@ LOWER, HIGHER = "lower", "higher"
 
 
 class Needs(NamedTuple):
-    """The needs of a workload, in tokens and requests.
+    """A workload's requirements of an engine, in tokens and requests."""
 
-    longest: of a request, prompt and output. at_once: requests that must run side by side, and together: tokens of the
-    KV cache that these take. in_a_step: tokens of a step.
-    """
-
-    longest: int
-    at_once: int = 1
-    together: int = 0
-    in_a_step: int = 1
+    longest: int  # tokens of the longest request, prompt and output
+    at_once: int = 1  # requests that must run concurrently
+    together: int = 0  # KV cache tokens that these take
+    in_a_step: int = 1  # tokens of a step
 
 
 class Workload(Protocol):
-    """A dataclass. better: which figures are, LOWER or HIGHER ones. what: in words."""
+    """A dataclass that measures one figure. `better` is LOWER or HIGHER; `what` describes it."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     unit: ClassVar[str]
@@ -59,22 +57,19 @@ class Workload(Protocol):
     def once(self, llm: LLM, generator: random.Random) -> float: ...
 
     def bound(self, sizes: ModelSizes, rates: Rates, max_num_seqs: int) -> float:
-        """The figure that no engine can be better than."""
+        """Return the figure that no engine can surpass."""
         ...
 
 
 @dataclass(frozen=True)
 class TimePerToken:
-    """(time for `output` tokens - time for 1) / (output - 1) of `batch` requests with prompts of `prompt` tokens.
-
-    drafts: what drafts; None for one token a step. tokens: that a step yields for a request.
-    """
+    """(time for `output` tokens - time for 1) / (output - 1), for `batch` requests with `prompt` tokens each."""
 
     batch: int
     prompt: int = 128
     output: int = 257
-    drafts: str | None = None
-    tokens: float = 1.0
+    drafts: str | None = None  # the draft method; None for one token per step
+    tokens: float = 1.0  # tokens per step and request
     unit: ClassVar[str] = "ms"
     better: ClassVar[str] = LOWER
 
@@ -125,19 +120,15 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Requests:
-    """Output tokens per second of requests that are all there at the start.
-
-    prompt, output: the least and the most tokens of each, uniform in between, drawn with `seed`. common: tokens that
-    all prompts begin with, on top of their own. sampling: fields of `SamplingParams`. named: what() instead of numbers.
-    """
+    """Output tokens per second of requests that all arrive at the start."""
 
     requests: int
-    prompt: tuple[int, int]
+    prompt: tuple[int, int]  # prompt and output: least and most tokens, drawn uniformly with `seed`
     output: tuple[int, int]
-    common: int = 0
+    common: int = 0  # tokens that all prompts begin with, in addition to their own
     seed: int = 0
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    named: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
+    named: str = ""  # description in place of numbers
     unit: ClassVar[str] = "output tok/s"
     better: ClassVar[str] = HIGHER
 
@@ -156,7 +147,7 @@ class Requests:
     def once(self, llm: LLM, generator: random.Random) -> float:
         own, output_lens = request_lengths(self.requests, self.prompt, self.output, self.seed)
         vocab_size = llm.config.model.vocab_size
-        shift = generator.randrange(vocab_size)  # other ids of the same lengths each time
+        shift = generator.randrange(vocab_size)  # different ids with the same lengths each time
         (common,) = random_prompts(llm, generator, [self.common])
         prompts = [common + [(token + shift) % vocab_size for token in prompt] for prompt in own]
         generated = sum(output_lens) * self.sampling.get("n", 1)
@@ -172,8 +163,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class MixedStep:
-    """A step in which `decodes` requests decode, with contexts of about `context` tokens, and a prompt of `prompt`
-    tokens is computed: see `mixed_step_ms`."""
+    """A step with `decodes` decodes of about `context` tokens and a prefill; see `mixed_step_ms`."""
 
     decodes: int
     prompt: int
@@ -203,9 +193,10 @@ class MixedStep:
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds from the start of a process to its first token; kind: cold or warm, see `start_up.measure`.
+    """Seconds from process start to the first token. `kind` is cold or warm, see `start_up.measure`.
 
-    No `Workload`: it needs a process of its own, and no engine; its bound, `start_up.torch_alone`, is measured too.
+    It is no `Workload`, since it needs a fresh process and no engine. Its bound, `start_up.torch_alone`, is measured
+    too.
     """
 
     kind: str
@@ -223,31 +214,31 @@ def _range(lengths: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """Engine options of a row that the defaults do not decide; rows with equal ones have one engine. drafts: what
-    drafts, see `drafts_of`; weights are random then."""
+    """Engine options of a row that differ from the defaults. Rows with equal limits share an engine."""
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    drafts: str | None = None
+    drafts: str | None = None  # the draft method, see `drafts_of`; weights are then random
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of the table. prefix: of its rows' ids. shape: None for a checkpoint. title: in the table."""
+    """A model of the table."""
 
-    prefix: str
-    shape: str | None
+    prefix: str  # first part of its rows' ids
+    shape: str | None  # None for a checkpoint
     title: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """curve: the plot that the row is a point of, and its place there; rows of curves are measured on request."""
+    """A row of the table."""
 
     id: str
     subject: Subject
     limits: Limits
     workload: Workload | Start
+    # name of the plot that the row is a point of, and its x value; measured only on request
     curve: tuple[str, int] | None = None
 
 
@@ -326,19 +317,19 @@ def _with_drafts(limits: Limits, output: int, prompt: int, methods: Sequence[str
     }
 
 
-# Measured if they are chosen.
+# Measured only if selected.
 DRAFTS_OF_SMALL = _with_drafts(SERVING, 257, 128, (NGRAM, EAGLE3), (1, 8, 64))
 DRAFTS_OF_LARGE = _with_drafts(SERVING, 257, 128, (NGRAM, DRAFT_MODEL, EAGLE3), (1, 8, 64))
 DRAFTS_ON_A_CPU = _with_drafts(ANY, 33, 16, (NGRAM, EAGLE3), (1, 8))
 
 BY_BATCH, BY_CONTEXT, BY_QUEUE = "batch", "context", "queue"
 WIDE = Limits(4096, 512)
-# The number of concurrent requests for the curve of time per token against context.
+# Concurrent requests in the curve of time per token over context.
 CONTEXT_BATCH = 8
 
 
 def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
-    """Name of the plot, place on its axis, limits and workload."""
+    """Return plot name, x value, limits and workload of each point."""
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if on_gpu else (1, 2, 4, 8, 16)
     contexts = (128, 512, 2048, 8192, 32_000) if on_gpu else (16, 64, 256, 1024)
     queues = (1, 10, 100, 1000, 10_000) if on_gpu else (1, 10, 100)
@@ -352,7 +343,7 @@ def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
 
 
 def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
-    """A subject's rows, the points of its curves last."""
+    """Return a subject's rows, with the points of its curves last."""
     rows = [Row(f"{subject.prefix}-{name}", subject, *what) for name, what in declared.items()]
     return rows + [
         Row(f"curve-{subject.prefix}-{curve}-{place}", subject, limits, workload, (curve, place))
@@ -361,9 +352,9 @@ def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
 
 
 def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
-    """Return all rows that can be chosen, and the default rows among them.
+    """Return all rows that can be selected, and the default rows among them.
 
-    own_model: the user has named a model, and all rows are of it.
+    With `own_model`, the user has named a model, and all rows are for it.
     """
     if own_model:
         rows = default = rows_of(OWN, ON_A_GPU if on_gpu else ON_A_CPU, on_gpu=on_gpu)
@@ -381,10 +372,10 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
 
 
 def chosen(known: Sequence[Row], default: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
-    """Return the rows with ids that match a pattern (*, ? and [...] as in a shell), in the order of the patterns.
+    """Return the rows whose ids match a pattern (*, ? and [...] as in a shell), in the order of the patterns.
 
-    A pattern that matches rows of `default`, those of the device, chooses only these. Raises ValueError for a pattern
-    that matches no id, with the id spelled most like it.
+    A pattern that matches rows of `default`, those of the device, selects only these. Raises ValueError with the most
+    similar id for a pattern without matches.
     """
     found: dict[str, Row] = {}
     for pattern in patterns:

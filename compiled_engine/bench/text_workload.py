@@ -1,7 +1,6 @@
-"""The loss of an ablation's variants on a text, and how far their distributions are from those of the first.
+"""Compare variants of an ablation on a text: the loss, and the divergence from the first variant.
 
-Each variant has a process of its own, as for its times. The first writes its distributions to a file, which the others
-read.
+Each variant runs in its own process. The first writes its distributions to a file, which the others read.
 """
 
 from __future__ import annotations
@@ -20,26 +19,25 @@ from compiled_engine.bench.variants import Variant
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import Progress
 
-# The most windows of a text, and bytes of the distributions of its tokens.
+# Upper bounds on a text's windows, and on the bytes of its tokens' distributions.
 MOST_WINDOWS, MOST_BYTES = 16, 2**30
 
 
 @dataclass(frozen=True)
 class TextWorkload:
-    """The first `num_windows` of the windows of a text. base: file of the distributions to compare with; is_base: to
-    write instead."""
+    """The first `num_windows` windows of a text."""
 
     text: str
     num_windows: int
-    base: str = ""
-    is_base: bool = False
+    base: str = ""  # file of the distributions to compare with
+    is_base: bool = False  # write that file instead
 
     def task(self) -> dict[str, Any]:
-        """Describe it to a worker, as JSON."""
+        """Return the workload as JSON for a worker."""
         return {"kind": "text", "fields": asdict(self)}
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Return num_tokens, and what `score` tells of them."""
+        """Return num_tokens and the record of `score`."""
         windows = windows_of(llm, self.text)[: self.num_windows]
         base = None
         if not self.is_base:
@@ -52,7 +50,7 @@ class TextWorkload:
 
 
 def most_windows(vocab_size: int) -> int:
-    """Return the number of windows whose distributions are of no more than MOST_BYTES, at least one."""
+    """Return the number of windows whose distributions take at most MOST_BYTES, at least one."""
     return max(1, min(MOST_WINDOWS, MOST_BYTES // (4 * vocab_size * WINDOW)))
 
 
@@ -64,10 +62,10 @@ def compare_on_text(
     progress: Progress,
     run: Callable[[Mapping[str, Any], Mapping[str, Any] | None], dict[str, Any]] = run_worker,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return by name the figures of `base` and of the other variants, and what failed.
+    """Return the figures of `base` and of the other variants by name, and the errors by name.
 
-    Figures are num_tokens, loss (nats a token) and, of the others, difference, divergence (Kullback-Leibler from the
-    base, in nats: mean, p99) and same_best. Nothing is compared if the base fails.
+    Figures are num_tokens, loss (nats per token) and, for the others, difference, divergence (Kullback-Leibler from the
+    base in nats: mean, p99) and same_best. Nothing is compared if the base fails.
     """
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}

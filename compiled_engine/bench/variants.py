@@ -1,4 +1,4 @@
-"""The variants of an ablation: which parts of the engine are on, and the engine's options for it."""
+"""The variants of an ablation: engine options that switch parts of the engine on or off."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.quantisation import ONLINE
 from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_PASSES
 
-# Modes without decode graphs, and without graphs of mixed batches.
+# Graph modes without decode graphs, and without graphs of mixed batches.
 NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
-# Options that the variants decide.
+# Options that the variants set.
 RESERVED = ("mode", "graph_mode")
 GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes")
-# Drafts of the variant with n-grams.
+# Number of drafts of the n-gram variant.
 NGRAM_DRAFTS = 3
 QUANTISED_NOTE = (
     "the bound is that of weights and a cache in the model's dtype: a step of quantised ones reads fewer bytes"
@@ -28,10 +28,10 @@ GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no varian
 
 @dataclass(frozen=True)
 class Variant:
-    """`options`: of the engine, in addition to the options shared by all variants."""
+    """A variant of the engine."""
 
     name: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # engine options, in addition to those shared by all variants
 
     @property
     def compiles(self) -> bool:
@@ -43,14 +43,14 @@ class Variant:
 
     @property
     def rounds(self) -> bool:
-        """Return whether weights or the cache have fewer bits than those of the other variants."""
+        """Whether weights or the cache have fewer bits than in the other variants."""
         return not {"quantization", "kv_cache_dtype"}.isdisjoint(self.options)
 
     def engine_options(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """The shared options that this variant can take, with its own.
+        """Return the shared options that this variant accepts, with its own.
 
-        An option of the compiler means nothing where nothing is compiled, and one of graphs where none is captured;
-        sequence parallelism goes with the passes that it needs.
+        Compiler options are dropped for eager variants, and graph options for variants without graphs. Sequence
+        parallelism is dropped if one of its passes is disabled.
         """
         left_out = [*(() if self.compiles else COMPILE_OPTIONS), *(() if self.captures else GRAPH_OPTIONS)]
         left_out += ["capture_sizes"] if self.options.get("graph_mode") in NOT_OF_DECODES else []
@@ -71,10 +71,10 @@ def variants(
     alone: bool = False,
     records: bool = False,
 ) -> list[Variant]:
-    """Return all variants on a device. records: on a CPU the calls of decodes can be recorded.
+    """Return all variants for a device type.
 
-    passes: the enabled passes. left_out: the passes to leave out in turn, all if None; passes that are not enabled are
-    skipped. alone: also the variants without all passes, and with each of `left_out` alone.
+    `passes` are the enabled passes, and `left_out` those to disable in turn (None: all). `alone` adds variants without
+    any pass, and with each of `left_out` alone. `records`: on a CPU, calls of decodes can be recorded.
     """
     whole = whole_engine(device_type)
     if device_type != "cuda":
@@ -105,8 +105,11 @@ def variants(
 
 
 def parallel_variants(config: EngineConfig) -> list[Variant]:
-    """The whole engine with its devices run in another way: by workers, where one is run without; or, where several
-    compute each layer together, with sequence parallelism, and without symmetric memory."""
+    """Return the whole engine with its devices run differently.
+
+    With one in-process device, this is a worker process. With tensor parallelism, it is sequence parallelism, and NCCL
+    in place of symmetric memory.
+    """
     on_gpu, parallel = config.device.type == "cuda", config.parallel
     whole = whole_engine(config.device.type)
     others: dict[str, dict[str, Any]] = {}
@@ -121,8 +124,10 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 
 
 def quantised_variants(config: EngineConfig) -> list[Variant]:
-    """Return a variant for each scheme of linears that are quantised while they are loaded, and for each format of an
-    8-bit cache; no scheme if the model has one already, and no format if the cache has one."""
+    """Return a variant for each online quantisation scheme, and one for each 8-bit cache format.
+
+    Schemes are left out if the model is quantised already, and formats if the cache has one.
+    """
     whole = whole_engine(config.device.type)
     schemes = ONLINE if config.model.quantisation is None else ()
     formats = [each.name for each in CODED] if config.cache.kv_dtype == AUTO else []
@@ -133,8 +138,10 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
 
 
 def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
-    """The whole engine with other drafts than the user's: none, and as many as pay; of an engine without drafts, those
-    of n-grams. options: the user's."""
+    """Return the whole engine without drafts and with an adaptive number; if it has none, with n-gram drafts.
+
+    `options` are the user's.
+    """
     whole = whole_engine(config.device.type)
     given = options.get("speculative_config")
     given = json.loads(given) if isinstance(given, str) else given
@@ -159,8 +166,7 @@ def whole_engine(device_type: str) -> Variant:
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
-    """Return the variants with these names, in the order of `found`; all if there are no names. Raises ValueError for
-    an unknown name."""
+    """Return the named variants, by default all, in the order of `found`. Raises ValueError for an unknown name."""
     known = [variant.name for variant in found]
     for name in names:
         if name not in known:
@@ -169,7 +175,7 @@ def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an engine option that the variants decide themselves."""
+    """Raise ValueError for an engine option that the variants set themselves."""
     for name in RESERVED:
         if name in options:
             raise ValueError(f"{name} is {options[name]!r}; allowed: none, since each variant has its own")

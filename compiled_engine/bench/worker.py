@@ -1,8 +1,7 @@
-"""A program with one engine: a JSON task on stdin, JSON lines on stdout, all else on stderr.
+"""A worker with one engine: reads a JSON task from stdin, writes JSON lines to stdout, and all else to stderr.
 
-Task: {"options": engine options, "workload": the `task()` of a worker's workload, or null to start only}.
-Lines: {"ready": true} once the engine could take requests, {"first_token": true} as soon as it is there, then the
-result.
+Task: {"options": engine options, "workload": the `task()` of a worker's workload, or null to start only}. Lines:
+{"ready": true} once the engine can take requests, {"first_token": true} at the first token, then the result.
 """
 
 from __future__ import annotations
@@ -13,13 +12,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# The stage with parts timed by this process.
+# The start-up stage that this process times itself.
 BEFORE = "before the engine"
 
 
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The result: start_up (spans, see Timeline; those before the engine in parts), cache (hit, miss, off), and, with a
-    workload, what that measured, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
+    """Run the task and return its result.
+
+    The keys are start_up (spans, see Timeline, including those before the engine), cache (hit, miss, off) and, with a
+    workload, its measurements, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions.
+    """
     from compiled_engine.process.memory import collection_paused
     from compiled_engine.process.timeline import Timeline
 
@@ -51,7 +53,7 @@ def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def compiled_kernels() -> list[str]:
-    """The Triton kernels that are compiled or loaded from now on: a list that grows."""
+    """Return a list that grows with each Triton kernel compiled or loaded from now on."""
     import triton
 
     found: list[str] = []
@@ -60,8 +62,11 @@ def compiled_kernels() -> list[str]:
 
 
 def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
-    """Device memory: the KV cache; the rest of the peak that PyTorch reserved (weights, activations, graphs); what
-    graphs were predicted to take, and took. None without CUDA, and where other processes have it."""
+    """Return device memory in bytes; None without CUDA, and with worker processes.
+
+    The parts are the KV cache, the rest of PyTorch's reserved peak (weights, activations, graphs), and the predicted
+    and actual size of the graphs.
+    """
     import torch
 
     if config.device.type != "cuda" or config.parallel.executor != "in_process":
@@ -76,7 +81,7 @@ def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
 
 
 def main() -> None:
-    """Run one task. All that libraries print goes to stderr: stdout is for results alone."""
+    """Run one task. All output of libraries goes to stderr, since stdout is for results only."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

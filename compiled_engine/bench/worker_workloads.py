@@ -1,7 +1,6 @@
-"""The workloads that a worker process measures: an ablation's, and the common one of engine and server; that of a text
-has a module of its own.
+"""The workloads that a worker process measures: an ablation's, and the one that engine and server share.
 
-They travel to the worker as JSON.
+They are sent to the worker as JSON. `text_workload` has the one for texts.
 """
 
 from __future__ import annotations
@@ -27,40 +26,36 @@ from compiled_engine.bench.workloads import LARGEST_TOKEN_ID, generate_seconds, 
 from compiled_engine.config import EngineConfig
 from compiled_engine.llm import LLM
 
-# Measured mixed steps of an HTTP workload.
+# Number of measured mixed steps in an HTTP workload.
 STEPS = 16
 
 
 @dataclass(frozen=True)
 class AblationWorkload:
-    """Lengths in tokens.
+    """The workload of an ablation, with lengths in tokens."""
 
-    batch_sizes, prompt_len, output_len: of the time per output token. mixed_decodes, mixed_prompt_len: the decodes and
-    the prompt of a mixed step; num_steps: mixed steps, and decode steps with counted kernels. prefill_prompts,
-    prefill_len: of the prefill. seed: of all prompts. max_new_tokens_per_step: of a request in a step, for any variant.
-    """
-
+    # batch_sizes, prompt_len and output_len: for the time per output token
     batch_sizes: tuple[int, ...] = (1, 8, 64, 256)
     prompt_len: int = 128
     output_len: int = 65
-    mixed_decodes: int = 32
+    mixed_decodes: int = 32  # mixed_decodes and mixed_prompt_len: decodes and prefill of a mixed step
     mixed_prompt_len: int = 256
-    num_steps: int = 16
-    prefill_prompts: int = 8
+    num_steps: int = 16  # mixed steps, and decode steps with counted kernels
+    prefill_prompts: int = 8  # prefill_prompts and prefill_len: for the prefill rate
     prefill_len: int = 4000
     seed: int = 0
-    max_new_tokens_per_step: int = 1
+    max_new_tokens_per_step: int = 1  # per request, the largest of any variant
 
     def requests_at_once(self) -> int:
         return max(*self.batch_sizes, self.mixed_decodes + PROMPTS_IN_FLIGHT, self.prefill_prompts)
 
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Return the tokens of the longest request, prompt and output."""
         mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps, self.max_new_tokens_per_step)
         return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1)
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks that hold every part of the workload without preemption."""
+        """Return the KV blocks that hold every part of the workload without preemption."""
 
         def blocks(num_requests: int, tokens: int) -> int:
             return num_requests * -(-tokens // block_size)
@@ -78,7 +73,7 @@ class AblationWorkload:
         )
 
     def check(self, config: EngineConfig) -> None:
-        """Raise ValueError naming the option that does not allow this workload."""
+        """Raise ValueError with the option that does not allow this workload."""
         scheduler = config.scheduler
         mixed = self.mixed_decodes + self.mixed_prompt_len
         blocks = self.num_blocks(config.cache.block_size)
@@ -97,7 +92,7 @@ class AblationWorkload:
             raise ValueError(f"num_blocks is {given}; allowed: at least {blocks} of {config.cache.block_size} tokens")
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Measure one repeat, after a short warm-up of each part; see `AblationWorkload.bound` for the keys."""
+        """Measure one repeat, after a short warm-up of each part. `bound` lists most of the keys."""
         generator = random.Random(self.seed)
         mixed, prefill = self._mixed(), self._prefill()
         for batch_size in self.batch_sizes:
@@ -119,8 +114,10 @@ class AblationWorkload:
         }
 
     def bound(self, sizes: ModelSizes, rates: Rates) -> dict[str, Any]:
-        """The lower bounds of times, the upper bound of the rate: tpot_ms and step_ms by batch size, mixed_step_ms,
-        prefill_tokens_per_s."""
+        """Return lower bounds of times and the upper bound of the rate.
+
+        The keys are tpot_ms and step_ms (by batch size), mixed_step_ms and prefill_tokens_per_s.
+        """
         most = self.requests_at_once()
         step = Chunk(self.prompt_len + self.num_steps, 1)
         return {
@@ -143,38 +140,39 @@ class AblationWorkload:
         return asdict(self) | {"batch_sizes": list(self.batch_sizes)}
 
     def task(self) -> dict[str, Any]:
-        """Describe it to a worker, as JSON."""
+        """Return the workload as JSON for a worker."""
         return {"kind": "ablation", "fields": self.as_record()}
 
 
 @dataclass(frozen=True)
 class HttpWorkload:
-    """num_requests with prompts and outputs of `least` to `most` tokens each, all there at the start. vocab_size: token
-    ids are below it. mixed_*: a mixed step, as in the table, against which the time between tokens is held."""
+    """Requests of `least` to `most` tokens for prompt and output each, all present at the start."""
 
     num_requests: int
     least: int
     most: int
-    vocab_size: int
+    vocab_size: int  # upper bound of token ids, exclusive
     temperature: float
-    mixed_decodes: int
+    mixed_decodes: int  # mixed_*: a mixed step as in the table, to which the time between tokens is compared
     mixed_context: int
     mixed_prompt: int
     seed: int = 0
 
     def requests(self, shift: int) -> tuple[list[list[int]], list[int]]:
-        """Prompts and output lengths; with each `shift` other ids of the same lengths, so that nothing is cached."""
+        """Return prompts and output lengths. Each `shift` changes the ids but not the lengths, so nothing is cached."""
         bounds = (self.least, self.most)
         prompts, lengths = request_lengths(self.num_requests, bounds, bounds, self.seed)
         return [[(token + shift) % self.vocab_size for token in prompt] for prompt in prompts], lengths
 
     def task(self, repeats: int) -> dict[str, Any]:
-        """Describe it to a worker, as JSON."""
+        """Return the workload as JSON for a worker."""
         return {"kind": "http", "fields": asdict(self), "repeats": repeats}
 
     def measure(self, llm: LLM, repeats: int) -> dict[str, Any]:
-        """Return output_throughput, output tokens a second of each repeat after a first that is not counted;
-        mixed_step_ms; model and machine."""
+        """Return output_throughput, mixed_step_ms, model and machine.
+
+        output_throughput has the output tokens per second of each repeat, after a warm-up.
+        """
         generator = random.Random(self.seed)
         rates = []
         for _ in range(repeats + 1):
@@ -193,12 +191,12 @@ class HttpWorkload:
 
 # Workload T of the table, and the mixed step of 32 decodes and 1,024 tokens.
 ON_GPU = HttpWorkload(256, 100, 1024, LARGEST_TOKEN_ID + 1, 0.6, 32, 128, 1024)
-# The bundled model's, where a processor is all there is.
+# For the bundled model on a CPU.
 ON_CPU = HttpWorkload(32, 16, 64, 4096, 0.6, 8, 32, 64)
 
 
 def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
-    """Measure the workload of a `task()` with this engine."""
+    """Measure the workload described by `task()` with this engine."""
     if task["kind"] == "http":
         return HttpWorkload(**task["fields"]).measure(llm, task["repeats"])
     if task["kind"] == "text":
@@ -207,5 +205,5 @@ def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
 
 
 def ablation_workload(record: Mapping[str, Any]) -> AblationWorkload:
-    """The reverse of `as_record`."""
+    """Return the workload that `as_record` describes."""
     return AblationWorkload(**{**record, "batch_sizes": tuple(record["batch_sizes"])})

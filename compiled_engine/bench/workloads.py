@@ -1,7 +1,6 @@
-"""The workloads: what is sent through the public `generate` call, as random token ids, and how it is timed.
+"""Random token prompts for the public `generate` call, and its timing.
 
-Every timed call gets prompts of its own, so that no prompt is in the prefix cache. An end-of-sequence token ends
-nothing.
+Each timed call gets new prompts, so that none is in the prefix cache. End-of-sequence tokens are ignored.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
-# Prompts of workload T hold token ids up to this one.
+# Largest token id in prompts of workload T.
 LARGEST_TOKEN_ID = 10_000
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """The median, and the spread [least, most]."""
+    """Return the median and the spread [min, max]."""
     return {"median": statistics.median(values), "spread": [min(values), max(values)]}
 
 
@@ -30,7 +29,7 @@ def random_prompts(llm: LLM, generator: random.Random, lengths: Sequence[int]) -
 
 
 def generate_seconds(llm: LLM, prompts: list[list[int]], output_lens: Sequence[int], **sampling: Any) -> float:
-    """Return the seconds of one generate call, greedy unless `sampling`, fields of `SamplingParams`, differs."""
+    """Return the seconds of one generate call, greedy unless `sampling`, fields of `SamplingParams`, says otherwise."""
     chosen = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
     params = [SamplingParams(max_tokens=length, **chosen) for length in output_lens]
     start = time.perf_counter()
@@ -39,7 +38,7 @@ def generate_seconds(llm: LLM, prompts: list[list[int]], output_lens: Sequence[i
 
 
 def tpot_ms(llm: LLM, generator: random.Random, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """TPOT in ms: (time for output_len tokens - time for 1) / (output_len - 1), with as many prompts as the batch."""
+    """Return TPOT in ms: (time for output_len tokens - time for 1) / (output_len - 1), with batch_size prompts."""
     lengths = [prompt_len] * batch_size
     one = generate_seconds(llm, random_prompts(llm, generator, lengths), [1] * batch_size)
     many = generate_seconds(llm, random_prompts(llm, generator, lengths), [output_len] * batch_size)
@@ -49,7 +48,7 @@ def tpot_ms(llm: LLM, generator: random.Random, batch_size: int, prompt_len: int
 def request_lengths(
     num_requests: int, prompt_lens: tuple[int, int], output_lens: tuple[int, int], seed: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Prompts and output lengths, each uniform from the least to the most.
+    """Return random prompts and output lengths, each length uniform between least and most.
 
     256 requests of 100 to 1024 tokens with seed 0 are workload T: 142,827 tokens in, 133,966 out.
     """

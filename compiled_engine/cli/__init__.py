@@ -1,7 +1,7 @@
-"""The command line.
+"""The entry point of the command line.
 
-Its entry point is here, and imports nothing heavy: until the commands are imported, which takes a tenth of a second,
-Ctrl-C ends the process without a traceback.
+It imports nothing heavy. Until the commands are imported, which takes a tenth of a second, Ctrl-C ends the process
+without a traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from compiled_engine.process.ending import end_process
 
 
 def main() -> None:
-    """Run the command that the process was started with, and end the process."""
+    """Run the command given on the command line, and end the process."""
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

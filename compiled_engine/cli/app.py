@@ -1,4 +1,4 @@
-"""`compiled-engine`: the commands. Nothing heavy is imported before a command runs."""
+"""The commands of `compiled-engine`. Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ def root(
 
 
 def main() -> None:
-    """The entry point of the `compiled-engine` script."""
+    """Run the `compiled-engine` script."""
     keep_bytecode()
     app()

@@ -1,6 +1,7 @@
-"""The options of commands, from what is declared of the engine, of sampling and of the server.
+"""Command line options, generated from the declared options of the engine, sampling and the server.
 
-The command line comes before the environment, and that before a YAML file; the latter two are for `serve` alone.
+The command line takes precedence over the environment, and the environment over a YAML file. Only `serve` reads the
+latter two.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, JsonSchema, declarations, plain, unknown_name_message
 
 ENVIRONMENT = "COMPILED_ENGINE_"
-# Options with variables that the engine reads itself, as defaults that may be ignored.
+# Options whose environment variables the engine reads itself.
 READ_BY_THE_ENGINE = ("cache_dir",)
 TYPES: dict[str, type] = {"integer": int, "number": float, "boolean": bool}
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A declared field as an option of the command line; absent unless it is given."""
+    """A declared field as a command line option, absent unless given."""
 
     declaration: Declaration
 
@@ -40,12 +41,12 @@ class Argument:
 
     @property
     def type(self) -> Any:
-        """The type that typer converts to."""
+        """The type for typer."""
         return _type(self.declaration.schema)
 
     @property
     def written(self) -> str:
-        """The spelling: --max-num-seqs; --no-web-page if the default is True, --on/--no-on if it is None."""
+        """The spelling, such as --max-num-seqs; --no-web-page if on by default, --on/--no-on if the default is None."""
         if self.declaration.flag:
             return self.declaration.flag
         name = self.name.replace("_", "-")
@@ -55,12 +56,12 @@ class Argument:
 
     @property
     def variable(self) -> str:
-        """The environment variable with the same effect: the option's name, in capitals."""
+        """The environment variable for the option: its name in capitals."""
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     @property
     def help(self) -> str:
-        """The meaning as a sentence, in plain text."""
+        """The description as a plain sentence."""
         text = ("do not " if self.negates else "") + self.declaration.text
         text += "; may be repeated" * self.declaration.several + "; 0 for none" * self._may_be_emptied
         shown = plain(text)
@@ -68,7 +69,7 @@ class Argument:
 
     @property
     def defaults(self) -> tuple[Any, ...]:
-        """The default value or values as text; none if the option's name implies it."""
+        """The default values; none if the option's name implies the default."""
         default = self.declaration.default
         if default in (None, (), "") or isinstance(default, bool):
             return ()
@@ -76,14 +77,14 @@ class Argument:
 
     @property
     def default(self) -> str:
-        """The default, as a sentence that may be empty."""
+        """The default as a sentence, or ""."""
         shown, meaning = ", ".join(map(str, self.defaults)), plain(self.declaration.default_is)
         if shown and meaning:
             return f" Default: {shown} ({meaning})."
         return f" Default: {shown or meaning}." if shown or meaning else ""
 
     def converted(self, value: Any) -> Any:
-        """Convert what typer has read to what the field takes."""
+        """Convert a value read by typer to the field's type."""
         if self.negates:
             return not value
         if self.declaration.several:
@@ -94,14 +95,14 @@ class Argument:
         return int(value) if is_number else value
 
     def parameter(self, panel: str, *, from_environment: bool, with_default: bool) -> inspect.Parameter:
-        if "/" in self.written:  # the second name has a column, which would cut off names of other options
+        if "/" in self.written:  # the second name's column would cut off names of other options
             panel = f"{panel}: on or off"
         own = [self.variable] * (from_environment and self.name not in READ_BY_THE_ENGINE)
         others = VARIABLES.get(self.name, ()) if from_environment else ()
         option = typer.Option(
             None,
             self.written,
-            metavar="<list>" if self.declaration.several else None,  # a longer word would cut off names of options
+            metavar="<list>" if self.declaration.several else None,  # a longer one would cut off names of options
             help=self.help + self.default * with_default,
             rich_help_panel=panel,
             show_default=False,
@@ -112,12 +113,12 @@ class Argument:
 
     @property
     def negates(self) -> bool:
-        """Return whether the option means the contrary of its description."""
+        """Whether the option means the opposite of its description."""
         return self.declaration.default is True
 
     @property
     def _may_be_emptied(self) -> bool:
-        """Return whether an empty list differs from none, and 0 is no entry, so that 0 can mean the empty list."""
+        """Whether 0 can stand for an empty list: [] differs from the default None, and 0 is no valid entry."""
         items = self.declaration.schema.get("items", {})
         return self.declaration.default is None and items.get("minimum") == 1
 
@@ -129,7 +130,7 @@ def _type(schema: JsonSchema) -> Any:
 
 
 def arguments_of(options: type[Any]) -> tuple[Argument, ...]:
-    """Return the command-line options that a dataclass declares: all with values that can be written there."""
+    """Return the options that a dataclass declares with values that a command line can express."""
     return tuple(
         Argument(each) for each in declarations(options) if each.flag is not None and _can_be_written(each.schema)
     )
@@ -148,12 +149,12 @@ Command = Callable[..., Any]
 
 
 def takes_engine_options(command: Command) -> Command:
-    """Let `command(engine=...)` have the engine's options, and get the given ones as a dict."""
+    """Add the engine's options to a command, which gets the given ones as the dict `engine`."""
     return takes_options(command, "engine", "Engine", ENGINE_ARGUMENTS)
 
 
 def takes_sampling_params(command: Command) -> Command:
-    """Let `command(sampling=...)` have sampling parameters, and get the given ones as a dict."""
+    """Add sampling parameters to a command, which gets the given ones as the dict `sampling`."""
     panel = "Sampling (if not given: the checkpoint's defaults)"
     return takes_options(command, "sampling", panel, SAMPLING_ARGUMENTS, with_defaults=False)
 
@@ -167,9 +168,9 @@ def takes_options(
     from_environment: bool = False,
     with_defaults: bool = True,
 ) -> Command:
-    """Let `command(keyword=...)` have more options, and get the given ones as a dict.
+    """Add options to a command, which gets the given ones as a dict under `keyword`.
 
-    typer reads the signature of a command, which is completed here.
+    typer reads a command's signature, which is extended here.
     """
     shown = {"from_environment": from_environment, "with_default": with_defaults}
     added = [argument.parameter(panel, **shown) for argument in arguments]
@@ -193,7 +194,7 @@ def takes_options(
 
 
 def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these values; the reverse of reading them."""
+    """Return the command line words that give these values, the reverse of parsing."""
     words: list[str] = []
     for argument in arguments:
         if argument.name not in given:
@@ -210,9 +211,9 @@ def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback for typer: make the values of the file the defaults of the command's options.
+    """Make the file's values the defaults of the command's options. A callback for typer.
 
-    Raises typer.BadParameter for another kind of file, and for a name that no option has.
+    Raises typer.BadParameter for another kind of file, or an unknown name.
     """
     if path is None or context.resilient_parsing:
         return path
@@ -262,8 +263,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _names_of_options(context: typer.Context) -> dict[str, tuple[str, bool]]:
-    """Return the spellings of options, without dashes, with the names of their parameters and whether they negate
-    them."""
+    """Return parameter names and whether they are negated, by option spelling without dashes."""
     names: dict[str, tuple[str, bool]] = {}
     for parameter in context.command.params:
         for written in (*parameter.opts, *parameter.secondary_opts):

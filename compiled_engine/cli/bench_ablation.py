@@ -1,4 +1,4 @@
-"""`compiled-engine bench ablation`: what each part of the engine is worth, as tables and as a page."""
+"""`compiled-engine bench ablation`: the gain of each part of the engine, as tables and a page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def ablation(
 
 
 def ablation_table(result: Mapping[str, Any]) -> Table:
-    """A row a variant, medians; the last row has the bounds."""
+    """Return a table with a row of medians for each variant, and the bounds last."""
     from compiled_engine.bench.results import has_figures
 
     batches = list(result["bound"]["tpot_ms"])
@@ -153,7 +153,7 @@ def _memory(measured: Mapping[str, Any] | None) -> list[str]:
 
 
 def _on_text(figures: Mapping[str, Any] | None) -> list[str]:
-    """The loss, and the mean divergence from the whole engine, which has none from itself."""
+    """Return the loss, and the mean divergence from the whole engine if the variant is another."""
     if figures is None:
         return ["", ""]
     return [f"{figures['loss']:.4f}", f"{figures['divergence']['mean']:.1e}" if "divergence" in figures else ""]

@@ -1,4 +1,4 @@
-"""`compiled-engine bench embed`: texts and tokens per second of a model that pools."""
+"""`compiled-engine bench embed`: texts and tokens per second of a pooling model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def embed(
 
 
 def print_embeddings(result: Mapping[str, Any]) -> None:
-    """A row for each workload and contender."""
+    """Print a row for each workload and contender."""
     title = f"{result['model']['name']}, {result['model']['dtype']}, {result['machine']['device']}"
     table = Table("workload", "", "texts/s", "from", "to", "tokens/s", "ratio", title=title)
     for each in result["results"]:

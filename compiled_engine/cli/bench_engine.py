@@ -1,4 +1,4 @@
-"""The parts that benchmark commands share: options, the configuration to measure, the command line of a result."""
+"""Shared parts of benchmark commands: options, the configuration to measure, the command line in results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="A small run: seconds to a 
 
 @contextmanager
 def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the engine's options, with a folder of a known shape as its model if `shape` is given."""
+    """Yield the engine's options; with `shape`, the model is a temporary folder of that shape."""
     with tempfile.TemporaryDirectory() as folder:
         if shape is not None:
             if "model" in options:
@@ -38,7 +38,7 @@ def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[
 
 
 def resolved(options: Mapping[str, Any]) -> Any:
-    """The configuration that these options give; nothing is loaded. ValueError or TypeError for a wrong one."""
+    """Return the configuration for these options, without loading anything. Raises ValueError or TypeError."""
     from compiled_engine.other_engines.translate import make_options
     from compiled_engine.resolve.engine import resolve
 
@@ -46,7 +46,7 @@ def resolved(options: Mapping[str, Any]) -> Any:
 
 
 def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
-    """Raise ValueError unless this many requests may run at once and the longest, in tokens, is allowed."""
+    """Raise ValueError unless the configuration allows this many requests at once and the longest, in tokens."""
     if config.scheduler.max_num_seqs < requests_at_once:
         raise ValueError(f"max_num_seqs is {config.scheduler.max_num_seqs}; allowed: at least {requests_at_once}")
     if config.model.max_model_len < longest:
@@ -56,7 +56,7 @@ def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
 
 
 def command_line(secrets: Collection[str] = ()) -> str:
-    """Return the command that started this process. secrets: options with values to leave out, as passwords are."""
+    """Return the command that started this process. The values of options in `secrets` are hidden."""
     words = list(sys.argv[1:])
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
@@ -70,7 +70,7 @@ def command_line(secrets: Collection[str] = ()) -> str:
 
 
 def without_password(url: str) -> str:
-    """A URL without the user and the password that it may have."""
+    """Return a URL without user and password."""
     return re.sub(r"(?<=://)[^/@\s]*@", "", url)
 
 

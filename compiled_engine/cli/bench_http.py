@@ -1,4 +1,4 @@
-"""`compiled-engine bench http`: the same requests through the engine's own API and through its server."""
+"""`compiled-engine bench http`: the same requests through the engine's API and through its server."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def http(
 
 
 def print_beside_offline(result: Mapping[str, Any]) -> None:
-    """A row for the engine itself and for each server."""
+    """Print a row for the offline engine and for each server."""
     from compiled_engine.bench.serving.figures import notes
 
     out = console()

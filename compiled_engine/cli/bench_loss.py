@@ -1,4 +1,4 @@
-"""`compiled-engine bench loss`: how much a text's loss changes with bfloat16 and with quantised linears."""
+"""`compiled-engine bench loss`: the change of a text's loss with bfloat16 and quantised linears."""
 
 from __future__ import annotations
 

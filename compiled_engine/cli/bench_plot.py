@@ -1,4 +1,4 @@
-"""`compiled-engine bench plot`: the plots of a benchmark's JSON, drawn again."""
+"""`compiled-engine bench plot`: redraw the plots of a benchmark's JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.output import make_folder, written_to
 
-# The benchmarks with plots, and what a result needs to have one.
+# Benchmark -> what a result needs for plots.
 PLOTTED = {"ablation": "variant with figures", "table": "points of a curve", "serve": "answer"}
 PAGES = {"ablation": "ablation.html", "serve": "load.html"}
 
@@ -57,13 +57,13 @@ def plot(
 
 
 def make_plot_folder(name: str, folder: Path) -> None:
-    """Make a folder for plots. Raises ValueError, naming the option, where plots cannot be made."""
+    """Make a folder for plots. Raises ValueError with the option if plots cannot be drawn or written."""
     require_matplotlib(name, folder)
     make_folder(name, folder)
 
 
 def require_matplotlib(name: str, path: Path) -> None:
-    """Raise ValueError, naming the option that asks for plots, if there is no matplotlib."""
+    """Raise ValueError with the option that requests plots, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"{name} is {str(path)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"
@@ -78,7 +78,7 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_page(result: Mapping[str, Any], path: Path) -> Path:
-    """Write the page of an ablation or a load test; return its path."""
+    """Write the page of an ablation or a load test and return its path."""
     from compiled_engine.bench.pages import render_ablation, render_load
     from compiled_engine.bench.serving.figures import notes
 

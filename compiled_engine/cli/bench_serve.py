@@ -1,4 +1,4 @@
-"""`compiled-engine bench serve`: load on an OpenAI-compatible server, and what its clients get to see."""
+"""`compiled-engine bench serve`: load-test an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_engine.cli.bench_plot import make_plot_folder, write_page, write_p
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.output import AsJson, aligned, console, make_room, print_json, write_json
 
-# Panels of the help: long rows of names in one panel would cut off each other's.
+# Separate help panels: long names would cut off other options' in the same panel.
 TWO_NAMES = "Options with vLLM's name as well"
 ON_OR_OFF = "Options: on or off"
 
@@ -213,7 +213,7 @@ def serve(
 
 
 def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -> None:
-    """Make the folders; report what cannot be written before the work."""
+    """Make the output folders, so that unwritable ones are reported before the work."""
     make_room("output", output)
     make_room("html", html)
     if html is not None:
@@ -223,7 +223,7 @@ def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -
 
 
 def print_load(result: Mapping[str, Any]) -> None:
-    """Print throughput, a row for each rate, then latencies, a row for each rate and metric, then notes."""
+    """Print throughput for each rate, latencies for each rate and metric, and notes."""
     from compiled_engine.bench.serving.figures import notes
 
     out = console()

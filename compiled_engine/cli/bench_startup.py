@@ -1,4 +1,4 @@
-"""`compiled-engine bench startup`: from the start of a process to its first token, stage by stage."""
+"""`compiled-engine bench startup`: the time from process start to first token, by stage."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def _print_waterfall(spans: list[dict[str, Any]], out: Console) -> None:
-    """Stages of a start as bars on one scale, parts of a stage below it."""
+    """Print the stages of a start as bars on one time scale, with parts of a stage below it."""
     end = max(span["start_s"] + span["seconds"] for span in spans)
     depths: dict[str, int] = {}
     table = Table(box=None, show_header=False, padding=(0, 1))

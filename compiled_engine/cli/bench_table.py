@@ -1,5 +1,4 @@
-"""`compiled-engine bench table` and `bench compare`: all figures of the engine's speed, and the comparison of two
-tables."""
+"""`compiled-engine bench table` and `bench compare`: the main performance table, and comparison of two tables."""
 
 from __future__ import annotations
 
@@ -159,7 +158,7 @@ def figure(value: float, unit: str) -> str:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a line, with its spread, bound and peers; what the bounds assume; what was left out."""
+    """Print each row with its spread, bound and peers, then the assumptions of the bounds and notes."""
     out = console(WIDTH)
     peers = list(dict.fromkeys(name for row in result["rows"] for name in row.get("peers", ())))
     headings = ["row", "", "unit", "median", "from", "to", "n", "bound", "share\nof bound"]
@@ -192,7 +191,7 @@ def _line(row: Mapping[str, Any], peers: list[str]) -> list[str]:
 
 
 def print_comparison(comparison: Mapping[str, Any], a: str, b: str) -> None:
-    """A row a line, with both medians and spreads, how many times better B is, and the verdict; then a summary."""
+    """Print each row with both medians and spreads, the gain and the verdict, then a summary."""
     from compiled_engine.bench.table_comparison import FAILED, FASTER, REPAIRED, SAME, SLOWER
 
     colours = {FASTER: "green", SLOWER: "red", FAILED: "red", REPAIRED: "green", SAME: ""}

@@ -1,4 +1,4 @@
-"""`compiled-engine bench transformers`: the engine's speed, compared with that of transformers."""
+"""`compiled-engine bench transformers`: the engine's speed compared with transformers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def transformers(
 
 
 def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
-    """A table for one request and one for many, the fastest way of transformers by name."""
+    """Print a table for one request and one for many, with transformers' fastest way."""
     repeats, model = result["repeats"], result["model"]
     for name, requests in (("one", 1), ("many", result["workload"]["requests"])):
         found = result["results"][name]
@@ -99,7 +99,7 @@ def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
 
 
 def _spread_headings(repeats: int) -> list[str]:
-    """Return the headings of the spread, which a single repeat does not have."""
+    """Return the headings of the spread; none for a single repeat."""
     return ["from", "to"] if repeats > 1 else []
 
 

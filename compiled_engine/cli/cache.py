@@ -1,4 +1,4 @@
-"""`compiled-engine cache`: what was compiled and kept, why something is compiled again, and what to delete."""
+"""`compiled-engine cache`: inspect, explain and clean up the compile cache."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def prune(
 
 
 def parse_seconds(text: str) -> int:
-    """Parse seconds: 90s, 10m, 12h, 30d or 8w. Raises ValueError for anything else."""
+    """Parse a duration such as 90s, 10m, 12h, 30d or 8w. Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+)([smhdw])", text)
     if not found:
         raise ValueError(f"older_than is {text!r}; allowed: a whole number with one of s, m, h, d, w, such as 30d")
@@ -227,7 +227,7 @@ def parse_seconds(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse bytes: 800, 500MB, 1.5GB (powers of ten) or 2GiB (of two). Raises ValueError for anything else."""
+    """Parse a size: 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for others."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.lower())
     if not found:
         raise ValueError(f"max_size is {text!r}; allowed: a number with B, KB, MB, GB, TB or KiB to TiB, such as 5GB")
@@ -253,7 +253,7 @@ def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:
 
 
 def entry_record(entry: EntryReport) -> dict[str, Any]:
-    """An entry as one JSON object; times in ISO 8601, UTC."""
+    """Return an entry as a JSON object, with times in ISO 8601, UTC."""
     config, device = entry.factors.get("config", {}), entry.factors.get("device", {})
     return {
         "key": entry.key,
@@ -286,7 +286,7 @@ def difference_lines(found: Sequence[Difference], here: str, there: str) -> list
 
 
 def entry_table(entries: Sequence[EntryReport]) -> Table:
-    """Make a table with a row for each entry."""
+    """Return a table with a row for each entry."""
     headings = ("key", "model", "tokens", "device", "passes off", "size", "created", "last used", "status")
     table = Table(*headings, box=None, pad_edge=False)
     for entry in entries:
@@ -308,7 +308,7 @@ def entry_table(entries: Sequence[EntryReport]) -> Table:
 
 
 def entry_lines(entry: EntryReport) -> list[str]:
-    """Return the entry's state and its factors."""
+    """Return the entry's state and factors as lines."""
     lines = [
         f"key        {entry.key}",
         f"folder     {entry.path}",
@@ -327,7 +327,7 @@ def entry_lines(entry: EntryReport) -> list[str]:
 
 
 def explanation(key: str, own: EntryReport | None, near: Nearest | None) -> list[str]:
-    """Return whether the entry of `key` exists (`own`), or the differences of the nearest entry."""
+    """Return lines on whether the entry of `key` exists (`own`), or how it differs from the nearest entry."""
     if own is not None and own.damage is None:
         return [f"hit: entry {short(key)}, created {ago(own.created)}, last used {ago(own.last_used)}"]
     if own is not None:
@@ -344,7 +344,7 @@ def counted(entries: Sequence[EntryReport]) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Format bytes, for example 2.1 MB; powers of ten."""
+    """Format bytes with powers of ten, such as 2.1 MB."""
     for unit in ("B", "KB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -353,7 +353,7 @@ def size(num_bytes: float) -> str:
 
 
 def ago(timestamp: float) -> str:
-    """Format an age, for example `3 h ago`."""
+    """Format an age, such as `3 h ago`."""
     seconds = max(0.0, time.time() - timestamp)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

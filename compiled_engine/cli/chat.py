@@ -1,4 +1,4 @@
-"""`compiled-engine chat` and `compiled-engine complete`: a model in the terminal, here or behind a server."""
+"""`compiled-engine chat` and `compiled-engine complete`: a local model, or one behind a server, in the terminal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ def _model(
 
 
 def _lines(sign: str) -> Iterator[str]:
-    """The user's input, line by line."""
     while True:
         if sys.stdin.isatty():
             typer.secho(sign, nl=False, bold=True, err=True)
@@ -117,7 +116,7 @@ def _lines(sign: str) -> Iterator[str]:
 
 
 def _show(model: LocalModel | RemoteModel, texts: Iterable[str], quiet: bool) -> str:
-    """Print an answer as it comes, and its speed; the answer. An interrupt ends it where it is."""
+    """Print an answer and its speed as it arrives, and return it. Ctrl-C stops it."""
     begin = time.perf_counter()
     first: float | None = None
     answer = ""

@@ -1,4 +1,4 @@
-"""`compiled-engine config`: the resolved configuration, with the reasons."""
+"""`compiled-engine config`: the resolved configuration with reasons."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def config(
 
 
 def replica_plan(config: EngineConfig) -> list[list[str]]:
-    """The devices of each replica."""
+    """Return the devices of each replica."""
     from compiled_engine.processes.start_cores import gpus_of_replica
 
     parallel = config.parallel
@@ -76,7 +76,7 @@ def replica_plan(config: EngineConfig) -> list[list[str]]:
 
 
 def config_table(config: EngineConfig) -> Table:
-    """Make a table with a row for each value: its dotted name, and the reason if the value was chosen, not given."""
+    """Return a table with a row for each value: its dotted name, and the reason if it was chosen, not given."""
     from compiled_engine.config import flat_fields
 
     table = Table(box=None)

@@ -1,4 +1,4 @@
-"""`compiled-engine demo`: the bundled model, compiled, writes some Python; with drafts of its head where these pay."""
+"""`compiled-engine demo`: the bundled model writes Python, with its draft head where that is faster."""
 
 from __future__ import annotations
 
@@ -66,10 +66,11 @@ def demo(
 
 
 def head_options(engine: Mapping[str, Any], head: bool | None, path: Path) -> dict[str, Any]:
-    """Return the engine options for drafts of the bundled model's head, none without it.
+    """Return the engine options for drafts of the bundled model's head; {} without it.
 
-    engine: the given ones. head: the user's choice; None: on a CPU if the head was measured to be no slower there.
-    path: of the head. Raises ValueError if the head is chosen and is not there, or is that of another model.
+    `engine` has the given options. `head` is the user's choice; with None, the head is used on a CPU if it was measured
+    to be no slower there. `path` is the head's folder. Raises ValueError if the chosen head is missing, or the model is
+    another.
     """
     others = [name for name in ("model", "speculative_config") if engine.get(name) is not None]
     if head is False or (head is None and (others or not pays(engine, path))):
@@ -82,7 +83,7 @@ def head_options(engine: Mapping[str, Any], head: bool | None, path: Path) -> di
 
 
 def pays(engine: Mapping[str, Any], path: Path) -> bool:
-    """Return whether the head in a folder was measured to be no slower on a CPU, and the engine runs on one."""
+    """Return whether the engine runs on a CPU and the head was measured to be no slower there."""
     record = path / "training.json"
     if not record.exists():
         return False

@@ -1,4 +1,4 @@
-"""The share of each rank and each stage of a divided model, for `compiled-engine config`, which starts no process."""
+"""The share of each rank and stage of a divided model, planned without starting a process."""
 
 from __future__ import annotations
 
@@ -18,37 +18,33 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Slice:
-    """Parameters that differ in the number of their layer alone: `count` of them, of shape `whole`.
-
-    rank: the shape of each rank's part. cut: "rows", "columns", "no", or "first rank" for what the others lack.
-    """
+    """`count` parameters of the shape `whole` whose names differ only in the layer number."""
 
     name: str
     count: int
     whole: tuple[int, ...]
-    rank: tuple[int, ...]
-    cut: str
+    rank: tuple[int, ...]  # shape of each rank's part
+    cut: str  # "rows", "columns", "no", or "first rank" for parameters that other ranks lack
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """weight_bytes, block_bytes: of a rank, or of one in each stage together. draft_weight_bytes: of a rank's part of
-    the draft model, 0 without one. most_blocks: of the KV cache, which activations and CUDA graphs make fewer; None
-    where nothing is known of the device, or where stages differ."""
+    """The share of one rank in a tensor-parallel model."""
 
     ranks: int
     executor: str
-    weight_bytes: int
+    weight_bytes: int  # weight_bytes and block_bytes: of a rank, or of one rank of each stage together
     whole_weight_bytes: int
-    draft_weight_bytes: int
+    draft_weight_bytes: int  # of a rank's part of the draft model; 0 without one
     block_bytes: int
+    # Upper bound on KV cache blocks; activations and CUDA graphs take some. None if unknown or if stages differ.
     most_blocks: int | None
     collectives_a_step: int
     slices: tuple[Slice, ...]
 
 
 def rank_plan(config: EngineConfig) -> RankPlan:
-    """Plan without reading weights or creating a GPU's context."""
+    """Plan the ranks without reading weights or creating a CUDA context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
     from compiled_engine.parallel.rank_share import local_model
@@ -74,12 +70,12 @@ def rank_plan(config: EngineConfig) -> RankPlan:
 
 
 def _is_summed(name: str, shard: Shard) -> bool:
-    """Return whether a sum over the ranks follows the module that has this weight."""
+    """Return whether the module of this weight ends with an all-reduce."""
     return shard.divides_input or (shard.dim == 0 and "embed" in name)
 
 
 def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """Return the most KV cache blocks of these layers (None: all) that fit with weights of this size; see RankPlan."""
+    """Return the most KV cache blocks of these layers (None: all) that fit beside the weights; see RankPlan."""
     import torch
 
     from compiled_engine.engine.cache_memory import block_bytes
@@ -109,7 +105,7 @@ def _cut(shard: Shard) -> str:
 
 
 def rank_table(plan: RankPlan) -> Table:
-    """A row for each kind of parameter, and what a rank has in all."""
+    """Return a table with a row for each kind of parameter, and a rank's totals in the title."""
     blocks = "" if plan.most_blocks is None else f", at most {plan.most_blocks:,} of them"
     draft = f", {plan.draft_weight_bytes / GIB:.2f} GiB of a draft model" if plan.draft_weight_bytes else ""
     table = Table(
@@ -132,19 +128,18 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class StageShare:
-    """ranks, layers: their numbers; a layer belongs to the stage that has its attention and KV cache. weight_bytes,
-    block_bytes: of each rank. most_blocks: see RankPlan; the engine has as many as the stage with the fewest."""
+    """The share of a pipeline stage."""
 
     stage: int
     ranks: tuple[int, ...]
-    layers: tuple[int, ...]
-    weight_bytes: int
+    layers: tuple[int, ...]  # the layers whose attention and KV cache the stage has
+    weight_bytes: int  # weight_bytes and block_bytes: of each rank
     block_bytes: int
-    most_blocks: int | None
+    most_blocks: int | None  # See RankPlan. The engine uses the smallest of all stages.
 
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:
-    """Plan without reading weights or creating a GPU's context."""
+    """Plan the stages without reading weights or creating a CUDA context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.parallel.rank_share import local_model
@@ -155,7 +150,7 @@ def stage_shares(config: EngineConfig) -> list[StageShare]:
     places = parameter_places(model, local_model(config))
     shares = []
     for stage in stages_of(config.parallel.stage_layers, config.model.num_layers):
-        own = {id(parameters[name]): parameters[name] for name in places.of_stage(stage)}  # a tied one counts once
+        own = {id(parameters[name]): parameters[name] for name in places.of_stage(stage)}  # tied ones count once
         weight_bytes = sum(parameter.nbytes for parameter in own.values())
         ranks = tuple(range(stage.index * tensor, (stage.index + 1) * tensor))
         blocks = most_blocks(config, weight_bytes, stage.layers)
@@ -165,7 +160,7 @@ def stage_shares(config: EngineConfig) -> list[StageShare]:
 
 
 def stage_table(shares: list[StageShare]) -> Table:
-    """A row for each stage."""
+    """Return a table with a row for each stage."""
     found = [share.most_blocks for share in shares if share.most_blocks is not None]
     blocks = f"; at most {min(found):,} KV cache blocks" if found else ""
     table = Table(box=None, title=f"{len(shares)} stages{blocks}", title_justify="left")

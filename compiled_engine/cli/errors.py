@@ -1,6 +1,6 @@
-"""Bad input, and output that cannot be written, end a command with one line on stderr and exit code 2.
+"""Error output: bad input and unwritable output end a command with one line on stderr and exit code 2.
 
-Nothing else is caught.
+Other errors are not caught.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BadInputError(Exception):
-    """The user's input cannot be used; the message has field and reason."""
+    """The user's input is invalid. The message has the field and the reason."""
 
 
 @contextmanager
 def bad_input_is_reported(
     kinds: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, MemoryError),
 ) -> Iterator[None]:
-    """Turn errors of these kinds, raised in a block that checks the user's input, into BadInputError."""
+    """Convert errors of these kinds, raised while the block checks the user's input, to BadInputError."""
     try:
         yield
-    except BrokenPipeError:  # the reader of the output has ended: the input is not at fault
+    except BrokenPipeError:  # the reader of the output has exited: not an input error
         raise
     except kinds as error:
         raise BadInputError(str(error)) from error
 
 
 def read_text(name: str, path: Path) -> str:
-    """Read a file of text. Raises ValueError, naming the option, if it cannot be read, is not UTF-8, or empty."""
+    """Read a text file. Raises ValueError with the option if it cannot be read, is not UTF-8, or is empty."""
     try:
         words = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -57,7 +57,7 @@ def read_text(name: str, path: Path) -> str:
 
 
 class OneLineErrors(TyperGroup):
-    """A group of commands: usage errors, `BadInputError` and full disks are one line on stderr, without a traceback."""
+    """A command group that prints usage errors, `BadInputError` and full disks as one line without a traceback."""
 
     def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
         given = sys.argv[1:] if args is None else list(args)
@@ -82,7 +82,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _origin(error: Any, given: Sequence[str]) -> str:
-    """An option's value, and where it comes from: the command line, which is `given`, the environment, or a file."""
+    """Return an invalid value and its origin: the command line `given`, the environment, or a file."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None:
         return ""
@@ -99,7 +99,7 @@ def _origin(error: Any, given: Sequence[str]) -> str:
 
 
 def _values(names: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The values on the command line of an option with these names."""
+    """Return the values that the command line gives an option with these names."""
     after = [value for name, value in pairwise(given) if name in names]
     return after + [value for name, sep, value in (word.partition("=") for word in given) if sep and name in names]
 
@@ -110,6 +110,6 @@ def _exit_with(message: str) -> NoReturn:
 
 
 def _forget_output() -> None:
-    """Drop output that could not be written, so that it is not tried again when the interpreter ends."""
+    """Discard unwritten output, so that the interpreter does not retry at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

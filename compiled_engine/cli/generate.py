@@ -1,4 +1,4 @@
-"""`compiled-engine generate`: complete prompts, as text that streams or as JSON, and how fast."""
+"""`compiled-engine generate`: complete prompts as streamed text or JSON, with the speed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def generate(
       compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
     """
     init_cuda(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
-    # Whatever else prints to stdout must not mix with the JSON.
+    # Other output to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
             from compiled_engine.llm import LLM
@@ -57,7 +57,7 @@ def generate(
             from compiled_engine.process.progress import RichProgress, SilentProgress
 
             params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())
-        # The options are right; what may still be wrong is the checkpoint, or the memory too small.
+        # The options are valid. The checkpoint may still be invalid, or memory insufficient.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
         freeze_heap()
@@ -74,7 +74,7 @@ def generate(
             measured = speeds(outputs, time.perf_counter() - begin)
             counted = llm.metrics()
     if as_json:
-        # The engine counts from its construction; a user waits from the start of the process.
+        # The engine's own figure begins with its construction; users wait from the start of the process.
         metrics = {**counted, **measured, "start_s": ready_s, "engine_start_s": counted["start_s"]}
         print_json({"outputs": completion_records(outputs), "metrics": metrics})
         return
@@ -86,8 +86,7 @@ def generate(
 def _checked(
     options: EngineOptions, sampling: dict[str, Any], prompts: list[str], progress: Progress
 ) -> SamplingParams:
-    """The sampling parameters. Raises for all that a started engine would refuse, except for requests that its KV cache
-    cannot hold."""
+    """Return the sampling parameters, checked for all that a started engine would refuse, except KV cache capacity."""
     from compiled_engine.engine.messages import RequestLimits
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor
@@ -121,7 +120,7 @@ def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]
 
 
 def speeds(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, float | int | None]:
-    """Output tokens of all together, and a second; means over the prompts of TTFT and TPOT, in seconds."""
+    """Return output tokens in total and per second, and mean TTFT and TPOT over the prompts, in seconds."""
     timings = [output.metrics for output in outputs if output.metrics is not None]
     ttfts = [timing.ttft_s for timing in timings if timing.ttft_s is not None]
     tpots = [timing.tpot_s for timing in timings if timing.tpot_s is not None]
@@ -136,7 +135,7 @@ def speeds(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, float 
 
 
 def summary(measured: dict[str, float | int | None]) -> str:
-    """The speed in one line."""
+    """Return the speed in one line."""
     line = (
         f"{measured['num_output_tokens']} tokens in {measured['generate_s']:.2f} s:"
         f" {measured['output_tokens_per_s']:.1f} tok/s"
@@ -149,7 +148,7 @@ def summary(measured: dict[str, float | int | None]) -> str:
 
 
 def print_stream(prompt: str, stream: Iterable[RequestOutput]) -> RequestOutput:
-    """Print a stream of one completion after its prompt, which is bold; give the last output."""
+    """Print a streamed completion after its prompt, which is bold. Return the last output."""
     typer.secho(prompt, bold=True, nl=False)
     shown = 0
     try:
@@ -163,7 +162,7 @@ def print_stream(prompt: str, stream: Iterable[RequestOutput]) -> RequestOutput:
 
 
 def print_completions(outputs: Sequence[RequestOutput]) -> None:
-    """Print finished outputs, each completion after its prompt, with a blank line between two."""
+    """Print finished completions, each after its prompt, separated by blank lines."""
     for index, (output, completion) in enumerate((o, c) for o in outputs for c in o.outputs):
         if index:
             typer.echo()

@@ -1,4 +1,4 @@
-"""`compiled-engine inspect`: everything that the compiler did, as a page, as text files or as JSON."""
+"""`compiled-engine inspect`: everything that the compiler did, as a page, text files or JSON."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def inspect(
 
 
 def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | None]:
-    """The page and the folder of text files, of which `output` may name both; their folders are made."""
+    """Return the page and the folder of text files, after making their folders. `output` may name both."""
     if text is not None:
         make_folder("text", text)
     if output is None:
@@ -88,7 +88,7 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
-    """Report the entry in the cache, which is built if it is missing."""
+    """Report the cache entry, after building it if it is missing."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
@@ -105,7 +105,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
-    """Report an engine started for this purpose, after it has generated a token."""
+    """Start an engine, generate a token, and report the engine."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.inspection.kernels import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
@@ -113,7 +113,7 @@ def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     from compiled_engine.process.timeline import Span, Timeline
     from compiled_engine.sampling.params import SamplingParams
 
-    # The options are right; what may still be wrong is the checkpoint, or the memory too small.
+    # The options are valid. The checkpoint may still be invalid, or memory insufficient.
     with bad_input_is_reported((ValueError, OSError, MemoryError)):
         llm = LLM(**engine, progress=not quiet)
 

@@ -1,4 +1,4 @@
-"""Words of other engines on the command line and in YAML files, translated to a command's own options."""
+"""Accept other engines' options on the command line and in YAML files, translated to a command's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiled_engine.other_engines.translate import DEFAULTS, is_on_gpu, transla
 
 
 class EngineCommand(TyperCommand):
-    """A command with the engine's options, which takes other engines' words as well."""
+    """A command with the engine's options, which also accepts other engines' options."""
 
     rows: ClassVar[Rows] = KEYWORDS
 
@@ -36,7 +36,7 @@ class EngineCommand(TyperCommand):
 
 
 class BenchServeCommand(TyperCommand):
-    """`bench serve`, which takes the words of vLLM's."""
+    """`bench serve`, which also accepts options of vLLM's."""
 
     rows: ClassVar[Rows] = BENCH
 
@@ -50,8 +50,7 @@ class BenchServeCommand(TyperCommand):
 
 
 def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate words to values of the command's own options, and say in one line which have no effect. Raises
-    BadInputError."""
+    """Translate to the command's own options, and report those without effect. Raises BadInputError."""
     defaults = {param.name: DEFAULTS.get(param.name, param.default) for param in command.params}
     with bad_input_is_reported((ValueError, TypeError)):
         found = translate(
@@ -63,7 +62,7 @@ def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_read(param: Any, value: Any) -> Any:
-    """Convert an option's value to what the command line would have given; None for an option that is not given."""
+    """Convert an option's value to the command line parser's form; None if it is not given."""
     if value is None:
         return None
     if param.is_flag:
@@ -78,7 +77,7 @@ def _negates(param: Any) -> bool:
 
 
 def _given(ctx: Any, param: Any) -> Any:
-    """Return the value of an option as the engine has it; None if it is not given."""
+    """Return an option's value as the engine's options take it; None if it is not given."""
     value = ctx.params.get(param.name)
     if value in (None, [], ()) or getattr(ctx.get_parameter_source(param.name), "name", "DEFAULT") == "DEFAULT":
         return None

@@ -1,4 +1,4 @@
-"""The output of commands: tables and JSON on stdout, files, and the folders for them."""
+"""Output of commands: tables and JSON on stdout, files and their folders."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def print_json(result: Any) -> None:
 
 
 def console(width: int = 160) -> Console:
-    """Make a console for plain text; without a terminal its width is `width`, enough for every column."""
+    """Return a console for plain text. Without a terminal it is `width` characters wide."""
     return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
 def aligned(table: Table, num_names: int) -> Table:
-    """Figures to the right."""
+    """Right-align all columns but the first `num_names`, and keep those from wrapping."""
     for column in table.columns[num_names:]:
         column.justify = "right"
     for column in table.columns[:num_names]:
@@ -36,7 +36,7 @@ def aligned(table: Table, num_names: int) -> Table:
 
 
 def write_json(path: Path | None, result: Any) -> None:
-    """Write a result to its file, if there is one."""
+    """Write a result to its file, if one is given."""
     if path is not None:
         with written_to(path):
             path.write_text(json.dumps(result, indent=1) + "\n")
@@ -44,7 +44,7 @@ def write_json(path: Path | None, result: Any) -> None:
 
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
-    """Name the file in an OSError of the block that writes it: Python leaves the name out if the disk is full."""
+    """Add the file name to an OSError of the block, which lacks it if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -54,9 +54,10 @@ def written_to(path: Path) -> Iterator[None]:
 
 
 def make_folder(name: str, folder: Path) -> None:
-    """Make a folder for results, before the work.
+    """Make a folder for results before the work.
 
-    Raises ValueError, naming the option, for a file in its place or way, and where it cannot be written to."""
+    Raises ValueError with the option if a file is in its place or it cannot be written to.
+    """
     given = f"{name} is {str(folder)!r}"
     for part in (folder, *folder.parents):
         if part.exists() and not part.is_dir():
@@ -70,9 +71,9 @@ def make_folder(name: str, folder: Path) -> None:
 
 
 def make_room(name: str, path: Path | None) -> None:
-    """Make the folder of a file for results, before the work; None: no file.
+    """Make the folder of a result file before the work; None means no file.
 
-    Raises ValueError, naming the option, if the path is a folder, and what `make_folder` raises.
+    Raises ValueError with the option if the path is a folder, and the errors of `make_folder`.
     """
     if path is not None:
         if path.is_dir():

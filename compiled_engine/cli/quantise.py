@@ -1,4 +1,4 @@
-"""`compiled-engine quantise`: write a checkpoint with the weights of its linears in FP8."""
+"""`compiled-engine quantise`: write a checkpoint with FP8 linears."""
 
 from __future__ import annotations
 

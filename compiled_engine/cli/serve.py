@@ -28,9 +28,9 @@ NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client", "yaml")
 
 
 class ServeCommand(EngineCommand):
-    """The command `serve`, which takes the words of other engines' servers too."""
+    """The command `serve`, which also accepts options of other engines' servers."""
 
-    # In Python, a word for an option of the server means nothing.
+    # Server options replace keyword rows of the same name, which describe keywords without effect in Python.
     rows = {name: row for name, row in KEYWORDS.items() if name not in SERVER_NAMES} | SERVER
 
 
@@ -100,8 +100,7 @@ def serve(
 
 
 def checked_options(server: dict[str, Any], limits: dict[str, Any], engine: dict[str, Any]) -> ServerOptions:
-    """The server's options, as far as they can be checked before anything is started. Raises TypeError or
-    ValueError."""
+    """Return the server's options after all checks that need no started process. Raises TypeError or ValueError."""
     from compiled_engine.server.lora_modules import check_adapter_folders, check_adapter_options
 
     options = ServerOptions(**server, limits=Limits(**limits))
@@ -114,7 +113,7 @@ def checked_options(server: dict[str, Any], limits: dict[str, Any], engine: dict
 
 
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
-    """The engine. Its core's process imports what it needs while this one does."""
+    """Start the engine. Its core's process imports in parallel with this one."""
     from compiled_engine.process.init_cuda import given_device, init_cuda
     from compiled_engine.processes.core_child import CoreChild
 
@@ -161,7 +160,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:
-    """The model's name unless options give one: on the hub, or its folder's."""
+    """Return the model's default name: that on the hub, or of its folder."""
     model = engine.config.model
     return "bundled" if given is None else model.hub_name or model.path.name
 

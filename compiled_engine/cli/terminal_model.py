@@ -17,7 +17,7 @@ ALLOWED_URL = "http://HOST:PORT or https://HOST:PORT"
 
 
 class LocalModel:
-    """num_tokens: of the newest answer. Raises BadInputError for options and input that cannot be used."""
+    """A model in this process. Raises BadInputError for invalid options and input."""
 
     def __init__(self, engine: Mapping[str, Any], sampling: Mapping[str, Any], *, quiet: bool) -> None:
         with bad_input_is_reported():
@@ -36,14 +36,14 @@ class LocalModel:
             except BaseException:
                 self._llm.close()
                 raise
-        self.num_tokens = 0
+        self.num_tokens = 0  # of the newest answer
 
     def complete(self, prompt: str) -> Iterator[str]:
-        """The text that follows the prompt, as it comes."""
+        """Yield the prompt's completion in pieces."""
         return self._stream(prompt)
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
-        """The answer to a conversation, as it comes."""
+        """Yield the answer to a conversation in pieces."""
         from compiled_engine.frontend.chat import render_chat
 
         if self._tokenizer is None:
@@ -53,7 +53,7 @@ class LocalModel:
         return self._stream({"prompt": prompt.text, "prompt_token_ids": prompt.token_ids})
 
     def close(self) -> None:
-        """Free the device."""
+        """Shut down the engine."""
         self._llm.close()
 
     def _stream(self, prompt: Any) -> Iterator[str]:
@@ -67,15 +67,15 @@ class LocalModel:
 
 
 class RemoteModel:
-    """num_tokens: of the newest answer, once the server has sent it; None before.
+    """A model behind an OpenAI-compatible server.
 
-    url: with or without the ending /v1. model: None for the server's first. sampling: fields of each request. Raises
-    BadInputError if the URL is not that of a server with this API, and for refused requests.
+    `url` may end with /v1. `model` None selects the server's first. `sampling` has fields for each request. Raises
+    BadInputError if the server does not have this API, and for refused requests.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None, sampling: Mapping[str, Any]) -> None:
         parts = _parts(url)
-        self.num_tokens: int | None = None
+        self.num_tokens: int | None = None  # of the newest answer, once the server has sent it
         self._parts = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"content-type": "application/json"}
@@ -85,15 +85,15 @@ class RemoteModel:
         self._model = model or self._first_model()
 
     def complete(self, prompt: str) -> Iterator[str]:
-        """The text that follows the prompt, as it comes."""
+        """Yield the prompt's completion in pieces."""
         return self._stream("/completions", {"prompt": prompt}, _completed)
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
-        """The answer to a conversation, as it comes."""
+        """Yield the answer to a conversation in pieces."""
         return self._stream("/chat/completions", {"messages": list(messages)}, _answered)
 
     def close(self) -> None:
-        """Close nothing: no connection is held between requests."""
+        """Do nothing: no connection is kept between requests."""
 
     def _first_model(self) -> str:
         content = "".join(self._lines("GET", "/models", None))
@@ -104,7 +104,7 @@ class RemoteModel:
         return models[0]
 
     def _stream(self, path: str, body: dict[str, Any], texts: Callable[[Any], list[str]]) -> Iterator[str]:
-        """texts: those of a chunk."""
+        """Yield the texts of an answer, which `texts` extracts from each chunk."""
         self.num_tokens = None
         more = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
         for line in self._lines("POST", path, {**self._sampling, **body, **more}):
@@ -121,7 +121,7 @@ class RemoteModel:
             yield from found
 
     def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[str]:
-        """The lines of a response. An iterator that is closed early closes the connection, which ends the request."""
+        """Yield the lines of a response. Closing the iterator early closes the connection, which ends the request."""
         connect = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
         try:
             with closing(connect(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)) as connection:
@@ -137,7 +137,7 @@ class RemoteModel:
 
     @contextmanager
     def _of_the_right_form(self) -> Iterator[None]:
-        """Report an answer that is not of this API, in a block that reads it: url may name any server."""
+        """Report a response that does not follow the API, since `url` may name any server."""
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -149,7 +149,7 @@ def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
-    except ValueError as error:  # of brackets and of the port
+    except ValueError as error:  # invalid brackets or port
         raise BadInputError(f"url is {url!r}: {error}; allowed: {ALLOWED_URL}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise BadInputError(f"url is {url!r}; allowed: {ALLOWED_URL}")

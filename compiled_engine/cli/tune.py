@@ -1,4 +1,4 @@
-"""`compiled-engine tune`: measure kernels and passes on this GPU, and keep the result as its profile."""
+"""`compiled-engine tune`: measure kernels and passes on this GPU, and save the result as its profile."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def tune(
 
 
 def _checked(path: Path) -> dict[str, Any] | None:
-    """Read the existing profile, None without one. Files that cannot be written or read are reported before the
-    work."""
+    """Read the existing profile; None without one. Unwritable or invalid files are reported before the work."""
     make_room("output", path)
     if not path.exists():
         return None

@@ -1,7 +1,7 @@
-"""Divide the words of a command line into a command's own and those of other engines.
+"""Divide a command line into a command's own options and other engines' options.
 
-Own options may have other engines' spellings: underscores, short names, dotted keys of JSON objects, several values in
-a row, and numbers with units. They become this engine's.
+Other engines' spellings of own options are converted: underscores, short names, dotted keys of JSON objects, several
+values in a row, and numbers with units.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compiled_engine.other_engines.keywords import SHORT, Rows
 from compiled_engine.other_engines.lengths import read_length
 from compiled_engine.schema import declarations
 
-# Own options whose values are JSON objects; a YAML file may have them as mappings, and the command line by dotted keys.
+# Own options whose values are JSON objects: mappings in a YAML file, or dotted keys on the command line.
 OBJECTS = ("speculative_config", "pooler_config", "hf_overrides", "default_chat_template_kwargs")
 INTEGERS = {each.name for each in declarations(EngineOptions) if each.schema.get("type") == "integer"}
 _LEVEL = re.compile(r"-O(\d)")
@@ -25,15 +25,18 @@ _LEVEL = re.compile(r"-O(\d)")
 
 @dataclass
 class Words:
-    """own: for the command's parser. others: values of other engines' words."""
+    """The divided command line."""
 
-    own: list[str] = field(default_factory=list)
-    others: dict[str, Any] = field(default_factory=dict)
+    own: list[str] = field(default_factory=list)  # for the command's parser
+    others: dict[str, Any] = field(default_factory=dict)  # values of other engines' options
 
 
 def divide(words: Sequence[str], params: Iterable[Any], rows: Rows) -> Words:
-    """Divide words. params: of the command. rows: of other engines' words. Raises ValueError for a word of theirs
-    without its value; others are left to the command's parser."""
+    """Divide a command line.
+
+    `params` are the command's; `rows` describe other engines' options. Raises ValueError if one of those has no value;
+    unknown options are left to the command's parser.
+    """
     reader = _Reader(list(words), list(params), rows)
     while reader.left:
         reader.read_next()
@@ -41,7 +44,7 @@ def divide(words: Sequence[str], params: Iterable[Any], rows: Rows) -> Words:
 
 
 def find_row(rows: Rows, written: str) -> tuple[str, bool] | None:
-    """Return the name of the row for a word, and whether it is negated; None for a word without a row."""
+    """Return the name of an option's row, and whether the option is negated; None without a row."""
     name = written.lstrip("-").replace("-", "_")
     if name in rows:
         return name, False
@@ -50,12 +53,12 @@ def find_row(rows: Rows, written: str) -> tuple[str, bool] | None:
 
 
 def is_number_of_other_kind(name: str, value: Any, rows: Rows) -> bool:
-    """Return whether an option of integers has a value that is none here, but perhaps elsewhere, as "auto"."""
+    """Return whether an integer option has a value such as "auto", which only other engines accept."""
     return name in INTEGERS and name in rows and isinstance(value, str) and re.fullmatch(r"-?\d+", value) is None
 
 
 def with_unit(name: str, value: Any) -> Any:
-    """Read a number with a unit, for an option that takes integers; anything else stays as it is."""
+    """Convert a number with a unit, for an option that takes integers; other values are returned unchanged."""
     return read_length(value) if name in INTEGERS else value
 
 
@@ -65,7 +68,7 @@ class _Reader:
         self._rows = rows
         options = [param for param in params if param.param_type_name == "option"]
         self._options = {name: param for param in options for name in (*param.opts, *param.secondary_opts)}
-        self._places = len(params) - len(options)  # for words that are no options
+        self._places = len(params) - len(options)  # positional arguments left
         self._names_model = any(word.partition("=")[0] == "--model" for word in words)
         self._objects: dict[str, int] = {}
 
@@ -87,7 +90,7 @@ class _Reader:
             self._read_option(word, word, "", [])
 
     def _known(self, name: str, keys: str) -> str:
-        """Return the spelling of this engine: dashes between words, and a long name for a short one."""
+        """Return this engine's spelling: dashes between words, and a long name for a short one."""
         if name in self._options:
             return name
         if name == "-O" and keys:
@@ -97,7 +100,7 @@ class _Reader:
         return name
 
     def _read_option(self, word: str, name: str, keys: str, values: list[str]) -> None:
-        """keys: dotted ones after the name. values: behind an equals sign."""
+        """Read an option. `keys` are dotted keys after its name; `values` follow an equals sign."""
         param = self._options.get(name)
         if param is not None and param.is_flag and not keys:
             self.found.own.append("=".join([name, *values]))
@@ -113,11 +116,11 @@ class _Reader:
 
     @property
     def _has_no_place_left(self) -> bool:
-        """Return whether no further word without dashes is awaited, as the model is."""
+        """Whether no positional argument, such as the model, is expected any more."""
         return self._places <= 0 or self._names_model
 
     def _take(self, several: bool) -> list[str]:
-        """Take the value that follows, or all up to the next option."""
+        """Take the next word, or all words up to the next option."""
         taken = [self.left.pop(0)] if self.left else []
         while several and self.left and not _is_option(self.left[0]):
             taken.append(self.left.pop(0))
@@ -165,7 +168,7 @@ def _is_option(word: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """Read a value: JSON, True or False, or else text."""
+    """Parse a value as JSON, True or False, or else as text."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
@@ -178,7 +181,7 @@ def _mapping(text: str) -> Any:
 
 
 def _nested(keys: str, text: str) -> Any:
-    """Read a value at dotted keys as nested dicts; without keys, the value."""
+    """Parse a value and nest it in dicts by its dotted keys, if any."""
     value = _value(text)
     for key in reversed(keys.split(".") if keys else []):
         value = {key.replace("-", "_"): value}

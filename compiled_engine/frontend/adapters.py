@@ -1,7 +1,7 @@
-"""`LoRARequest`, which names an adapter for a request, and its way to the reference that the engine core gets.
+"""`LoRARequest` names an adapter; `AdapterFinder` resolves it to the reference that the engine core gets.
 
-The core knows adapters by the digest of their files. The files are read once; after that each request only asks the
-file system whether they were replaced. So new content gets a new digest, and shares no prefix with the old one.
+The core identifies adapters by a digest of their files. Files are read once; afterwards each request only checks with
+the file system whether they changed. New content gets a new digest and shares no cached prefix with the old one.
 """
 
 from __future__ import annotations
@@ -21,24 +21,18 @@ from compiled_engine.resolve.folders import resolve_adapter_folder
 if TYPE_CHECKING:
     from compiled_engine.config import AdapterConfig
 
-# Characters of a name and of a path; adapters that are remembered.
+# Maximum characters of a name and of a path; number of adapters remembered.
 LONGEST_NAME, LONGEST_PATH, MOST_KNOWN = 256, 4096, 1024
 
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter of a request.
+    """The adapter of a request. Raises TypeError or ValueError with the field, its value and what is allowed."""
 
-    lora_name: for metrics and the server. lora_int_id: at least 1; it is only checked, since the adapter's content
-    identifies it. lora_path: a folder in PEFT's layout, or org/name or org/name@revision of the Hugging Face Hub.
-    within: resolved folders that the adapter's files must lie in, whatever links lead to them; none for any.
-
-    Raises TypeError or ValueError naming the field, its value and what is allowed.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str | Path
+    lora_name: str  # for metrics and the server
+    lora_int_id: int  # at least 1; only checked, since the adapter's content identifies it
+    lora_path: str | Path  # a folder in PEFT's layout, or org/name or org/name@revision of the Hugging Face Hub
+    # Resolved folders that must contain the adapter's files after following links; none for any.
     within: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,7 +55,7 @@ class LoRARequest:
 
 
 class _Found(NamedTuple):
-    """An adapter that was read: its folder, what tells whether files were replaced, and their digest."""
+    """An adapter that was read: its folder, a mark that changes if files are replaced, and their digest."""
 
     folder: Path
     mark: object
@@ -70,23 +64,21 @@ class _Found(NamedTuple):
 
 
 class AdapterFinder:
-    """Finds the content of adapters. It may be called from several threads.
-
-    config: None if requests may have no adapters.
-    """
+    """Resolves adapters to digests. Thread-safe."""
 
     def __init__(self, config: AdapterConfig | None) -> None:
+        """`config` is None if adapters are not enabled."""
         self._config = config
-        self._guard = threading.Lock()  # of what follows
-        # By path: who reads one adapter delays no request with another. With the number of those who have it or wait.
+        self._guard = threading.Lock()  # protects the following fields
+        # A lock for each path, so that reading one adapter delays no other, and the number of threads that use it.
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
-        self._found: dict[str, _Found] = {}  # the least recently used first
+        self._found: dict[str, _Found] = {}  # least recently used first
 
     def find(self, request: LoRARequest) -> AdapterRef:
-        """Return the reference to the adapter's present content.
+        """Return the reference to the adapter's current content.
 
-        Raises TypeError or ValueError, one line, for what is no adapter or cannot be applied to requests, and OSError
-        if a download fails.
+        Raises TypeError or ValueError, one line, for an invalid or unsupported adapter, and OSError if a download
+        fails.
         """
         if not isinstance(request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, or a list with one or None a prompt, got {request!r}")
@@ -111,7 +103,7 @@ class AdapterFinder:
 
     @contextmanager
     def _turn(self, named: str) -> Iterator[None]:
-        """Wait for others who look at a path; nothing is left behind for it."""
+        """Hold the lock of a path. The lock is removed after its last user."""
         with self._guard:
             lock, users = self._locks.get(named, (threading.Lock(), 0))
             self._locks[named] = lock, users + 1
@@ -125,7 +117,7 @@ class AdapterFinder:
                     self._locks[named] = lock, users - 1
 
     def has_read(self, request: LoRARequest) -> bool:
-        """Return whether `find` need not read files for the request."""
+        """Return whether `find` can answer without reading files."""
         found = self._found.get(str(getattr(request, "lora_path", "")))
         try:
             return found is not None and (found.mark, found.within) == (stamp(found.folder), request.within)
@@ -135,7 +127,7 @@ class AdapterFinder:
     def find_each(
         self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
     ) -> list[AdapterRef | None]:
-        """Return one for each of `count` prompts, for which one request or a list is given. Raises as `find`."""
+        """Return the reference for each of `count` prompts, given one request or a list. Raises as `find` does."""
         if given is None:
             return [None] * count
         if not isinstance(given, list | tuple):

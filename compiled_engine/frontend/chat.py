@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the tokenizer's chat template rendered in a sandbox."""
+"""Turn conversations into prompts with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
-    """Return the conversations, each with its name in errors. messages: those of one conversation, or a list of such
-    lists."""
+    """Return the conversations in `messages`, which is one or a list of them, each with its name for errors."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
     if not messages:
@@ -34,9 +33,9 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
 
 
 def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | None:
-    """The template: itself, the content of the file that `given` names, or the name of one of the tokenizer's own.
+    """Return the template: `given` itself, the file's content if it is a path, or the name of a tokenizer's template.
 
-    Raises TypeError or ValueError, naming what was given.
+    Raises TypeError or ValueError with the value given.
     """
     if given is None:
         return None
@@ -63,12 +62,13 @@ def render_chat(
     check: Callable[[str], None] = lambda text: None,
     is_stopped: Stopped = never,
 ) -> Prompt:
-    """The prompt for a conversation: text, and its token ids. Only the template writes special tokens: those in the
-    texts of messages, tools and chat_template_kwargs are text. check: may refuse the text before it is tokenised.
-    is_stopped: asked while the template runs, again and again.
+    """Return a conversation's prompt: text and token ids.
 
-    Raises WorkStopped if it is stopped; TypeError or ValueError, naming the message and what is wrong: no template, a
-    message of the wrong form, a role or tools that the template does not know, or what the template itself objects to.
+    Only the template produces special tokens: text in messages, tools and chat_template_kwargs stays text. `check` may
+    reject the rendered text before it is tokenised. `is_stopped` is polled while the template runs.
+
+    Raises WorkStopped if stopped. Raises TypeError or ValueError with the message and the reason: no template, a
+    malformed message, a role or tools that the template does not support, or the template's own error.
     """
     from compiled_engine.frontend.chat_template import choose_template, plain, schema_of
     from compiled_engine.frontend.template_forms import forms_of
@@ -115,12 +115,12 @@ def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> s
         return render_template(template, conversation, **settings)
     except WorkStopped:
         raise
-    except Exception as error:  # any, as templates are programs of others
+    except Exception as error:  # templates may raise anything
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
 
 
 def _check_conversation(name: str, conversation: Any, template: str) -> list[dict[str, Any]]:
-    """The messages, which have contents of text alone."""
+    """Return copies of the messages, whose contents are text only."""
     if not isinstance(conversation, list | tuple):
         raise TypeError(f"{name} must be a list of messages, got {conversation!r}")
     if not conversation:

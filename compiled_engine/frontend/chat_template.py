@@ -1,6 +1,6 @@
-"""Chat templates, rendered by jinja2 in a sandbox, with the functions that transformers offers templates.
+"""Render chat templates with jinja2 in a sandbox, with the functions that transformers provides to templates.
 
-Templates are untrusted text: they see plain JSON values alone, and none of Python's own objects.
+Templates are untrusted: they see plain JSON values only, never Python objects.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from compiled_engine.frontend.tokenizer_files import Templates
 from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
 
-# The names under which a message's reasoning is passed; templates read the first.
+# Names for a message's reasoning. Templates read the first.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Ends what is to be continued, while the template runs. Trailing space shows whether the template strips its messages.
+# Marks the end of the message to continue during rendering. The trailing space shows if the template strips messages.
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-# The name of is_stopped among a template's variables, and of the filter that asks it: no template can write it.
+# Name of the variable is_stopped and of the filter that polls it. The space keeps templates from using it.
 IS_STOPPED = "is stopped"
 
 
 def choose_template(own: Templates, given: str | None, tools: Sequence[Any] | None) -> str:
-    """The template to use: `given`, which may be the name of one of the tokenizer's `own`, else one of these.
+    """Return the template to use: `given`, which may name one of the tokenizer's `own`, or else one of those.
 
-    Raises ValueError if there is none, or several and none of them is the default.
+    Raises ValueError without any template, or with several and no default.
     """
     if isinstance(own, dict):
         if given is not None:
@@ -60,12 +60,12 @@ def render_template(
     variables: Mapping[str, Any],
     is_stopped: Stopped = never,
 ) -> str:
-    """Render the text of a conversation.
+    """Render a conversation to text.
 
-    tools: JSON schemas. continue_final_message: end the text within the last message; a name is that of the field to
-    continue. variables: further variables of the template. is_stopped: asked in each pass of a loop and each call of a
-    macro.
-    Raises WorkStopped once is_stopped says so, and whatever a template may raise.
+    `tools` are JSON schemas. `continue_final_message` ends the text within the last message; a string names the field
+    to continue. `variables` are passed to the template. `is_stopped` is polled in each loop iteration and macro call.
+
+    Raises WorkStopped once it returns True, and any error that a template may raise.
     """
     messages = [_with_reasoning(plain(message)) for message in conversation]
     field = "content" if continue_final_message is True else str(continue_final_message or "")
@@ -80,7 +80,7 @@ def render_template(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop fields that are None; give reasoning the names that templates read."""
+    """Drop fields that are None, and give reasoning the names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     for name in REASONING_FIELDS:
         if name in message:
@@ -89,7 +89,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Mark the end of a message's field, or of its last part with a text; the text without the mark."""
+    """Mark the end of a message's field, or of its last text part. Return the text without the mark."""
     text = message.get(field)
     if isinstance(text, list):
         part = next((part for part in reversed(text) if isinstance(part, dict) and "text" in part), {})
@@ -114,7 +114,7 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def schema_of(tool: Any) -> Any:
-    """Return a tool's JSON schema, made by transformers for a function. Raises ValueError for anything else."""
+    """Return a tool's JSON schema; transformers derives it from a function. Raises ValueError for anything else."""
     if isinstance(tool, dict):
         return tool
     if not callable(tool):
@@ -125,7 +125,7 @@ def schema_of(tool: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's types; of any other object only the name of its type."""
+    """Convert a value to JSON types. Any other object becomes the name of its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # subclasses may have methods that the sandbox does not check
@@ -164,7 +164,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _with_stops(template: nodes.Template) -> nodes.Template:
-    """Have each pass of a loop, and each call of a macro, begin with `_stop`: nothing else in a template is endless."""
+    """Insert `_stop` into each loop iteration and macro call; nothing else in a template can run endlessly."""
     repeats: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
     for repeated in repeats:
         stop = nodes.Filter(nodes.Const(None), IS_STOPPED, [], [], None, None)
@@ -174,8 +174,10 @@ def _with_stops(template: nodes.Template) -> nodes.Template:
 
 @jinja2.pass_context
 def _stop(context: Context, value: None) -> None:
-    """Raise WorkStopped if nobody waits for the text any more. As a filter it costs less than as a function, which the
-    sandbox would check each time."""
+    """Raise WorkStopped if the rendering was cancelled.
+
+    A filter is cheaper than a function, whose every call the sandbox would check.
+    """
     if context.parent[IS_STOPPED]():
         raise WorkStopped("nobody waits for this conversation any more")
 
@@ -187,7 +189,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML does not allow."""
+    """Serialise to JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -196,7 +198,7 @@ def _raise_exception(message: str) -> None:
 
 
 class Dictionaries:
-    """Makes dicts for a template, as the class `dict` would, without the attributes that a class has."""
+    """Replaces `dict` in templates, without the attributes of a class."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -206,7 +208,7 @@ class Dictionaries:
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's, which refuses names that begin with an underscore: Python's own objects are behind these."""
+    """Jinja's namespace without names that begin with an underscore, which could reach Python objects."""
 
     def __init__(*args: Any, **values: Any) -> None:  # `self` may be the name of a value
         for name in (given := dict(*args[1:], **values)):
@@ -224,7 +226,7 @@ class Namespace(jinja2.utils.Namespace):
 
 
 class GenerationBlocks(Extension):
-    """{% generation %} marks what an assistant wrote, for training; here it leaves its content as it is."""
+    """Renders the content of {% generation %} blocks, which mark the assistant's text for training, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 

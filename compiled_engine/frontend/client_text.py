@@ -1,4 +1,4 @@
-"""Text that clients write into a conversation: no part of it becomes a special token, which only templates write."""
+"""Keep client text from becoming special tokens: only chat templates may produce these."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-# Code points that no text has: one of them is put into what may become a special token in a client's text.
+# Unicode noncharacters. One that the client's text lacks serves as the mark.
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ClientText:
-    """Renders values of clients so that only what the template writes becomes special tokens.
+    """Renders client values so that only the template's own special tokens are encoded as such.
 
-    A mark within a client's special tokens shows in the rendered text which ones are the client's. A text that ends
-    with the beginning of a special token has a mark too, as the template may put the rest of it next to it.
+    A mark is inserted into special tokens in client text and identifies them after rendering. A text that ends with the
+    beginning of a special token is marked too, since the template may add the rest.
     """
 
     def __init__(self, added_tokens: Mapping[int, AddedToken]) -> None:
-        """added_tokens: those of the tokenizer, by id."""
+        """`added_tokens` are the tokenizer's, by id."""
         added = {token_id: token for token_id, token in added_tokens.items() if token.content}
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
-        # A normalizer makes special tokens of other texts too.
+        # With a normalizer, other texts may become special tokens too.
         self._any_text = any(token.special and token.normalized for token in added.values())
         self._whole = _pattern([(text, False) for text in self._special])
         self._longest = max(map(len, self._special), default=0)
-        # Many a word ends with the beginning of one that begins with a letter.
+        # Tokens that begin with a letter are excluded: many words end with their beginnings.
         self._beginnings = {
             text[:end] for text in self._special if not text[0].isalnum() for end in range(1, len(text))
         }
         self._written = _pattern([(token.content, token.single_word) for token in added.values()])
 
     def concerns(self, values: Any) -> bool:
-        """Return whether any text of these lists, dicts and strings may become a special token."""
+        """Return whether any text in these nested values may become a special token."""
         return self._any_text or any(
             self._whole.search(text) or self._place_of_end(text) is not None for text in _texts(values)
         )
 
     def _place_of_end(self, text: str) -> int | None:
-        """Return where the beginning of a special token begins that the text ends with."""
+        """Return the index where a special token's beginning starts at the end of the text, or None."""
         shortest = max(0, len(text) - self._longest)
         return next((place for place in range(shortest, len(text)) if text[place:] in self._beginnings), None)
 
     def render(self, values: Any, render: Callable[[Any], str]) -> tuple[str, list[str | int]]:
-        """Return the text that `render` makes of the values; and its parts: texts, and ids of the template's special
-        tokens. Raises ValueError if the values hold every noncharacter."""
+        """Return the text that `render` makes of the values, and its parts: texts, and the template's special tokens.
+
+        Raises ValueError if the values contain every noncharacter.
+        """
         joined = "".join(_texts(values))
         mark = next((each for each in NONCHARACTERS if each not in joined and _escaped(each) not in joined), None)
         if mark is None:
@@ -76,19 +78,19 @@ class ClientText:
 
 
 def _pattern(tokens: list[tuple[str, bool]]) -> re.Pattern[str]:
-    """The pattern by which a tokenizer finds added tokens, each given with whether it has to be a word of its own."""
+    """Return the pattern by which a tokenizer matches added tokens, each given with `single_word`."""
     longest_first = sorted(tokens, key=lambda token: len(token[0]), reverse=True)
     found = [rf"(?<!\w){re.escape(text)}(?!\w)" if word else re.escape(text) for text, word in longest_first]
     return re.compile("|".join(found) or r"(?!)")
 
 
 def _escaped(character: str) -> str:
-    """A character as JSON in ASCII and Python's repr write it."""
+    """Return a character as escaped by ASCII JSON and Python's repr."""
     return f"\\u{ord(character):04x}"
 
 
 def _texts(values: Any) -> list[str]:
-    """Every string in lists and dicts, keys included."""
+    """Return every string in nested lists and dicts, keys included."""
     if isinstance(values, str):
         return [values]
     if isinstance(values, Mapping):

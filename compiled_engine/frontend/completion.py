@@ -1,4 +1,4 @@
-"""The state of one completion: tokens in, text, log-probabilities and the reason of its end out."""
+"""The state of one completion: collects tokens, and yields text, log-probabilities and the finish reason."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from compiled_engine.frontend.outputs import CompletionOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 
-# Stop strings: found across token borders, and never let out in part.
-
 
 class StopStrings:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first is the string that is complete first; of two that end together, the longer. So the result does not
-    depend on how the text is cut into pieces. Without `include_in_output`, text that may be the beginning of a stop
-    string is held back until it is not.
+    The first match is the one that is complete first, and the longer of two that end together; the result does not
+    depend on how the text is split. Unless `include_in_output`, text that may begin a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
         self._stops = tuple(sorted(stops))
         self._include = include_in_output
         self._longest = max(map(len, stops), default=0)
-        self._text = ""  # a tail of what arrived: all that is held back, and all that a stop string may begin in
-        self._released = 0  # how much of `_text` is out
-        self._searched = 0  # no stop string that counts ends at or before this place in `_text`
+        self._text = ""  # the tail of the text: everything held back, and wherever a stop string may begin
+        self._released = 0  # characters of `_text` that were released
+        self._searched = 0  # no match ends at or before this index of `_text`
 
     def push(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
-        """Add text; give what is released by it, and the stop string that it completed, if any.
+        """Add text; return the text released, and the stop string completed, if any.
 
-        With `search` False no stop string that this text completes counts. After a match nothing may be
-        pushed.
+        Without `search`, stop strings that this text completes do not count. Nothing may be pushed after a match.
         """
         if not self._stops:
             return text, None
@@ -48,11 +44,11 @@ class StopStrings:
         return self._release(start + len(stop) if self._include else start), stop
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the text."""
+        """Return the held-back text at the end."""
         return self._release(len(self._text))
 
     def _find(self) -> tuple[int, str] | None:
-        """The first stop string that ends after `_searched`, and its start."""
+        """Return the start and text of the first stop string that ends after `_searched`."""
         for end in range(self._searched + 1, len(self._text) + 1):
             if self._text.endswith(self._stops, 0, end):
                 stop = max((stop for stop in self._stops if self._text.endswith(stop, 0, end)), key=len)
@@ -60,10 +56,10 @@ class StopStrings:
         return None
 
     def _possible_beginning(self) -> int:
-        """Start of the longest suffix of the text that is a prefix of a stop string."""
+        """Return the start of the longest suffix that is a prefix of a stop string."""
         if self._include:
             return len(self._text)
-        # Search only the held-back text: more text cannot make a prefix of earlier text. So each place is passed once.
+        # Search only held-back text: new text cannot turn released text into a prefix. So each index is visited once.
         for start in range(max(self._released, len(self._text) - self._longest + 1), len(self._text)):
             ending = self._text[start:]
             place = bisect_right(self._stops, ending)  # sorted: the first of the longer strings that begin with it
@@ -72,7 +68,7 @@ class StopStrings:
         return len(self._text)
 
     def _release(self, end: int) -> str:
-        """Let the text out up to `end`, and forget what no stop string can begin in any more."""
+        """Release text up to `end`, and drop text in which no stop string can begin any more."""
         released = self._text[self._released : end]
         forgotten = max(0, min(end, len(self._text) - self._longest + 1))
         self._text = self._text[forgotten:]
@@ -84,8 +80,8 @@ class StopStrings:
 class Completion:
     """Collects the engine core's outputs of one request. `finish_reason` is None until it ends.
 
-    A plain token may be appended to `token_ids`, and its log-probabilities to `logprobs`, from outside; with stop
-    strings `look` must then be called for each.
+    Callers may append plain tokens to `token_ids` and their rows to `logprobs` directly. With stop strings, they must
+    then call `look` after each token.
     """
 
     def __init__(
@@ -105,11 +101,11 @@ class Completion:
         self._params = params
         self._text = ""
         self._num_decoded = 0
-        self._num_textless = 0  # last tokens that are not part of the text
+        self._num_textless = 0  # trailing tokens that are not part of the text
         self._num_given_tokens = self._num_given_chars = 0  # by `delta`
         self._end_is_given = False
         self._stops = StopStrings(params.stop or (), include_in_output=params.include_stop_str_in_output)
-        self._stop_tokens: dict[int, str] = {}  # skipped ones: no stop string is found in their text
+        self._stop_tokens: dict[int, str] = {}  # skipped special tokens have no text to search, so they match by id
         if tokenizer is not None and params.stop and params.skip_special_tokens:
             ids = tokenizer.ids_of_special
             self._stop_tokens = {ids[text]: text for text in params.stop if text in ids}
@@ -123,7 +119,7 @@ class Completion:
             )
 
     def look(self, *, ends: bool = False) -> None:
-        """A token was appended: a stop string may end the completion. ends: the core ends it with this token."""
+        """Check for stop strings after a token was appended. `ends`: the core ends the completion with this token."""
         if self._params.stop:
             self._decode()
             stop = None if ends else self._stop_tokens.get(self.token_ids[-1])
@@ -131,7 +127,7 @@ class Completion:
                 self._end("stop", stop)
 
     def update(self, output: EngineOutput) -> None:
-        """Add a step's output; a stop string may end the completion before the core does."""
+        """Add a step's output. A stop string may end the completion before the core does."""
         last = len(output.new_token_ids) - 1
         for position, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
@@ -147,7 +143,7 @@ class Completion:
             self._finish(output)
 
     def snapshot(self) -> CompletionOutput:
-        """The completion as it is now."""
+        """Return the cumulative output so far."""
         self._decode()
         return CompletionOutput(
             index=self.index,
@@ -160,7 +156,7 @@ class Completion:
         )
 
     def delta(self) -> CompletionOutput | None:
-        """Changes since the last call: text, tokens, their log-probabilities; None if there are none."""
+        """Return the changes since the last call, or None if there are none."""
         self._decode()
         tokens, chars, ended = self._num_given_tokens, self._num_given_chars, self.finish_reason is not None
         if tokens == len(self.token_ids) and chars == len(self._text) and ended == self._end_is_given:
@@ -178,14 +174,14 @@ class Completion:
         )
 
     def _decode(self) -> None:
-        """Detokenise new tokens: at each token with stop strings, otherwise when the text is read."""
+        """Detokenise new tokens: after each token with stop strings, otherwise when the text is read."""
         end = len(self.token_ids) - self._num_textless
         if self._detokenizer is not None and end > self._num_decoded:
             self._add_text(self._detokenizer.push(self.token_ids[self._num_decoded : end]))
             self._num_decoded = end
 
     def _add_text(self, text: str) -> None:
-        # A stop string counts only once min_tokens have come before its last token, like a stop token.
+        # As for stop tokens, min_tokens must precede a stop string's last token.
         released, stop = self._stops.push(text, search=len(self.token_ids) > self._params.min_tokens)
         self._text += released
         if stop is not None:
@@ -196,7 +192,7 @@ class Completion:
         self._end(output.finish_reason, output.stop_reason)
 
     def _end(self, finish_reason: str | None, stop_reason: str | int | None) -> None:
-        """Let out the text that is held back, in which a stop string may come first, and end."""
+        """Release the held-back text, in which a stop string may still match, and end."""
         if self.logprobs is not None:
             self.logprobs.end()
         if self._detokenizer is not None:

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: text as it comes, never part of a character."""
+"""Incremental detokenisation that never emits part of a character."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from compiled_engine.frontend.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens held back, of which no whole character comes, until all but the last U+FFFD of their text is given out.
+# With more held-back tokens than this and still no whole character, their text is emitted, except its last U+FFFD.
 MOST_HELD = 16
-# Tokens that decide how the next one reads. A character has up to four bytes, and a token without text may follow each.
+# Tokens that can affect the next one's text. A character has up to four bytes, each maybe followed by an empty token.
 MOST_CONTEXT = 8
 
 
 class Detokenizer:
-    """Turns the tokens of one completion into text; the pieces of text together are the decode of the whole.
+    """Turns the tokens of one completion into text. The emitted pieces join to the decoded whole.
 
-    How a token reads may depend on the one before (a first token loses its leading space), so new tokens are
-    decoded together with a few that were emitted already, and what those alone decode to is taken off again.
-    New tokens are held back while their text may still change: it ends within a character, in a run of byte
-    tokens, or is empty. Each token is decoded a bounded number of times, whichever tokens follow each other.
+    A token's text may depend on the token before it (a first token loses its leading space). New tokens are therefore
+    decoded together with a few emitted ones, whose own text is then removed. Tokens are held back while their text may
+    still change: it is empty, ends within a character, or ends in a run of byte tokens. Each token is decoded a bounded
+    number of times.
 
-    prompt_token_ids: what the completion follows. skip_special_tokens: leave special tokens out.
-    spaces_between_special_tokens: False takes out the space that some tokenizers put between two of them.
+    `prompt_token_ids` precede the completion. With `spaces_between_special_tokens=False`, the space that some
+    tokenizers put between two special tokens is removed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Detokenizer:
         self._whole_text = self._tokenizer.decode(before) if begun else self._emitted_text.removesuffix(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now, after more tokens; often "" when a character needs several."""
+        """Add tokens and return the text that is now final, often "" while a character is incomplete."""
         text = ""
         for token_id in token_ids:
             if self.leaves_no_text(token_id) or self._repeats_no_text(token_id, self._window[-1:]):
@@ -67,35 +67,37 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the text held back, at the end of generation; an incomplete character becomes U+FFFD."""
+        """Return the held-back text at the end of generation. An incomplete character becomes U+FFFD."""
         return self._emit(self._tokenizer.decode(self._window))
 
     def peek(self, token_id: int) -> str:
-        """The text that would be certain after one token more, which may be part of a character; "" within a long run
-        of byte tokens."""
+        """Return the text that one more token would make final, without adding the token.
+
+        The result is "" for an incomplete character and within a long run of byte tokens.
+        """
         if len(self._window) - self._num_emitted > MOST_HELD:
             return ""
         decoded = self._tokenizer.decode([*self._window, token_id])
         return "" if decoded.endswith(REPLACEMENT) else self._new_text(decoded)
 
     def leaves_no_text(self, token_id: int) -> bool:
-        """Return whether a token is skipped, or unknown to the tokenizer."""
+        """Return whether a token is skipped or unknown to the tokenizer."""
         return token_id in self._skipped or not self._tokenizer.knows(token_id)
 
     def _repeats_no_text(self, token_id: int, neighbour: Sequence[int]) -> bool:
-        """Return whether neither a token nor its neighbour has text: one of them is enough to end a run of bytes."""
+        """Return whether the token and its neighbour are both empty: one is enough to end a run of byte tokens."""
         text_of = self._tokenizer.decode_token
         return bool(neighbour) and not text_of(token_id) and not text_of(neighbour[0])
 
     def _joins_last(self, token_id: int) -> bool:
-        """Return whether this and the previous token are special, with no space between them."""
+        """Return whether this token and the previous one are special and joined without a space."""
         if not self._join_specials:
             return False
         after_special, self._last_is_special = self._last_is_special, token_id in self._tokenizer.special_ids
         return after_special and self._last_is_special
 
     def _new_text(self, decoded: str) -> str:
-        """The part of the window's text that was not returned yet."""
+        """Return the part of the window's text that was not emitted yet."""
         known = self._emitted_text if decoded.startswith(self._emitted_text) else self._whole_text
         return decoded[len(known) :]
 
@@ -105,17 +107,19 @@ class Detokenizer:
         return new_text
 
     def _start(self, emitted: list[int]) -> None:
-        """Begin a window with tokens whose text was already returned."""
+        """Begin a window with tokens that were already emitted."""
         self._window = emitted
         self._num_emitted = len(emitted)
         self._emitted_text = self._whole_text = self._tokenizer.decode(emitted)
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The end of the prompt, back to a token with text of its own, or a few tokens, which decide how the next one
-        reads; and the byte tokens at its end that make no whole character."""
+        """Split the prompt's end into tokens that affect the next one's text, and bytes of an incomplete character.
+
+        The first part goes back to a token with text of its own, or over MOST_CONTEXT tokens.
+        """
         byte_ids = self._tokenizer.byte_ids
         context: list[int] = []
-        run: list[int] = []  # of byte tokens at the end, which is decoded as a whole
+        run: list[int] = []  # trailing byte tokens, decoded as a whole
         for token_id in reversed(prompt_token_ids):
             if self.leaves_no_text(token_id) or self._repeats_no_text(token_id, context[-1:]):
                 continue
@@ -134,8 +138,10 @@ class Detokenizer:
         return before or (list(self._tokenizer.word_ids) if len(run) > len(begun) else []), begun
 
     def _begun_character(self, run: list[int]) -> list[int]:
-        """The byte tokens behind the whole characters of a run: those of a character that may be completed, or as many
-        as show that the run is no text, whatever follows."""
+        """Return the trailing byte tokens that no whole character covers.
+
+        These may be completed to a character, or show that the run can never be valid text.
+        """
         try:
             bytes(map(self._tokenizer.byte_ids.__getitem__, run)).decode()
         except UnicodeDecodeError as error:

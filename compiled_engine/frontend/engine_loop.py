@@ -1,4 +1,4 @@
-"""The synchronous loop: add requests to the core, step it, give out what changed, leave nothing behind."""
+"""The synchronous loop of `LLM`: add requests to the core, step it, yield what changed, clean up."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.process.forks import Owner
 from compiled_engine.sampling.token_mask import TokenMask
 
-# Ctrl-C between steps, not within one: an interrupted step would leave the core's books half written.
+# Ctrl-C takes effect between steps: an interrupted step would leave the core's state inconsistent.
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold SIGINT back until the block ends; a second one within it goes through at once.
+    """Defer SIGINT until the block ends; a second one within the block takes effect at once.
 
-    Only the main thread gets the signal, so in others there is nothing to hold back.
+    Outside the main thread, which alone gets the signal, this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -45,12 +45,12 @@ def deferred_interrupt() -> Iterator[None]:
         handler(*received[0])
 
 
-# Requests that are added before Ctrl-C is heard.
+# Requests added between two checks for Ctrl-C.
 AT_A_TIME = 32
 
 
 class Core(Protocol):
-    """The methods of the engine core that the loop calls."""
+    """The engine core's methods that the loop calls."""
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None: ...
 
@@ -64,33 +64,32 @@ class Core(Protocol):
 class EngineLoop:
     """Runs requests on the core in the caller's thread.
 
-    Several runs may be active, each an iterator: advancing any of them steps the core for all, and every run yields the
-    outputs of its own requests. A run that ends early, by an exception, an interrupt or because its iterator is closed,
-    aborts its requests, so that the core stays usable.
+    Several runs may be active, each an iterator. Advancing any of them steps the core for all, and each yields its own
+    requests' outputs. A run that ends early, by an exception, an interrupt or a closed iterator, aborts its requests.
 
-    Only one iterator may advance at a time: RuntimeError for a second thread, or for a token mask that calls its own
-    engine.
+    Only one iterator may advance at a time: a second thread, or a token mask that calls its own engine, gets a
+    RuntimeError.
     """
 
     def __init__(self, core: Core, outputs: OutputProcessor) -> None:
         self._core = core
         self._outputs = outputs
-        self._changed: dict[str, Running] = {}  # what no run has given out yet, by request id
+        self._changed: dict[str, Running] = {}  # not yet yielded, by request id
         self._closed = False
         self._owner = Owner("LLM")
-        self._failure = ""  # what the last step that failed raised, as text: the error itself would hold the engine
+        self._failure = ""  # the last step's error as text; the exception would keep the engine alive
         self._in_use = threading.Lock()
-        self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another one moved
+        self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another run advanced
 
     def close(self) -> None:
-        """Let no run go on: the core is about to be closed."""
+        """Stop all runs, before the core is closed."""
         with self._turn():
             self._closed = True
 
     def run(
         self, requests: Sequence[PreparedRequest], *, partial: bool = False
     ) -> Generator[RequestOutput, None, None]:
-        """Yield each request's output once it is finished; with `partial` also whenever it has grown."""
+        """Yield each request's output when it is finished; with `partial`, also whenever it has grown."""
         outputs = self._run(requests, partial)
         try:
             while True:
@@ -121,12 +120,12 @@ class EngineLoop:
             self._in_use.release()
 
     def _close_abandoned(self) -> None:
-        """Keep no references between iterations: they would keep the engine alive."""
+        """Close abandoned runs, keeping no reference between iterations: it would keep the engine alive."""
         while self._abandoned:
             self._abandoned.pop().close()
 
     def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[list[RequestOutput], None, None]:
-        """Yield the outputs of each step that has any."""
+        """Yield lists of outputs, one for each step that has any."""
         running: dict[str, Running] = {}
         added: set[str] = set()
         try:

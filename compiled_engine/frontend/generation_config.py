@@ -1,4 +1,4 @@
-"""Default sampling parameters: the checkpoint's generation_config.json."""
+"""Default sampling parameters from the checkpoint's generation_config.json."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIELDS = {
 
 
 def read_default_sampling_params(model_path: Path, generation_config: str) -> SamplingParams:
-    """The checkpoint's defaults for "auto", SamplingParams() for "none".
+    """Return the checkpoint's defaults for "auto", SamplingParams() for "none".
 
-    `do_sample: false` means greedy. Raises ValueError naming the file if a value in it cannot be used.
+    `do_sample: false` means greedy. Raises ValueError with the file's name for an unusable value.
     """
     if generation_config == "none":
         return SamplingParams()

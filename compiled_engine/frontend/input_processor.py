@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters in, engine requests out; all are checked before any is scheduled."""
+"""Turn prompts and sampling parameters into engine requests. All are checked before any is scheduled."""
 
 from __future__ import annotations
 
@@ -27,30 +27,26 @@ if TYPE_CHECKING:
 
 
 class PreparedRequest(msgspec.Struct, frozen=True):
-    """A prompt ready to run: one engine request for each of its `sampling_params.n` completions. pooling: what is made
-    of it where it pools. lora_request: the adapter that it was given with."""
+    """A prompt ready to run, with one engine request for each of its `sampling_params.n` completions."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
-    pooling: PoolingTask | None = None
+    pooling: PoolingTask | None = None  # the post-processing of a pooling request
     lora_request: LoRARequest | None = None
 
 
 def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenizer, limits: RequestLimits) -> None:
-    """Raise ValueError for a text that is too long even in the longest tokens: what cannot fit costs no time."""
+    """Raise ValueError for a text that is too long even in the longest tokens, without tokenising it."""
     if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:
         at_least = max(tokenizer.fewest_tokens(text), 1)
         limits.check_length(name, at_least, params.min_tokens, at_least=True)
 
 
 class InputProcessor:
-    """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run.
-
-    id_prefix: how the ids of requests begin. adapters: finds those of requests.
-    """
+    """Checks and tokenises prompts; without a tokenizer, only token ids. `id_prefix` starts the request ids."""
 
     def __init__(
         self,
@@ -74,10 +70,9 @@ class InputProcessor:
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
-        """Make a request for each prompt; `sampling_params`, `priority` and `lora_request` are for all, or one for each
-        prompt.
+        """Make a request for each prompt. The other arguments apply to all prompts, or are lists with one each.
 
-        Raises TypeError or ValueError, naming the field, its value and what is allowed.
+        Raises TypeError or ValueError with the field, its value and what is allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self._limits)
@@ -89,8 +84,9 @@ class InputProcessor:
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
-        """Return the vocabulary, which the core needs before the first request with a grammar. Raises ValueError
-        without a tokenizer, or if the library `tokenizers` cannot read it.
+        """The vocabulary, which the core needs before its first request with a grammar.
+
+        Raises ValueError without a tokenizer, or if the library `tokenizers` cannot read it.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and there is none")
@@ -108,9 +104,9 @@ class InputProcessor:
         return [self._complete(param, f"sampling_params[{index}]") for index, param in enumerate(given)]
 
     def _complete(self, params: SamplingParams, name: str) -> SamplingParams:
-        """A copy of the parameters, checked against the model, with bad_words in token ids.
+        """Copy the parameters, checked against the model, with bad_words as token ids.
 
-        All is checked again: what lists hold may have changed since it was assigned.
+        The check is repeated because lists may have changed since they were assigned.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{name} must be SamplingParams, got {params!r}")
@@ -123,16 +119,16 @@ class InputProcessor:
                 require_unicode(f"bad_words[{index}]", word)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
-            params.top_k = min(params.top_k, self._limits.vocab_size)  # more are not there
+            params.top_k = min(params.top_k, self._limits.vocab_size)  # larger values have no effect
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
-            if params.max_tokens is not None:  # nor are these
+            if params.max_tokens is not None:  # nor do these
                 params.max_tokens = min(params.max_tokens, self._limits.max_model_len)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         return params
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """Tokenise, truncate if requested, and check a prompt."""
+        """Tokenise a prompt, truncate it if requested, and check it."""
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
         check_token_ids(prompt, token_ids, self._limits.vocab_size)
         keep = params.truncate_prompt_tokens
@@ -182,22 +178,21 @@ class InputProcessor:
 
 
 def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
-    """The parameters of one of n completions: it has a seed of its own; the first has the prompt's logprobs."""
+    """Return the parameters of one of n completions. Each has its own seed; only the first has prompt logprobs."""
     return derived(
         params,
         n=1,
-        token_mask=None,  # it is handed over separately from the request
-        structured_outputs=None,  # its extras have the grammar
+        token_mask=None,  # passed separately from the request
+        structured_outputs=None,  # the grammar is in the extras
         max_tokens=max_tokens,
-        # The same 64 bits, and never -1, which is no seed.
+        # Within 64 bits and never negative: -1 means no seed.
         seed=None if params.seed is None else (params.seed + index) % 2**64,
         prompt_logprobs=None if index > 0 else params.prompt_logprobs,
     )
 
 
 def checked_priorities(given: int | Sequence[int] | None, count: int, limits: RequestLimits) -> list[int]:
-    """Return a priority for each prompt. Raises TypeError or ValueError for an invalid one; warns if priorities have no
-    effect."""
+    """Return a priority for each prompt; warn if they have no effect. Raises TypeError or ValueError."""
     if given is None:
         return [0] * count
     values = [given] * count if isinstance(given, int) else given
@@ -217,12 +212,12 @@ def checked_priorities(given: int | Sequence[int] | None, count: int, limits: Re
 
 
 def is_priority(value: int) -> bool:
-    """Return whether a message to the engine core can carry it."""
+    """Return whether a message to the engine core can carry the value."""
     return -(1 << 63) <= value < 1 << 63
 
 
 def check_token_ids(prompt: Prompt, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError if there are none, or if one is not within the vocabulary."""
+    """Raise ValueError if there are no ids, or one is outside the vocabulary."""
     if not token_ids:
         given: object = prompt.text if prompt.token_ids is None else []
         raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")

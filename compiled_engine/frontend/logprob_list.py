@@ -1,4 +1,4 @@
-"""Log-probabilities as users see them, built on access from a few numbers per token."""
+"""Users' log-probabilities, stored as a few numbers per token and built on access."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, row_width
 
 Entry = TypeVar("Entry")
-"""dict[int, Logprob]; of a prompt, None where nothing precedes a token."""
+"""dict[int, Logprob], or None for a prompt's first token."""
 
 
 class GrowingLogprobs:
-    """Log-probabilities of one completion, or of one prompt; grows by a row a token.
+    """Log-probabilities of a completion or a prompt; grows by one row per token.
 
-    num_top: requested number of most likely tokens; -1 for the whole vocabulary. context: the preceding tokens, on
-    which the text of the first one depends. first: entries before the rows, of a prompt; context is then its first
-    token, whose text the first row's token may go on with.
+    `num_top` is the requested number of most likely tokens, -1 for the whole vocabulary. `context` has the preceding
+    tokens, which affect the first token's text. For a prompt, `first` has the entries before the rows and `context` is
+    the prompt's first token.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GrowingLogprobs:
         self._data = bytearray()
         self._first = list(first)
         self._texts: TokenTexts | None = None
-        self._decoded: list[tuple[str, ...]] = []  # of each row that someone has looked at, the texts of its tokens
+        self._decoded: list[tuple[str, ...]] = []  # the tokens' texts of each row read so far
         self._ended = self._text_is_complete = False
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class GrowingLogprobs:
         return len(self._data) // max(1, self._row_bytes)
 
     def add(self, rows: LogprobRows) -> None:
-        """The next tokens' rows."""
+        """Append the next tokens' rows."""
         for index in range(rows.num_rows):
             self.add_row(rows.data, index * rows.row_bytes, rows.row_bytes)
 
@@ -61,24 +61,24 @@ class GrowingLogprobs:
         self._data += data[start : start + size]
 
     def end(self) -> None:
-        """No more come: the last token has the text that was held back."""
+        """Mark the end: the last token gets the held-back text."""
         self._ended = True
 
     def sum_of_chosen(self) -> float:
-        """The sum of the chosen tokens' log-probabilities."""
+        """Return the sum of the chosen tokens' log-probabilities."""
         values_R = np.frombuffer(self._data, np.float32)[2 :: max(1, self._row_bytes // 4)]
         return float(values_R.sum(dtype=np.float64))
 
     def snapshot(self) -> LogprobList[Any]:
-        """The entries so far, as a sequence that does not grow."""
+        """Return the entries so far as a sequence that no longer grows."""
         return LogprobList(self, len(self))
 
     def since(self, first: int) -> list[Any]:
-        """Entries from `first` on, as they are now."""
+        """Return the entries from `first` on."""
         return list(self.entries(first, len(self)))
 
     def entries(self, start: int, stop: int) -> Iterator[Any]:
-        """Build the entries from `start` to before `stop`; not cached, since most are read once."""
+        """Build the entries from `start` to before `stop`. They are not cached, since most are read once."""
         yield from self._first[start:stop]
         start, stop = (max(0, index - len(self._first)) for index in (start, stop))
         if start >= stop:
@@ -91,13 +91,13 @@ class GrowingLogprobs:
             yield _entry(rank, token_ids, logprobs, decoded)
 
     def arrays(self, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `LogprobList.arrays`. stop: the number of entries."""
+        """See `LogprobList.arrays`; `stop` is the number of entries."""
         count = max(0, stop - len(self._first))
         rows_RW = LogprobRows(count, bytes(self._data[: count * self._row_bytes])).array()
         return rows_RW[:, 1::2], rows_RW[:, 2::2].view(np.float32)
 
     def _decode(self, count: int) -> None:
-        """The texts of the first `count` rows' tokens: how one reads depends on those before it."""
+        """Decode the tokens of the first `count` rows in order, since a token's text depends on those before it."""
         if self._tokenizer is None or self._text_is_complete:
             return
         done = len(self._decoded)
@@ -115,7 +115,7 @@ class GrowingLogprobs:
 
 
 class LogprobList(Sequence[Entry]):
-    """A list of entries in all but its type: equal to a list of the same entries, and one once it is pickled or copied.
+    """A lazy list of entries, equal to a list of the same entries. Pickling or copying yields a plain list.
 
     An entry has the chosen token first, then the most likely ones.
     """
@@ -128,7 +128,7 @@ class LogprobList(Sequence[Entry]):
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids [N, 1 + k], int32, and their log-probabilities, fp32, without building entries.
 
-        A row has the chosen token, then the k most likely ones. A prompt's first token, which has none, has no row.
+        A row has the chosen token, then the k most likely ones. A prompt's first token has no row.
         """
         return self._growing.arrays(self._length)
 
@@ -175,7 +175,7 @@ class LogprobList(Sequence[Entry]):
 
 
 def first_text(tokenizer: Tokenizer, token_ids: Sequence[int], params: SamplingParams) -> str:
-    """Return the text of a prompt's first token, which the texts of the others go on with."""
+    """Return the text of a prompt's first token, consistent with the entries of the others."""
     texts = _token_texts(tokenizer, (), params)
     (text,) = texts.push(token_ids[:1])
     return text if len(token_ids) > 1 else text + texts.flush()
@@ -193,22 +193,22 @@ def _token_texts(tokenizer: Tokenizer, context: Sequence[int], params: SamplingP
 def _entry(
     rank: int, token_ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str | None]
 ) -> dict[int, Logprob]:
-    """The chosen token with its rank, then the most likely ones, ranked from 1."""
+    """Build an entry: the chosen token with its rank, then the most likely ones, ranked from 1."""
     chosen = Logprob(logprobs[0], rank, texts[0])
     found = dict(zip(token_ids, map(Logprob, logprobs, range(len(token_ids)), texts), strict=True))
     found[token_ids[0]] = chosen  # also where it is among the most likely
     return found
 
 
-# The texts of single tokens, of which log-probabilities tell: those of consecutive tokens join to the whole text.
+# Texts of single tokens for log-probabilities. Texts of consecutive tokens join to the whole text.
 
 
 class TokenTexts:
-    """Texts of the tokens of a completion or a prompt, one by one; arguments are those of Detokenizer.
+    """Yields the text of each token of a completion or prompt. The arguments are those of Detokenizer.
 
-    A token that ends within a character has the text "", and the token that completes it has the character. A run of
-    byte tokens is decoded as a whole, once it has ended: the token behind it, or the end, has the characters of the
-    run. A special token that is left out of the text has its own text, and ends no run.
+    A token that ends within a character has the text "", and the token that completes the character has all of it. A
+    run of byte tokens is decoded as a whole once it has ended; the next token, or `flush`, has the run's characters. A
+    skipped special token has its own text and does not end a run.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class TokenTexts:
         )
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
-        """The texts of the next token and of others that might have come in its place; the next one is the first."""
+        """Return the texts of the next token, which comes first, and of the alternatives to it."""
         chosen, *others = token_ids
         texts = list(map(self._as_next, others))
         if self._detokenizer.leaves_no_text(chosen):
@@ -236,7 +236,7 @@ class TokenTexts:
         return [self._detokenizer.push([chosen]), *texts]
 
     def flush(self) -> str:
-        """Remaining text of the last token at the end: U+FFFD for an incomplete character, for example."""
+        """Return the last token's remaining text, such as U+FFFD for an incomplete character."""
         return self._detokenizer.flush()
 
     def _as_next(self, token_id: int) -> str:

@@ -1,4 +1,4 @@
-"""The engine's metrics as a list of named gauges and counters for monitoring."""
+"""The engine's metrics as a list of named gauges and counters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PREFIX = "compiled_engine:"
-# Key of LLM.metrics() -> the metric's name after the prefix, which is vLLM's where it has the same figure.
+# Key of LLM.metrics() -> the metric's name after the prefix. Metrics that vLLM also has carry vLLM's name.
 GAUGES = {
     "running": "num_requests_running",
     "waiting": "num_requests_waiting",
@@ -26,22 +26,22 @@ COUNTERS = {
     "draft_tokens": "spec_decode_num_draft_tokens",
     "accepted_tokens": "spec_decode_num_accepted_tokens",
 }
-# The same for counters by the value of a label.
+# Key -> name and label, for counters with one value per label value.
 LABELLED = {"accepted_by_position": ("spec_decode_num_accepted_tokens_per_pos", "position")}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure. kind: "gauge" goes up and down, "counter" only up. labels: the position of a draft."""
+    """A named metric value."""
 
     name: str
-    kind: str
+    kind: str  # "gauge" or "counter", which only grows
     value: int | float
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)  # the position of a draft
 
 
 def metric_list(metrics: Mapping[str, Any]) -> list[Metric]:
-    """The figures of `LLM.metrics` that are requests, blocks (a share from 0 to 1), tokens or counts."""
+    """Return those of `LLM.metrics` that are requests, blocks (a share from 0 to 1), tokens or counts."""
     kinds = (("gauge", GAUGES), ("counter", COUNTERS))
     found = [Metric(PREFIX + name, kind, metrics[key]) for kind, names in kinds for key, name in names.items()]
     for key, (name, label) in LABELLED.items():

@@ -1,4 +1,4 @@
-"""Conversion of steps' outputs to users' outputs: one RequestOutput for all completions of a prompt."""
+"""Turn the core's step outputs into one RequestOutput per prompt, with all its completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_DRAFTS = VerifiedDrafts()
 
 
 class RunningRequest:
-    """A prompt under way: its completions, prompt log-probabilities and times (in seconds)."""
+    """A running prompt: its completions, prompt log-probabilities and times in seconds."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
         self.request = request
@@ -46,7 +46,7 @@ class RunningRequest:
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """A token was appended to one completion; give the finish reason that the completion has now."""
+        """Check a completion after a token was appended to it, and return its finish reason, if any."""
         completion = self.completions[engine_request_id]
         completion.look()
         self._last_token_time = now
@@ -54,12 +54,12 @@ class RunningRequest:
         return completion.finish_reason
 
     def extend(self, engine_request_id: str, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
-        """Append tokens of a step that change nothing else to one completion, which looks for no stop string."""
+        """Append a step's tokens to a completion without stop strings."""
         self.completions[engine_request_id].token_ids += token_ids
         self._count_drafts(drafts, len(token_ids))
 
     def _count_drafts(self, drafts: Sequence[int], num_kept: int) -> None:
-        """Count a step's drafts, see VerifiedDrafts, and how many of them are among num_kept tokens of the output."""
+        """Count a step's drafts (see VerifiedDrafts), and those accepted among the `num_kept` output tokens."""
         num_drafts, num_right = drafts
         if num_drafts:
             self._num_drafts += 1
@@ -67,7 +67,7 @@ class RunningRequest:
             self._num_accepted_tokens += min(num_kept, num_right)
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's output to one completion; return its finish reason."""
+        """Add a step's output to one completion and return its finish reason."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if self._prompt_logprobs is not None and (found := rows_in(output.extras)) is not None:
@@ -85,7 +85,7 @@ class RunningRequest:
         completion = self.completions[output.request_id]
         num_known = len(completion.token_ids)
         completion.update(output)
-        num_kept = len(completion.token_ids) - num_known  # fewer than there are if a stop string ends it
+        num_kept = len(completion.token_ids) - num_known  # a stop string may cut the step's tokens short
         self._count_drafts(output.extras.get(VERIFIED_DRAFTS, NO_DRAFTS), num_kept)
         self._note_end(completion, now)
         return completion.finish_reason
@@ -95,19 +95,19 @@ class RunningRequest:
             self.finished, self._finished_time = True, now
 
     def unfinished_ids(self) -> list[str]:
-        """Ids of the engine requests that still run."""
+        """Return the ids of engine requests that still run."""
         return [key for key, completion in self.completions.items() if completion.finish_reason is None]
 
     def snapshot(self) -> RequestOutput:
-        """The request as it is now."""
+        """Return the cumulative output so far."""
         prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.snapshot()
         completions = [completion.snapshot() for completion in self.completions.values()]
         return self._output(completions, prompt_logprobs, self._metrics())
 
     def delta(self) -> RequestOutput:
-        """Changes since the last call: of each completion that has grown, and of the prompt's log-probabilities.
+        """Return the changes since the last call: completions that have grown, and prompt log-probabilities.
 
-        Only the last delta has times: there are many deltas, and they should be cheap.
+        Only the last delta has metrics, which keeps the many others cheap.
         """
         new = None
         if self._prompt_logprobs is not None:
@@ -153,20 +153,20 @@ Running: TypeAlias = "RunningRequest | RunningPooling"
 
 
 class OutputProcessor:
-    """Routes the core's outputs to the states of their requests."""
+    """Routes the core's outputs to the running requests."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, Running] = {}
-        # By engine request: what generates; the destination of plain tokens; of their log-probabilities; the request,
-        # if it checks each token.
+        # By engine request id. Sinks take tokens and log-probabilities directly, without an EngineOutput. Watched
+        # requests are checked after each token, for stop strings or because readers want partial outputs.
         self._generating: dict[str, RunningRequest] = {}
         self._token_sinks: dict[str, Callable[[int], None]] = {}
         self._logprob_sinks: dict[str, GrowingLogprobs] = {}
         self._watched: dict[str, RunningRequest] = {}
 
     def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
-        """Start to follow a request; its arrival is now. partial: every token changes it, not its end alone."""
+        """Start tracking a request that arrives now. With `partial`, every token is reported, not only the end."""
         if request.pooling is not None:
             pooling = RunningPooling(request)
             for engine_request in request.engine_requests:
@@ -183,14 +183,14 @@ class OutputProcessor:
         return state
 
     def forget(self, engine_request_id: str) -> None:
-        """Forget an engine request: later outputs of the core for it are dropped."""
+        """Stop tracking an engine request. Later outputs for it are dropped."""
         for by_id in (self._states, self._generating, self._token_sinks, self._logprob_sinks, self._watched):
             by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[Running], list[str]]:
-        """Process a step's outputs; return the states that changed, and the engine requests to abort.
+        """Process a step's outputs. Return the requests that changed, and the engine requests to abort.
 
-        Requests to abort ended by a stop string, which the core does not handle.
+        The aborted ones ended by a stop string, which the core does not detect.
         """
         now = time.perf_counter()
         changed: dict[int, Running] = {}
@@ -206,7 +206,6 @@ class OutputProcessor:
     def _add_single_tokens(
         self, outputs: StepOutputs, now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
-        """Process columns with a token for each request."""
         sinks = self._token_sinks
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             if (sink := sinks.get(request_id)) is not None:
@@ -227,7 +226,6 @@ class OutputProcessor:
     def _add_several_tokens(
         self, outputs: StepOutputs, lengths: Sequence[int], now: float, changed: dict[int, Running], aborts: list[str]
     ) -> None:
-        """Process columns with any number of tokens for each request."""
         every_drafts: Iterable[Sequence[int]] = outputs.columns.get(VERIFIED_DRAFTS, repeat(NO_DRAFTS))
         first, token_ids, generating = 0, outputs.token_ids, self._generating
         for request_id, length, drafts in zip(outputs.request_ids, lengths, every_drafts, strict=False):
@@ -240,7 +238,6 @@ class OutputProcessor:
                 state.extend(request_id, token_ids[tokens], drafts)
 
     def _add_output(self, output: EngineOutput, now: float, changed: dict[int, Running], aborts: list[str]) -> None:
-        """Process a step's output of one request, token by token."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state
             if state.update(output, now) is not None:

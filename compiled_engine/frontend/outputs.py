@@ -1,4 +1,4 @@
-"""The outputs of `LLM`: plain values with vLLM's names and shapes."""
+"""Outputs of `LLM`: plain values with vLLM's names and shapes."""
 
 from __future__ import annotations
 
@@ -12,37 +12,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of a token; `rank` is its place in the vocabulary, 1 for the most likely. The engine always
-    sets it.
-
-    `decoded_token` is None when the engine has no tokenizer, and with detokenize=False. Texts of consecutive tokens
-    join to the whole text: a token that ends within a character has "", and the token that completes it has the
-    character; a special token has its own text.
-    """
+    """The log-probability of a token."""
 
     logprob: float
+    # The token's rank in the vocabulary, from 1 for the most likely. The engine always sets it.
     rank: int | None = None
+    # None without a tokenizer or with detokenize=False. Texts of consecutive tokens join to the whole text: a token
+    # that ends within a character has "", and the token that completes it has the character. A special token has its
+    # own text.
     decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """A completion of a prompt; the `index`-th of `SamplingParams.n`.
-
-    `token_ids` end with the token that ended generation; `text` leaves out an end-of-sequence or stop token,
-    and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a token, made
-    when it is looked at (see LogprobList): the chosen token first, then the most likely ones. `finish_reason` is None
-    while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token id that
-    ended it, None for an end-of-sequence token, or what the error is: a token mask failed, the logits were NaN, or no
-    token was allowed.
-    """
+    """One of the `SamplingParams.n` completions of a prompt."""
 
     index: int
-    text: str
-    token_ids: list[int]
+    text: str  # Without an end-of-sequence or stop token; ends before a stop string unless include_stop_str_in_output.
+    token_ids: list[int]  # Includes the token that ended generation.
     cumulative_logprob: float | None
+    # One entry per token, built on access (see LogprobList): the chosen token, then the most likely ones.
     logprobs: Sequence[dict[int, Logprob]] | None
-    finish_reason: str | None
+    finish_reason: str | None  # None while running, then "stop", "length", "abort" or "error".
+    # The stop string or stop token id; None for an end-of-sequence token. For "error", the error: a failed token mask,
+    # NaN logits, or no allowed token.
     stop_reason: str | int | None
 
     def finished(self) -> bool:
@@ -52,91 +45,80 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of a clock with arbitrary zero; None: not yet, or never.
+    """Times of a request's events, in seconds of a clock with arbitrary zero; None if not reached.
 
-    arrival_time: it was added to the engine. first_scheduled_time: a step with its first tokens was scheduled; until
-    then it waits in the queue. first_token_time, last_token_time: the first and the newest token of any of its
-    completions came. finished_time: all have ended. num_generation_tokens: those of the longest completion.
-
-    With drafts, of all completions together: num_drafts: how often a step verified drafts, of any number;
-    num_draft_tokens: how many these were; num_accepted_tokens: how many of them are part of the output.
-
-    Fields have the names of vLLM's RequestMetrics; `queued_ts` and the like are those of its RequestStateStats.
+    Fields have the names of vLLM's RequestMetrics; `queued_ts` and similar properties, those of its RequestStateStats.
     """
 
     arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    finished_time: float | None = None
-    num_generation_tokens: int = 0
-    num_drafts: int = 0
+    first_scheduled_time: float | None = None  # the end of its time in the queue
+    first_token_time: float | None = None  # of any of its completions
+    last_token_time: float | None = None  # the newest of any of its completions
+    finished_time: float | None = None  # all completions have ended
+    num_generation_tokens: int = 0  # of the longest completion
+    num_drafts: int = 0  # The following are sums over all completions. num_drafts: steps that verified any drafts.
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafts that are part of the output
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Mean number of tokens of a step that verified drafts, as vLLM counts it; None without any."""
+        """Mean number of tokens per verifying step, as in vLLM; None without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival until first scheduled."""
+        """Seconds from arrival to the first scheduled step."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token, in seconds."""
+        """Time to first token in seconds."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of each token after the first, in seconds; None before the end or with a single one."""
+        """Mean time per token after the first, in seconds; None before the end or with a single token."""
         if self.first_token_time is None or self.finished_time is None or self.num_generation_tokens < 2:
             return None
         return (self.finished_time - self.first_token_time) / (self.num_generation_tokens - 1)
 
     @property
     def queued_ts(self) -> float:
-        """arrival_time."""
+        """Alias of arrival_time."""
         return self.arrival_time
 
     @property
     def scheduled_ts(self) -> float | None:
-        """first_scheduled_time."""
+        """Alias of first_scheduled_time."""
         return self.first_scheduled_time
 
     @property
     def first_token_ts(self) -> float | None:
-        """first_token_time."""
+        """Alias of first_token_time."""
         return self.first_token_time
 
     @property
     def last_token_ts(self) -> float | None:
-        """last_token_time."""
+        """Alias of last_token_time."""
         return self.last_token_time
 
     @property
     def first_token_latency(self) -> float | None:
-        """ttft_s."""
+        """Alias of ttft_s."""
         return self.ttft_s
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its completions, whole or as far as they are.
-
-    `prompt` is None for a prompt of token ids. `prompt_token_ids` is the same list in all outputs of a request.
-    `prompt_logprobs` starts with None: nothing precedes the first token. `num_cached_tokens` counts prompt tokens that
-    came from the prefix cache; None before the first step. `lora_request` is the adapter that the prompt has.
-    """
+    """A prompt with its completions, complete or so far."""
 
     request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
+    prompt: str | None  # None for a prompt of token ids.
+    prompt_token_ids: list[int]  # The same list object in all outputs of a request.
+    # Starts with None, since nothing precedes the first token.
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int | None = None
+    num_cached_tokens: int | None = None  # Prompt tokens found in the prefix cache; None before the first step.
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None

@@ -1,4 +1,4 @@
-"""Requests of models that pool: parameters, what is made of the engine's vectors, and results with vLLM's names."""
+"""Pooling requests: parameters, post-processing of the engine's vectors, and results with vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ if TYPE_CHECKING:
 
 TOKEN_EMBED, TOKEN_CLASSIFY = "token_embed", "token_classify"
 BY_TOKEN = {TOKEN_EMBED: EMBED, TOKEN_CLASSIFY: CLASSIFY}
-LEAST_LENGTH = 1e-12  # of a vector that is divided by its length
+LEAST_LENGTH = 1e-12  # lower bound on the norm that a vector is divided by
 
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """Parameters of a request; None leaves each to the model.
+    """Parameters of a pooling request. None leaves a choice to the model."""
 
-    dimensions: of an embedding, which is cut before it is normalised. use_activation, or normalize: whether results are
-    normalised, or made probabilities. truncate_prompt_tokens: keep so many tokens of a text, the first ones, with the
-    special tokens around them; -1: as many as the model takes. task: embed, classify, token_embed or token_classify.
-    """
-
-    dimensions: int | None = None
+    dimensions: int | None = None  # An embedding is cut to these before it is normalised.
+    # use_activation and normalize are synonyms: normalise embeddings, or turn logits into probabilities.
     use_activation: bool | None = None
     normalize: bool | None = None
+    # Keep the first tokens of a text, plus its special tokens; -1: as many as the model takes.
     truncate_prompt_tokens: int | None = None
-    task: str | None = None
+    task: str | None = None  # embed, classify, token_embed or token_classify
 
     def __post_init__(self) -> None:
         for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
@@ -54,7 +51,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class PoolingTask:
-    """Makes results of a request's vectors. Raises ValueError for a task, or for dimensions, that the model lacks."""
+    """Turns a request's vectors into results. Raises ValueError for a task or dimensions that the model lacks."""
 
     name: str
     pooling: Pooling
@@ -75,17 +72,17 @@ class PoolingTask:
 
     @property
     def by_token(self) -> bool:
-        """Return whether each token has a result."""
+        """Whether each token has its own result."""
         return self.name in BY_TOKEN
 
     def finish(self, rows_ML: np.ndarray) -> np.ndarray:
-        """Cut, and normalise or activate."""
+        """Cut to the dimensions, then normalise or activate."""
         pooling, asked = self.pooling, self.params.activates
         rows_ML = rows_ML[:, : self.params.dimensions or pooling.dimensions]
         activation = pooling.activation if (pooling.activates if asked is None else asked) else NONE
         if asked and pooling.task == EMBED:
             activation = NORMALISE
-        if pooling.head and len(pooling.head[-1].tokens) > 1:  # of two tokens that judge, the first denies
+        if pooling.head and len(pooling.head[-1].tokens) > 1:  # logits of the tokens for "no" and "yes"
             if activation == NONE:
                 return rows_ML[:, 1:] - rows_ML[:, :1]
             return _ACTIVATIONS[activation](rows_ML)[:, 1:]
@@ -114,7 +111,7 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class PoolingOutput(msgspec.Struct, frozen=True):
-    """values: fp32, a vector, or [tokens, values] with a result for each token."""
+    """A request's values, fp32: a vector, or [tokens, values] for a task by token."""
 
     values: np.ndarray
 
@@ -135,7 +132,7 @@ class EmbeddingOutput(msgspec.Struct, frozen=True):
 
 
 class ClassificationOutput(msgspec.Struct, frozen=True):
-    """probs: of each label, in the order of id2label."""
+    """Probabilities of the labels, in the order of id2label."""
 
     probs: list[float]
 

@@ -1,4 +1,4 @@
-"""Texts in, engine requests that pool out; the texts of a call are tokenised together."""
+"""Turn texts into pooling requests for the engine. The texts of a call are tokenised together."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
-# Characters that are tokenised at a time, unless a single text has more. Each takes a hundred bytes meanwhile.
+# Characters tokenised at a time, unless a single text has more. Each takes about a hundred bytes meanwhile.
 CHARACTERS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
 class PoolingBounds:
-    """Bounds on a call. seconds: for its texts to be tokenised, and to wait for that. values: of all results together.
-    characters: of all pairs together, each with its query and its instruction."""
+    """Upper bounds on one call; None for no bound."""
 
-    seconds: float | None = None
-    values: int | None = None
-    characters: int | None = None
+    seconds: float | None = None  # for tokenising its texts, including the wait for other calls
+    values: int | None = None  # of all results together
+    characters: int | None = None  # of all pairs together, each counted with its query and instruction
 
 
 UNBOUNDED = PoolingBounds()
@@ -55,15 +54,17 @@ UNBOUNDED = PoolingBounds()
 
 @dataclass(frozen=True)
 class Scoring:
-    """Requests, and the scores that come of their results. compared: pairs of embeddings; None for a model that judges
-    each pair itself."""
+    """The requests that score pairs of texts, and how their results become scores."""
 
     requests: list[PreparedRequest]
+    # Pairs of request indices whose embeddings are compared; None if each request scores one pair itself.
     compared: list[tuple[int, int]] | None
 
     def scores(self, ended: Sequence[RunningPooling]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair: the model's, or the cosine of its embeddings. Raises RuntimeError if there is
-        none."""
+        """Return the score of each pair: the model's, or the cosine similarity of its embeddings.
+
+        Raises RuntimeError if a request has no result.
+        """
         rows_ML = finished_rows(ended)
         if self.compared is None:
             return result_of_each(ScoringRequestOutput, ScoringOutput, ended, rows_ML[:, 0].tolist())
@@ -78,7 +79,7 @@ def _cosine(first: RunningPooling, second: RunningPooling, a: np.ndarray, b: np.
 
 
 class PoolingProcessor:
-    """id_prefix: how the ids of requests begin. adapters: finds those of requests; None if they have none."""
+    """Checks and tokenises texts for pooling requests. `id_prefix` starts the request ids."""
 
     def __init__(
         self,
@@ -105,10 +106,12 @@ class PoolingProcessor:
         is_stopped: Stopped = never,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
-        """Make a request for each prompt. prompt_name: of the checkpoint's prompts, to be put before each text.
-        is_stopped: asked before each part of the work. lora_request: for all prompts, or one for each.
+        """Make a request for each prompt.
 
-        Raises TypeError or ValueError, naming the field, its value and what is allowed; WorkStopped if it is stopped.
+        `prompt_name` selects one of the checkpoint's prompts, which is put before each text. `is_stopped` is polled
+        between parts of the work. `lora_request` is one for all prompts, or a list with one for each.
+
+        Raises TypeError or ValueError with the field, its value and what is allowed; WorkStopped if stopped.
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
@@ -156,10 +159,10 @@ class PoolingProcessor:
         is_stopped: Stopped = never,
         lora_request: LoRARequest | None = None,
     ) -> Scoring:
-        """Requests that score pairs: one query with each document, or as many of both.
+        """Make requests that score pairs of texts: one query with each document, or equally many of both.
 
-        instruction: of a reranker with a template. lora_request: of all texts. is_stopped, and what is raised: as in
-        `process`; ValueError for a classifier of several labels, and for a task with a result for each token.
+        `instruction` is for rerankers with a template. `lora_request` applies to all texts. Raises the errors of
+        `process`, and ValueError for a classifier with several labels or a task with per-token results.
         """
         wanted = self._task(params, None)
         if wanted.by_token:
@@ -207,7 +210,7 @@ class PoolingProcessor:
         return Scoring(self._prepare(prompts, token_ids, wanted, priority, adapters, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
-        """Return how many characters `score` tokenises: with a template each pair as a whole."""
+        """Return how many characters `score` tokenises. With a template, every pair counts in full."""
         once = num_characters([queries, documents])
         if not self.pooling.template or not isinstance(documents, list | tuple):
             return once
@@ -244,7 +247,7 @@ class PoolingProcessor:
     def _in_parts(
         self, texts: Sequence[str], is_stopped: Stopped, *, add_special_tokens: bool = True
     ) -> Iterator[list[int]]:
-        """Token ids of each text, a part of the texts at a time, so that the work can be stopped."""
+        """Yield the token ids of each text, tokenised in parts so that the work can be stopped."""
         assert self._tokenizer is not None
         start = done = 0
         while start < len(texts):
@@ -260,7 +263,7 @@ class PoolingProcessor:
             return_free_memory()
 
     def _encoded(self, texts: list[str], params: PoolingParams, is_stopped: Stopped) -> list[list[int]]:
-        """Token ids with special tokens, which a truncation keeps."""
+        """Return token ids with special tokens, which a truncation keeps."""
         if not texts:
             return []
         encoded = list(self._in_parts(texts, is_stopped))
@@ -275,7 +278,7 @@ class PoolingProcessor:
     def _judged(
         self, firsts: list[str], seconds: list[str], instruction: str | None, most: int | None, is_stopped: Stopped
     ) -> Iterator[Pair]:
-        """Pairs in the model's template, else as the tokenizer joins them; a text of many pairs is tokenised once."""
+        """Yield pairs in the model's template, or joined by the tokenizer. Repeated texts are tokenised once."""
         assert self._tokenizer is not None
         if not self.pooling.template:
             before = list(self._in_parts(firsts, is_stopped, add_special_tokens=False))
@@ -327,16 +330,16 @@ class PoolingProcessor:
 
 @cache
 def _one_step() -> SamplingParams:
-    """A request that pools ends with the step that computes its last token."""
+    """Return parameters with which a request ends after the step that computes its last token."""
     return SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False, ignore_eos=True)
 
 
 def _truncated(with_special: list[int], bare: list[int], most: int) -> list[int]:
-    """The first tokens of a text, with the special tokens around them."""
+    """Return a text's first tokens with the special tokens around them."""
     around = len(with_special) - len(bare)
     places = (i for i in range(around + 1) if with_special[i : i + len(bare)] == bare)
     start = next(places, None)
-    if start is None or around >= most:  # the special tokens are not around the text
+    if start is None or around >= most:  # the special tokens do not surround the text
         return with_special[:most]
     return with_special[:start] + bare[: most - around] + with_special[start + len(bare) :]
 
@@ -353,14 +356,14 @@ def _texts(name: str, given: Any) -> list[str]:
 def make_pooling_processor(
     model: ModelConfig, tokenizer: Tokenizer | None, limits: RequestLimits, adapters: AdapterFinder, id_prefix: str = ""
 ) -> PoolingProcessor | None:
-    """None for a model that generates."""
+    """Return the processor, or None for a generative model."""
     if model.pooling is None:
         return None
     return PoolingProcessor(tokenizer, limits, model.pooling, model.hidden_size, id_prefix, adapters)
 
 
 def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:
-    """Raise ValueError for a model that generates."""
+    """Return the processor. Raises ValueError for a generative model."""
     if processor is None:
         raise ValueError(
             "the model generates text, and does not pool; allowed: runner='pooling', which loads it for that"
@@ -369,6 +372,6 @@ def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:
 
 
 def require_generating(processor: PoolingProcessor | None) -> None:
-    """Raise ValueError for a model that pools."""
+    """Raise ValueError for a pooling model."""
     if processor is not None:
         raise ValueError("the model pools, and generates no text; allowed: runner='generate', if its checkpoint can")

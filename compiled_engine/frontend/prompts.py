@@ -1,4 +1,4 @@
-"""Conversion of all accepted prompts to text or token ids."""
+"""Parse prompts in all accepted forms."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT
 
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run.
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both, whose ids are run.
 
-A dict may also have a "cache_salt", text: only prompts of one salt share a prefix in the KV cache. Keys of vLLM for
+A dict may also have a "cache_salt", a string: only prompts with the same salt share cached prefixes. vLLM's keys for
 images and embeddings may be None.
 """
 
@@ -23,11 +23,11 @@ KNOWN = frozenset(KEYS)
 OF_OTHER_ENGINES = frozenset(("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"))
 LONGEST_SALT = 256  # characters
 LONGEST_VALUE = 200  # characters of a value in an error
-VALUE_SIZE = 8  # characters that take a template and a tokenizer as long as a key, a number, an array or an object
+VALUE_SIZE = 8  # a key, number, array or object costs a template and tokenizer as much as this many characters
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt, with its name in errors: text, or token ids, or both where they belong together."""
+    """A parsed prompt with its name for errors: text, token ids, or both."""
 
     name: str
     text: str | None
@@ -36,9 +36,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """Parse one prompt or several. A list of integers is one prompt; any other list holds several, or none.
+    """Parse one prompt or several. A list of integers is one prompt; any other list holds several or none.
 
-    Raises TypeError or ValueError, naming the prompt (such as prompts[3]), its value and what is allowed.
+    Raises TypeError or ValueError with the prompt (such as prompts[3]), its value and what is allowed.
     """
     if isinstance(prompts, str | Mapping):
         return [_parse("prompts", prompts)]
@@ -75,20 +75,20 @@ def _parse(name: str, prompt: Any) -> Prompt:
 
 
 def _shown(value: Any) -> str:
-    """A value of another type in one line: those of arrays and tensors have many, and may be long."""
+    """Return the value's repr on one line, shortened."""
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def _as_list(value: Any) -> str:
-    """Advice for an array, a tensor or a generator."""
+    """Advise how to make a list of an array, a tensor or a generator."""
     if hasattr(value, "tolist"):
         return "; its tolist() is a list"
     return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, str | bytes) else ""
 
 
 def check_salt(name: str, salt: Any) -> None:
-    """Raise TypeError or ValueError for what is no salt."""
+    """Raise TypeError or ValueError for an invalid salt."""
     if not isinstance(salt, str):
         raise TypeError(f"{name} must be a string, got {salt!r}")
     if not 1 <= len(salt) <= LONGEST_SALT:
@@ -98,7 +98,7 @@ def check_salt(name: str, salt: Any) -> None:
 
 
 def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
-    if set(map(type, token_ids)) <= {int}:  # nearly always, and quickly seen
+    if set(map(type, token_ids)) <= {int}:  # the common case, checked fast
         return tuple(token_ids)
     for index, token_id in enumerate(token_ids):
         if not _is_integer(token_id):
@@ -120,12 +120,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def has_long_text(value: Any) -> bool:
-    """Return whether tokenising a prompt or conversation would block an event loop for long."""
+    """Return whether tokenising this prompt or conversation would block an event loop for long."""
     return num_characters(value) >= LONG_TEXT
 
 
 def num_characters(value: Any) -> int:
-    """Total length of all texts within lists and dicts."""
+    """Return the total length of all texts in nested lists and dicts."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -136,8 +136,10 @@ def num_characters(value: Any) -> int:
 
 
 def rendering_size(value: Any) -> int:
-    """The size of what a chat template is given, which tells how long rendering takes: of all texts, keys, numbers,
-    arrays and objects, in characters. Of a size beyond HUGE_TEXT not everything is counted."""
+    """Return a chat template's input size in characters, an estimate of the time that rendering takes.
+
+    All texts, keys, numbers, arrays and objects count. Counting stops beyond HUGE_TEXT.
+    """
     size, waiting = 0, [value]
     while waiting and size <= HUGE_TEXT:
         each = waiting.pop()

@@ -1,4 +1,4 @@
-"""Outputs of the requests of an API process, for readers that wait, and the connection to the engine core."""
+"""Async output streams for the requests of an API process, and their connection to the engine core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 
 
 class RequestStream:
-    """Steps arrive independently of the reader: a slow reader gets everything since its last output at once."""
+    """One request's outputs for one reader. A slow reader gets everything since its last output at once."""
 
     def __init__(self, state: Running, output: OutputKind) -> None:
         self.state = state
@@ -31,7 +31,7 @@ class RequestStream:
         self._failure: Exception | None = None
 
     def wake(self) -> None:
-        """The state has changed."""
+        """Report a change to the reader; with "final", only the end."""
         if self._output != "final" or self.state.finished:
             self._has_changed = True
             if self._waiting is not None and not self._waiting.done():
@@ -46,7 +46,7 @@ class RequestStream:
                 self._waiting.set_result(None)
 
     async def next(self) -> RequestOutput:
-        """The next output; the last one has `finished`. For one reader."""
+        """Wait for the next output; the last one has `finished`. Only one reader may call this."""
         if not self._has_changed:
             self._waiting = asyncio.get_running_loop().create_future()
             try:
@@ -59,11 +59,8 @@ class RequestStream:
         return self.state.delta() if self._output == "delta" else self.state.snapshot()
 
 
-# All requests of an API process that are under way, and where their outputs go.
-
-
 class RequestStreams:
-    """Streams by request id. Belongs to one event loop at a time."""
+    """The streams of all running requests, by request id. Belongs to one event loop at a time."""
 
     def __init__(self, outputs: OutputProcessor) -> None:
         self._outputs = outputs
@@ -80,11 +77,11 @@ class RequestStreams:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are not only waiting for their reader."""
+        """Number of requests that still generate; finished ones may still wait for their reader."""
         return sum(not stream.state.finished for stream in self._streams.values())
 
     def add(self, request: PreparedRequest, output: OutputKind) -> RequestStream:
-        """Start to follow a request. Raises ValueError if its id is in use."""
+        """Start tracking a request. Raises ValueError if its id is in use."""
         request_id = request.request_id
         if request_id in self._streams:
             raise ValueError(f"request_id {request_id!r} is already in use; allowed: an id of no request under way")
@@ -93,7 +90,7 @@ class RequestStreams:
         return stream
 
     def remove(self, stream: RequestStream) -> list[str]:
-        """Stop following a request; its engine requests that still run."""
+        """Stop tracking a request and return its engine requests that still run."""
         request_id = stream.state.request.request_id
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
@@ -103,14 +100,14 @@ class RequestStreams:
         return unfinished
 
     def process(self, outputs: StepOutputs) -> list[str]:
-        """Process a step and wake the readers; return engine requests to abort, which ended by a stop string."""
+        """Process a step and wake the readers. Return the engine requests to abort, which ended by a stop string."""
         changed, complete = self._outputs.process(outputs)
         for state in changed:
             self._streams[state.request.request_id].wake()
         return complete
 
     def abort(self, request_id: str) -> list[str]:
-        """End a request with finish_reason "abort"; its engine requests that still run. None if it is not known."""
+        """End a request with finish_reason "abort". Return its engine requests that still run, [] for an unknown id."""
         stream = self._streams.get(request_id)
         unfinished = [] if stream is None else stream.state.unfinished_ids()
         self.process(StepOutputs(others=[EngineOutput(each, (), finish_reason="abort") for each in unfinished]))
@@ -131,7 +128,7 @@ _EXIT_S = 30.0
 
 
 def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
-    """A client that passes steps to `streams`, and ends them when the core dies."""
+    """Return a client that passes steps to `streams`, and fails the streams when the core dies."""
     client: CoreClient
 
     def on_outputs(outputs: StepOutputs) -> None:
@@ -145,13 +142,13 @@ def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestSt
 
 
 def leave(client: CoreClient, streams: RequestStreams) -> None:
-    """Close the connection; the readers of requests under way get EngineDeadError. May be called again."""
+    """Close the connection. Readers of running requests get EngineDeadError. May be called repeatedly."""
     client.close("the engine was shut down")
     reason = client.dead or ""
     streams.fail_all(lambda: EngineDeadError(reason))
 
 
 def end(client: CoreClient, core: RunningCore, streams: RequestStreams) -> None:
-    """Leave, and wait until the core has ended. May be called again."""
+    """Leave, and wait for the core to exit. May be called repeatedly."""
     leave(client, streams)
     core.close(_EXIT_S)

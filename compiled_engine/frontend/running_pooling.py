@@ -1,4 +1,4 @@
-"""Running requests that pool: their vectors so far, and the results of requests that have ended."""
+"""Running pooling requests: the vectors received so far, and the results of finished requests."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 
 
 class RunningPooling:
-    """The counterpart of RunningRequest, which has completions. num_cached_tokens: None before the first output."""
+    """A running pooling request, the counterpart of RunningRequest."""
 
     def __init__(self, request: PreparedRequest) -> None:
         self.request = request
         self.request_id = request.request_id
         self.finished = False
         self.vectors: list[Vectors] = []
-        self.num_cached_tokens: int | None = None
+        self.num_cached_tokens: int | None = None  # None before the first output
         self._finish: tuple[str, int | str | None] | None = None
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """No token of it is in the columns of a step."""
+        """Raise RuntimeError: pooling requests have no tokens in a step's columns."""
         raise RuntimeError(f"request {engine_request_id!r} got a token, but it pools")
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's vectors; vectors that are computed again after a preemption replace the earlier ones."""
+        """Add a step's vectors. Vectors recomputed after a preemption replace the earlier ones."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
         if (vectors := vectors_in(output.extras)) is not None:
@@ -51,25 +51,27 @@ class RunningPooling:
         return output.finish_reason
 
     def unfinished_ids(self) -> list[str]:
-        """Ids of the engine requests that still run."""
+        """Return the ids of engine requests that still run."""
         return [] if self.finished else [each.request_id for each in self.request.engine_requests]
 
     def snapshot(self) -> Any:
-        """The request itself: results are made of all requests of a call together, see `results`."""
+        """Return the request itself: results are built for all requests of a call together, see `results`."""
         return self
 
     delta = snapshot
 
     def raise_if_failed(self) -> None:
-        """Raise RuntimeError if it has ended without a result."""
+        """Raise RuntimeError if the request has ended without a result."""
         reason, why = self._finish or (None, None)
         if reason in ("error", "abort") or not self.vectors:
             raise RuntimeError(f"request {self.request_id} has no result ({reason}): {why}")
 
 
 def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
-    """The results of requests with the same task, one after the other: fp32 [rows, values], a row for a request, or for
-    each of its tokens. Raises RuntimeError if a request has none."""
+    """Return the results of requests with the same task, fp32 [rows, values].
+
+    A request has one row, or one per token. Raises RuntimeError if a request has no result.
+    """
     for each in ended:
         each.raise_if_failed()
     if not ended:
@@ -82,7 +84,7 @@ def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
 
 
 def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[PoolingOutput]]:
-    """The results as `encode` returns them. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `encode`. Raises RuntimeError as `finished_rows` does."""
     rows_ML = finished_rows(ended)
     values: Iterable[np.ndarray] = rows_ML
     if ended and (task := ended[0].request.pooling) is not None and task.by_token:
@@ -92,19 +94,19 @@ def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[Poolin
 
 
 def embeddings(ended: Sequence[RunningPooling]) -> list[EmbeddingRequestOutput]:
-    """The results as `embed` returns them. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `embed`. Raises RuntimeError as `finished_rows` does."""
     return result_of_each(EmbeddingRequestOutput, EmbeddingOutput, ended, finished_rows(ended).tolist())
 
 
 def classifications(ended: Sequence[RunningPooling]) -> list[ClassificationRequestOutput]:
-    """The results as `classify` returns them. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `classify`. Raises RuntimeError as `finished_rows` does."""
     return result_of_each(ClassificationRequestOutput, ClassificationOutput, ended, finished_rows(ended).tolist())
 
 
 def result_of_each(
     kind: type[Result], make: Callable[[Any], Any], ended: Iterable[RunningPooling], values: Iterable[Any]
 ) -> list[Result]:
-    """A result of this kind for each request, whose outputs are made of its values."""
+    """Build a `kind` for each request, with outputs made from its values."""
     return [
         kind(each.request_id, make(value), list(each.request.prompt_token_ids), True, each.num_cached_tokens)
         for each, value in zip(ended, values, strict=True)

@@ -1,7 +1,6 @@
-"""The forms in which a chat template reads a conversation: contents as text or as parts, arguments of calls as objects
-or as text, a call in each message or several.
+"""Find the message forms that a chat template reads: text or parts, arguments as objects or text, one or more calls.
 
-Templates do not say so. Each is rendered with small conversations, and what comes out shows what it has read.
+Templates do not declare this. Each is rendered with small probe conversations, and the output shows what it reads.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 
 from compiled_engine.frontend.chat_template import REASONING_FIELDS, render_template
 
-# Arrays and objects within each other, in arguments that are parsed; deeper ones stay text.
+# Nesting depth up to which arguments are parsed; deeper ones stay text.
 DEEPEST_ARGUMENTS = 64
 MARK, OTHER_MARK = "probe7one", "probe7two"
-# Passes of loops in a probe: none needs as many, and a template that loops without end is not looked into for ever.
+# Loop iterations allowed in a probe, far more than any needs. They end a probe of an endless template.
 MOST_PASSES = 100_000
-# A mark as JSON, or Python's repr, of the structure around it has it.
+# A mark inside a structure that was dumped as JSON or Python repr.
 _DUMPED = re.compile(rf"""['"](?:text|{OTHER_MARK})['"]\s*:\s*['"]{MARK}""")
 _BLANK = dict.fromkeys(
     [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")],
@@ -40,13 +39,13 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ContentForm:
-    """text: a string is read. parts: how many parts of a list are, 0 to 2; 2 stands for any number."""
+    """The forms of a message's content that a template reads."""
 
-    text: bool
-    parts: int
+    text: bool  # It reads a string.
+    parts: int  # How many parts of a list it reads, 0 to 2; 2 stands for any number.
 
     def adapt(self, content: Any) -> Any:
-        """The content, a string or a list of text parts, in this form."""
+        """Return the content, a string or a list of text parts, in this form."""
         if isinstance(content, str):
             return content if self.text or not self.parts else [{"type": "text", "text": content}]
         if not isinstance(content, list | tuple) or self.parts == 2:
@@ -56,20 +55,17 @@ class ContentForm:
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """contents: by role; the form of the user's is that of other roles. arguments_as_text: those of calls are read as
-    JSON in a string. one_call: of a message's calls, only the first is read. one_text: a message with calls may have
-    content or reasoning, not both. one_system: of several system messages at the beginning, only the first is read.
-    described: a tool must have a description."""
+    """The forms of messages and tools that a template reads."""
 
-    contents: Mapping[str, ContentForm]
-    arguments_as_text: bool
-    one_call: bool = False
-    one_text: bool = False
-    one_system: bool = False
-    described: bool = False
+    contents: Mapping[str, ContentForm]  # By role. Other roles have the user's form.
+    arguments_as_text: bool  # Arguments of calls are read as a JSON string.
+    one_call: bool = False  # Only the first of a message's calls is read.
+    one_text: bool = False  # A message with calls may have content or reasoning, not both.
+    one_system: bool = False  # Only the first of several leading system messages is read.
+    described: bool = False  # A tool must have a description.
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in the forms that the template reads."""
+        """Return the messages in the forms that the template reads."""
         if self.one_system:
             messages = _one_system(messages)
         if self.one_call:
@@ -77,11 +73,11 @@ class TemplateForms:
         return [self.adapt(message) for message in messages]
 
     def tools(self, tools: Sequence[Any]) -> list[Any]:
-        """The tools, JSON schemas, as the template reads them."""
+        """Return the tools' JSON schemas as the template reads them."""
         return [_described(tool) for tool in tools] if self.described else list(tools)
 
     def adapt(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message in the forms that the template reads."""
+        """Return one message in the forms that the template reads."""
         adapted = dict(message)
         if "content" in message:
             form = self.contents.get(message.get("role", ""), self.contents["user"])
@@ -110,7 +106,6 @@ class TemplateForms:
 
 
 def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with one system message at the beginning, which holds the texts of all that are there."""
     first = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
     if len(first) < 2:
         return list(messages)
@@ -119,7 +114,7 @@ def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with a message for each call, and each result behind its call."""
+    """Split messages so that each has one call, followed by its result."""
     apart: list[Mapping[str, Any]] = []
     place = 0
     while place < len(messages):
@@ -151,8 +146,10 @@ def _described(tool: Any) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments as an object where they are one: none at all are an empty one, and so is null. What else a model wrote
-    stays text, so that it sees its own output."""
+    """Parse arguments that are a JSON object; None, "" and null become {}.
+
+    Other arguments stay text, so that the model sees its own output.
+    """
     if arguments is None:
         return {}
     if not isinstance(arguments, str):
@@ -180,7 +177,7 @@ def _is_deep(value: Any) -> bool:
 
 @cache
 def forms_of(template: str) -> TemplateForms:
-    """The forms that a template reads."""
+    """Return the forms that a template reads."""
     user = _content_form(template, [], "user", [])
     asks = {"role": "user", "content": user.adapt("probe")}
     answers = {"role": "assistant", "content": user.adapt("probe")}
@@ -206,7 +203,7 @@ def forms_of(template: str) -> TemplateForms:
 
 
 def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
-    """Return whether the second call of a message is left out, without an error."""
+    """Return whether the second call of a message is dropped without an error."""
     asks, message = calls
 
     def shown(*names: str) -> list[bool]:
@@ -220,7 +217,7 @@ def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
 
 
 def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
-    """Return whether a message with a call is refused if it has content and reasoning."""
+    """Return whether a message with a call is refused for having both content and reasoning."""
     asks, message = calls
     content, thought = {"content": asks["content"]}, {REASONING_FIELDS[0]: "probe"}
 
@@ -231,7 +228,7 @@ def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
 
 
 def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
-    """Return whether the second of two system messages is left out, without an error."""
+    """Return whether the second of two system messages is dropped without an error."""
     text = _rendered(
         template, [*({"role": "system", "content": form.adapt(mark)} for mark in (MARK, OTHER_MARK)), asks]
     )
@@ -239,7 +236,7 @@ def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
 
 
 def _needs_descriptions(template: str, asks: Any) -> bool:
-    """Return whether a tool is refused if it has no description."""
+    """Return whether a tool without a description is refused."""
     function = {name: value for name, value in _TOOL["function"].items() if name != "description"}
 
     def takes(tool: Any) -> bool:
@@ -251,7 +248,7 @@ def _needs_descriptions(template: str, asks: Any) -> bool:
 def _content_form(
     template: str, before: Sequence[Any], role: str, after: Sequence[Any], default: ContentForm | None = None
 ) -> ContentForm:
-    """default: for a role whose contents do not show in any form."""
+    """Probe a role's content. `default` applies if the content shows in no form."""
 
     def rendered(content: Any) -> str:
         message = {"role": role, "content": content, "name": "probe", "tool_call_id": "probe0000"}
@@ -269,7 +266,7 @@ def _content_form(
 
 
 def _reads_arguments_as_text(template: str, asks: Any, user: ContentForm) -> bool:
-    """Return whether only JSON as text shows as JSON."""
+    """Return whether arguments render as JSON only if they are given as JSON text."""
     given = {OTHER_MARK: MARK}
     answers = {"role": "tool", "content": "probe", "name": "probe", "tool_call_id": "probe0000"}
 
@@ -286,10 +283,10 @@ def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
 
 
 def _rendered(template: str, messages: Sequence[Any], with_tools: Sequence[list[Any] | None] = (None, [_TOOL])) -> str:
-    """The text without and with a tool; empty where the template refuses the conversation."""
+    """Render without and with a tool; "" where the template refuses the conversation."""
     texts = []
     for tools in with_tools:
-        with suppress(Exception):  # any, as templates are programs of others
+        with suppress(Exception):  # templates may raise anything
             text = render_template(
                 template,
                 messages,

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, loaded from local files, and the facts of its vocabulary."""
+"""Load a checkpoint's tokenizer from local files, and answer questions about its vocabulary."""
 
 from __future__ import annotations
 
@@ -36,12 +36,7 @@ BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class Tokenizer:
-    """A tokenizer, as the frontend uses it.
-
-    special_tokens: texts by name, such as eos_token. chat_template: one, or several by name, or None.
-    special_ids: ids that skip_special_tokens leaves out. byte_ids: SentencePiece's tokens of a single byte
-    (<0x00> to <0xFF>), each with its byte; a run of them is decoded as a whole. word_ids: those of a short word.
-    """
+    """The frontend's interface to a tokenizer, whether the `tokenizers` library or transformers runs it."""
 
     def __init__(
         self,
@@ -50,12 +45,16 @@ class Tokenizer:
         chat_template: Templates,
         in_transformers: Callable[[], PreTrainedTokenizerBase],
     ) -> None:
-        """in_transformers: gives the same tokenizer as an object of transformers."""
+        """`in_transformers` loads the tokenizer with transformers, on first access to `hf`."""
         self._backend, self._in_transformers = backend, in_transformers
+        # special_tokens: text by name, such as eos_token. chat_template: one template, or several by name.
         self.special_tokens, self.chat_template = special_tokens, chat_template
+        # The ids that skip_special_tokens leaves out of the text.
         self.special_ids = frozenset(token_id for token_id, token in backend.added_tokens().items() if token.special)
         bytes_of_tokens = ((backend.token_to_id(token), byte) for byte, token in enumerate(BYTE_TOKENS))
+        # SentencePiece's single-byte tokens, <0x00> to <0xFF>. A run of them is decoded as a whole.
         self.byte_ids = {token_id: byte for token_id, byte in bytes_of_tokens if token_id is not None}
+        # A short word, decoded before a token to see whether the token begins with a space.
         self.word_ids = self.encode("a", add_special_tokens=False)
         self._decoded_tokens: dict[int, str] = {}
         self._known_ids: set[int] = set()
@@ -63,7 +62,7 @@ class Tokenizer:
 
     @classmethod
     def of_transformers(cls, hf: PreTrainedTokenizerBase) -> Tokenizer:
-        """The object loaded by transformers."""
+        """Wrap a tokenizer that transformers has loaded."""
         backend: TokenizerBackend
         if hf.is_fast:
             hf.backend_tokenizer.no_truncation()  # as hf itself does whenever it is called
@@ -75,29 +74,29 @@ class Tokenizer:
 
     @cached_property
     def ids_of_special(self) -> dict[str, int]:
-        """The ids of the special tokens, by their texts."""
+        """Ids of the special tokens, by text."""
         return {token.content: token_id for token_id, token in self._backend.added_tokens().items() if token.special}
 
     @cached_property
     def client_text(self) -> ClientText:
-        """Renders texts so that what looks like a special token in a client's values is text."""
+        """Renders client values so that text resembling a special token stays text."""
         return ClientText(self._backend.added_tokens())
 
     @property
     def hf(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of transformers, which is imported for it."""
+        """The transformers tokenizer. The first access imports transformers and loads it."""
         if self._hf is None:
             self._hf = self._in_transformers()
         return self._hf
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token that the tokenizer names."""
+        """The tokenizer's own end-of-sequence token."""
         end = self.special_tokens.get("eos_token")
         return None if end is None else self._backend.token_to_id(end)
 
     def knows(self, token_id: int) -> bool:
-        """Return whether a token has this id; a model's vocabulary may be padded beyond its tokenizer's."""
+        """Return whether the tokenizer has a token with this id. A model's vocabulary may be padded beyond it."""
         if token_id in self._known_ids:
             return True
         if self._backend.id_to_token(token_id) is None:
@@ -106,42 +105,46 @@ class Tokenizer:
         return True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, by default with the tokenizer's special tokens around it."""
+        """Return token ids of `text`, by default with the tokenizer's special tokens around it."""
         return self._backend.encode(text, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text; fast tokenizers use several threads."""
+        """Return token ids of each text. Fast tokenizers use several threads."""
         return self._backend.encode_batch(texts, add_special_tokens)
 
     def join(self, first: list[int], second: list[int], most: int | None = None) -> Pair:
-        """Two texts without special tokens, joined as the tokenizer joins a pair. most: the longer text is cut until
-        both have no more tokens."""
+        """Join two tokenised texts, without special tokens, as the tokenizer encodes a pair.
+
+        With `most`, truncate the longer text until the pair has at most that many tokens.
+        """
         return self._backend.join(first, second, most)
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the text's number of tokens, found without tokenising it."""
+        """Return a lower bound on the number of tokens, without tokenising the text."""
         longest = self._backend.longest_token()
         return 0 if longest is None else -(-len(text) // longest)
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Token ids of one text in several parts: ids of special tokens, and texts, in which what looks like a special
-        token is text."""
+        """Encode one text given in parts: strings, and ids of special tokens.
+
+        Text that looks like a special token is encoded as plain text.
+        """
         return self._backend.encode_parts(parts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
+        """Return the text of `token_ids`, special tokens included. Unknown ids add nothing."""
         return self._backend.decode(token_ids)
 
     def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it. Raises ValueError if it runs in Python's code of transformers."""
+        """Return the tokenizer in tokenizer.json format. Raises ValueError for a slow (Python) tokenizer."""
         return self._backend.to_json()
 
     def entry(self, token_id: int) -> str:
-        """The vocabulary's entry of a token, such as Ġdef; empty for an unknown one."""
+        """Return a token's vocabulary entry, such as Ġdef, or "" for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode_token(self, token_id: int) -> str:
-        """The text of one token within a text, where it keeps its leading space; a special token's alone."""
+        """Return a token's text in the middle of a text, with its leading space; a special token is decoded alone."""
         text = self._decoded_tokens.get(token_id)
         if text is None:
             text = self._decoded_tokens[token_id] = self._decode_token(token_id)
@@ -155,14 +158,14 @@ class Tokenizer:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Return whether the folder has a tokenizer's file."""
+    """Return whether the folder has a tokenizer file."""
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in the folder `path`, from its files alone: nothing is downloaded, no code of it is run.
+    """Load the tokenizer in the folder `path` from its files alone, without downloads or the checkpoint's code.
 
-    Raises FileNotFoundError or ValueError, naming the folder, what is wrong, and the file if one is damaged.
+    Raises FileNotFoundError or ValueError with the folder, the reason, and the damaged file, if any.
     """
     find_tokenizer_folder(path, path)
     try:
@@ -170,7 +173,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except NotReadHere as reason:
         log.info("tokenizer: transformers reads the one in %s: %s", path, reason)
         tokenizer = Tokenizer.of_transformers(load_by_transformers(path))
-        if tokenizer.chat_template is None:  # transformers reads the file of older folders for their processors alone
+        if tokenizer.chat_template is None:  # transformers reads chat_template.json only for processors
             tokenizer.chat_template = read_templates(path, {})
         return tokenizer
     except Exception as error:  # the Rust library raises nothing more special
@@ -184,7 +187,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
-    """Load the folder with AutoTokenizer. Raises ValueError as load_tokenizer does."""
+    """Load the folder with AutoTokenizer. Raises ValueError as `load_tokenizer` does."""
     from compiled_engine.models.foreign.description import IMPORTING  # imports torch, as transformers does
 
     try:
@@ -202,9 +205,9 @@ def _not_loaded(path: Path, error: Exception) -> ValueError:
 
 
 def _damage(path: Path, *, vocabularies: bool = True) -> str:
-    """Describe the defect of a tokenizer's file; empty if each file by itself is sound.
+    """Describe the first damaged tokenizer file, or return "".
 
-    vocabularies: read the large files completely, not only their ends.
+    With `vocabularies`, large files are read completely, not only their ends.
     """
     for file in (path / name for name in TOKENIZER_FILES if (path / name).is_file()):
         if is_lfs_pointer(file):
@@ -222,21 +225,21 @@ def _damage(path: Path, *, vocabularies: bool = True) -> str:
 
 
 def _ends_as_object(file: Path) -> bool:
-    """Return whether the last character closes an object, unlike in a truncated file."""
+    """Return whether the file's last character closes an object, unlike in a truncated file."""
     with file.open("rb") as content:
         content.seek(max(0, file.stat().st_size - 1024))
         return content.read().rstrip().endswith(b"}")
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that a checkpoint may lack, {} without it; ValueError if it is damaged."""
+    """Return the JSON object in an optional file, or {} without the file. Raises ValueError if it is damaged."""
     return JsonFields.from_file(path).values if path.is_file() else {}
 
 
 def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
-    """The folder `given`, otherwise the checkpoint's; None if that has no tokenizer.
+    """Return the folder `given`, or else the checkpoint's; None if the checkpoint has no tokenizer.
 
-    Raises as `load_tokenizer`, for defects found without reading the vocabulary.
+    Raises the errors of `load_tokenizer` for defects that show without reading the vocabulary.
     """
     if given is None and not has_tokenizer(model_path):
         return None
@@ -251,8 +254,10 @@ def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
 
 
 def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides: str = "") -> frozenset[int]:
-    """Every end-of-sequence token that generation_config.json, config.json or the tokenizer names. overrides: of
-    config.json, as JSON."""
+    """Return every end-of-sequence id in generation_config.json, config.json and the tokenizer.
+
+    `overrides` replace fields of config.json; they are given as JSON.
+    """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         stated = read_json_if_there(model_path / name)
@@ -269,12 +274,12 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides:
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """`bad_words` as token ids: each word as it is at the start of a text, and as it is after a space if that differs.
+    """Return the token ids of each word at the start of a text, and after a space if that form differs.
 
-    As in vLLM the form after a space counts only if it has as many tokens: otherwise it begins with a token
-    for the space alone, and the sequence to forbid is the first form again.
+    As in vLLM, the form after a space counts only if it has as many tokens. Otherwise it begins with a token for the
+    space alone, and the sequence to forbid is the first form again.
 
-    Raises ValueError, naming the word, if it has no tokens.
+    Raises ValueError for a word without tokens.
     """
     encoded: list[tuple[int, ...]] = []
     for index, word in enumerate(words):

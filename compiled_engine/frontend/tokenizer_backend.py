@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the library `tokenizers` or by transformers."""
+"""Tokenizer backends: the `tokenizers` library, or transformers' Python tokenizers."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from compiled_engine.process.memory import return_free_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Characters from which a text is tokenised as a batch of one, which does not hold Python's lock and keeps no offsets;
-# up to which it waits for no longer one; and from which the memory that this took is returned to the system.
+# Text lengths in characters. LONG_TEXT: from here, encode as a batch of one, which releases the GIL and skips offsets.
+# QUICK_TEXT: up to here, a text does not wait for longer ones. HUGE_TEXT: from here, memory is returned afterwards.
 LONG_TEXT, QUICK_TEXT, HUGE_TEXT = 8192, 1 << 18, 1 << 20
 UNKNOWN = "\U0010fffe"  # a code point that no text has
 
 
 class Pair(NamedTuple):
-    """Two texts joined: token ids, and how many are before the second text; None if the tokenizer does not tell them
-    apart."""
+    """Two texts joined into one token sequence."""
 
     token_ids: list[int]
-    second: int | None
+    second: int | None  # Index of the second text's first token; None if the tokenizer does not distinguish the texts.
 
     @classmethod
     def of(cls, token_ids: list[int], type_ids: Sequence[int]) -> Pair:
-        """type_ids: 0 for a token of the first text, 1 for one of the second; empty for unknown."""
+        """Build a pair from type ids: 0 for the first text, 1 for the second, empty if unknown."""
         return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
 
 
 @dataclass(frozen=True)
 class PairForm:
-    """How a tokenizer joins two texts. pieces: the place of a text, 0 or 1, or token ids between them; with the type of
-    their tokens."""
+    """A tokenizer's template for joining two texts."""
 
+    # Each piece is a text (0 or 1) or fixed token ids, with the token type of its tokens.
     pieces: tuple[tuple[int | tuple[int, ...], int], ...]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Return the joined texts; see TokenizerBackend.join."""
+        """Join the texts; see `TokenizerBackend.join`."""
         room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
         if room is not None and 0 <= room < len(first) + len(second):
             short = min(len(first), len(second), room // 2)
@@ -60,28 +59,32 @@ class PairForm:
 
 
 class TokenizerBackend(Protocol):
-    """The protocol of conversion of text to token ids and back."""
+    """Converts between text and token ids."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Two texts without special tokens as a pair with them. most: the longer text is cut until both have no more
-        tokens."""
+        """Join two texts without special tokens into a pair with them.
+
+        With `most`, truncate the longer text until the pair has at most that many tokens.
+        """
         ...
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Encode one text of several parts: an id is that of a special token, and what looks like one in a text is
-        plain text."""
+        """Encode one text given in parts: strings, and ids of special tokens.
+
+        Text that looks like a special token is encoded as plain text.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Special tokens included; ids that are unknown add nothing."""
+        """Return the text with special tokens. Unknown ids add nothing."""
         ...
 
     def longest_token(self) -> int | None:
-        """Most characters of a text that become one token; None if that is not known."""
+        """Return the largest number of characters that one token can cover, or None if unknown."""
         ...
 
     def token_to_id(self, token: str) -> int | None: ...
@@ -89,14 +92,14 @@ class TokenizerBackend(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens that are looked for in a text before it is tokenised, the special ones among them."""
+        """Return the tokens that are matched before tokenisation, including the special ones."""
         ...
 
     def to_json(self) -> str: ...
 
 
 class FastTokenizerBackend:
-    """Conversion by the library `tokenizers`."""
+    """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -120,7 +123,7 @@ class FastTokenizerBackend:
         return self._pair_form.join(first, second, most)
 
     def _find_pair_form(self) -> PairForm:
-        """The form shows in a pair of texts that have tokens."""
+        """Read the template off an encoded pair of one-token words."""
         words = ("a", *self._backend.get_vocab())
         word = next(word for word in words if self._backend.encode(word, add_special_tokens=False).ids)
         example = self._backend.encode(word, word)
@@ -133,7 +136,7 @@ class FastTokenizerBackend:
     def longest_token(self) -> int | None:
         if self._longest_token is None:
             longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-            # Canonical composition, and whatever else normalisers do, makes of four characters no fewer than one.
+            # A normaliser such as NFC merges at most four characters into one.
             self._longest_token = longest * (1 if self._backend.normalizer is None else 4)
         return self._longest_token
 
@@ -163,9 +166,9 @@ def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
 
 
 class _SpecialsApart:
-    """A tokenizer that finds special tokens by other texts, which nobody can write.
+    """A copy of a tokenizer that matches special tokens by random texts, so that no client text can contain one.
 
-    Everything else is tokenised as by `backend`: an added token ends the text before it, and may take spaces around it.
+    All other text is tokenised as by `backend`: an added token ends the text before it and may take adjacent spaces.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -179,7 +182,7 @@ class _SpecialsApart:
         self._tokenizer.add_tokens([AddedToken(self._break, normalized=False)])
         self._ids = {self._tokenizer.token_to_id(name): token_id for token_id, name in self._names.items()}
         self._break_id = self._tokenizer.token_to_id(self._break)
-        # Characters that the vocabulary lacks have a token, which may be special.
+        # Characters outside the vocabulary map to the unknown token, which may be special.
         self._of_no_text = self._special.keys() - set(_ids(self._tokenizer, UNKNOWN, False))
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
@@ -210,7 +213,7 @@ def _named(token: AddedToken, content: str) -> AddedToken:
 
 
 class SlowTokenizerBackend:
-    """Conversion by transformers' Python code of some tokenizers."""
+    """A Python tokenizer of transformers."""
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self._hf = hf

@@ -1,6 +1,6 @@
-"""Load the same tokenizer from tokenizer.json and tokenizer_config.json as transformers 5, without importing it.
+"""Load tokenizers from tokenizer.json and tokenizer_config.json as transformers 5 does, without importing it.
 
-`NotReadHere` names an unsupported feature of a folder; transformers then reads it.
+A folder with an unsupported feature raises `NotReadHere`; transformers then loads it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers.processors import TemplateProcessing
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 
-# The class that transformers chooses for a tokenizer, and the class's changes of tokenizer.json.
+# Tokenizer classes of transformers and their changes to tokenizer.json.
 #
 # A class of transformers 5 either uses tokenizer.json unchanged, or keeps its vocabulary, merges and post-processor and
-# replaces normalizer, pre-tokenizer and decoder. This file has the replacements of the supported model families.
+# replaces normalizer, pre-tokenizer and decoder. Below are the replacements for the supported model families.
 
 SPLIT_OF_QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -39,22 +39,20 @@ Rebuild = Callable[[Tokenizer, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """`rebuild(tokenizer, config)` gives what was read from tokenizer.json the class's own parts; None changes nothing.
+    """A tokenizer class of transformers, by its differences from tokenizer.json."""
 
-    default_tokens: the class's special tokens by name, where tokenizer_config.json does not name them. model: the kind
-    of model that the class rebuilds.
-    """
-
+    # Replaces parts of a tokenizer read from tokenizer.json, given tokenizer_config.json; None changes nothing.
     rebuild: Rebuild | None = None
+    # Special tokens by name, for names that tokenizer_config.json lacks.
     default_tokens: Mapping[str, str] = field(default_factory=dict)
-    model: type[Any] = models.BPE
+    model: type[Any] = models.BPE  # The model type that `rebuild` supports.
 
 
 def class_of(model_type: str | None, declared: str | None, has_byte_level: bool) -> TokenizerClass | None:
-    """The class for a checkpoint; None if this file does not have it.
+    """Return the tokenizer class that transformers chooses, or None if this module does not support it.
 
-    model_type: of config.json, None where that file is missing. declared: tokenizer_class of tokenizer_config.json,
-    else of config.json. has_byte_level: whether ByteLevel occurs in tokenizer.json.
+    `model_type` comes from config.json and is None without that file. `declared` is tokenizer_class from
+    tokenizer_config.json, or else from config.json. `has_byte_level`: tokenizer.json contains ByteLevel.
     """
     takes_the_file = TokenizerClass()
     qwen2 = TokenizerClass(_rebuild_qwen2, dict.fromkeys(("eos_token", "unk_token", "pad_token"), END_OF_QWEN2))
@@ -77,7 +75,7 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether the model is of this kind, which a rebuilding class needs, and BPE has no word-boundary marks."""
+    """Return whether the model has this type and, for BPE, no word-boundary marks."""
     model: Any = tokenizer.model
     if not isinstance(model, kind):
         return False
@@ -142,9 +140,9 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.json"
 # The special tokens that every tokenizer may have, in the order in which they get ids.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Fields of tokenizer_config.json that are not read here.
+# Fields of tokenizer_config.json that only transformers supports.
 FURTHER_FIELDS = ("auto_map", "fast_tokenizer_files", "init_inputs", "fix_mistral_regex")
-# Files of special and of added tokens, which count where tokenizer_config.json does not list added tokens.
+# Older files for special and added tokens, read only if tokenizer_config.json lists no added tokens.
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 
@@ -152,22 +150,22 @@ Templates: TypeAlias = "str | dict[str, str] | None"
 
 
 class NotReadHere(Exception):
-    """A feature of a tokenizer that only transformers can read."""
+    """The tokenizer uses a feature that only transformers supports."""
 
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """`special_tokens`: their texts by name, such as eos_token. `chat_template`: one, or several by name."""
+    """A tokenizer read from a folder."""
 
     backend: Tokenizer
-    special_tokens: dict[str, str]
-    chat_template: Templates
+    special_tokens: dict[str, str]  # Text by name, such as eos_token.
+    chat_template: Templates  # One template, or several by name.
 
 
 def read_tokenizer(path: Path) -> TokenizerParts:
-    """The tokenizer in the folder `path`.
+    """Read the tokenizer in the folder `path`.
 
-    Raises NotReadHere; ValueError if a JSON file but tokenizer.json is damaged; what `tokenizers` raises for that one.
+    Raises NotReadHere, ValueError for a damaged JSON file, and the errors of `tokenizers` for a damaged tokenizer.json.
     """
     if not (path / TOKENIZER_FILE).is_file():
         raise NotReadHere(f"there is no {TOKENIZER_FILE}")
@@ -197,8 +195,8 @@ def read_tokenizer(path: Path) -> TokenizerParts:
 
 
 def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
-    """The chat templates: files of their own come before the field in tokenizer_config.json, and this field before that
-    of chat_template.json, which the processors of older folders have.
+    """Read the chat templates. Template files take precedence over tokenizer_config.json, which takes precedence over
+    chat_template.json, the file of older processors.
 
     Raises ValueError for a field that holds no templates.
     """
@@ -227,7 +225,7 @@ def _templates(file: Path, given: Any) -> Templates:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the names of special tokens from the older file for these."""
+    """Read tokenizer_config.json, with special tokens from the older file for them."""
     config = _read_json(path / CONFIG_FILE)
     if "added_tokens_decoder" in config:
         return config
@@ -259,7 +257,7 @@ def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
 
 
 def _added_tokens(config: Mapping[str, Any], in_file: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Added tokens of tokenizer_config.json, in the order of their ids; otherwise those of tokenizer.json."""
+    """Return the added tokens of tokenizer_config.json, ordered by id; without any, those of tokenizer.json."""
     if "added_tokens_decoder" not in config:
         return in_file
     found = {int(index): _token(value) for index, value in config["added_tokens_decoder"].items()}
@@ -284,7 +282,7 @@ def _named_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[str | AddedToken]:
-    """Special tokens without a name."""
+    """Return the special tokens without a name."""
     given = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return [] if isinstance(given, dict) else [_token(value) for value in given]
 
@@ -295,7 +293,7 @@ def _add_tokens(
     named: dict[str, str | AddedToken],
     extra: list[str | AddedToken],
 ) -> None:
-    """Tokens that tokenizer.json lacks get ids at the end of the vocabulary, in this order."""
+    """Append tokens that tokenizer.json lacks to the vocabulary, in this order."""
     tokens: list[str | AddedToken] = list(added.values())
     texts = {*(token.content for token in backend.get_added_tokens_decoder().values()), *map(str, tokens)}
     for token in [*named.values(), *extra]:
@@ -313,7 +311,7 @@ def _as_added(token: str | AddedToken, special: set[str]) -> AddedToken:
 
 
 def _token(value: Any) -> Any:
-    """A token as JSON has it: its text, or its fields."""
+    """Convert a token from JSON, which has its text or its fields."""
     if isinstance(value, dict):
         return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
     return value

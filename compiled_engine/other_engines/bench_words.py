@@ -1,4 +1,4 @@
-"""Words of `vllm bench serve`, as data."""
+"""Option table for `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ RESULT = "bench_serve.json"
 
 
 def server_url(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The server's URL from its host and its port."""
+    """Return the server's URL from host and port."""
     host, port = given.get("host", "127.0.0.1"), given.get("port", 8000)
     return {"url": f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"}
 
 
 def result_file(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The file of the result, if one is asked for."""
+    """Return the result file, if one is requested."""
     if not given.get("save_result", False):
         return {}
     return {"output": str(PurePath(str(given.get("result_dir", ""))) / str(given.get("result_filename", RESULT)))}
 
 
 def body_fields(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sampling parameters of all requests."""
+    """Return sampling parameters for all requests."""
     return {"extra_body": json.dumps({name: given[name] for name in BODY_FIELDS if name in given})}
 
 

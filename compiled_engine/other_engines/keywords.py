@@ -1,8 +1,7 @@
-"""Words of other engines, as data: the keywords of vLLM's `LLM` and `EngineArgs`, of nano-vllm's `LLM`, and SGLang's
-options of drafts.
+"""Keyword tables for other engines: vLLM's `LLM` and `EngineArgs`, nano-vllm's `LLM`, and SGLang's speculation options.
 
-One row says what becomes of a word, wherever it is given: as a keyword in Python, a key of a YAML file, or an option of
-a command. `translate` reads the rows. A new word is one row.
+One row describes a keyword wherever it is given: in Python, as a key of a YAML file, or as a command line option.
+`translate` interprets the rows.
 """
 
 from __future__ import annotations
@@ -44,53 +43,52 @@ THE_SERVER_REASONS = "the server parses reasoning, see --reasoning-parser"
 
 @dataclass(frozen=True, kw_only=True)
 class OnCommandLine:
-    """How a command line gives the word. switch: --word or --no-word, without a value. several: values in a row.
-    Otherwise --word with one value."""
+    """The syntax of a command line option; by default --word with one value."""
 
-    switch: bool = False
-    several: bool = False
+    switch: bool = False  # --word or --no-word, without a value
+    several: bool = False  # several values in a row
 
 
 @dataclass(frozen=True)
 class WithoutEffect(OnCommandLine):
-    """The word may be given, and changes nothing. reason: why. anyway: values that ask for what is the case."""
+    """A keyword that is accepted and changes nothing."""
 
     reason: str
-    anyway: tuple[Any, ...] = ()
+    anyway: tuple[Any, ...] = ()  # values that match this engine's behaviour, for which no warning is given
 
 
 @dataclass(frozen=True)
 class Honoured(OnCommandLine):
-    """A word with a meaning here. means: its description in the documents.
+    """A keyword with a meaning in this engine.
 
-    option: of this engine, which takes the value. values: values with another name here, by their names in lower case,
-    or without effect; others are unchanged. nothing: values without effect. choices: instead, all allowed values, each
-    with its options; names may be in lower case. read: instead, the options for the value, and all words given; or the
-    name of a reader in `translate`. Without any of these, the engine always does what the value asks for.
+    At most one of `option`, `choices` and `read` applies. With none, the engine always does what the value asks for.
     """
 
-    means: str
-    option: str | None = None
+    means: str  # description for the documents
+    option: str | None = None  # this engine's option, which takes the value
+    # values that have another name here or no effect, by name in lower case; others are unchanged
     values: Mapping[str, str | WithoutEffect] = field(default_factory=dict)
-    nothing: tuple[Any, ...] = ()
+    nothing: tuple[Any, ...] = ()  # values without effect
+    # all allowed values with their options; names may be in lower case
     choices: Mapping[Any, Mapping[str, Any]] | None = None
+    # Returns options, given the value and all keywords; or the name of a reader in `translate`.
     read: str | Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = ""
 
 
 @dataclass(frozen=True)
 class Only(OnCommandLine):
-    """The engine does what these values ask for and nothing else. instead: what to do, which the error says."""
+    """A keyword for an unsupported feature."""
 
-    values: tuple[Any, ...]
-    instead: str
+    values: tuple[Any, ...]  # values that do not use the feature
+    instead: str  # the alternative, for the error
 
 
 @dataclass(frozen=True)
 class Nested(OnCommandLine):
-    """A dict with further keys. scalar: the key of a plain integer or string value, if allowed."""
+    """A keyword whose value is a dict with further keys."""
 
     rows: Mapping[str, Row]
-    scalar: str | None = None
+    scalar: str | None = None  # the key that a plain integer or string stands for, if allowed
 
 
 Row: TypeAlias = "Honoured | Only | WithoutEffect | Nested"
@@ -98,8 +96,7 @@ Rows: TypeAlias = "dict[str, Row]"
 
 
 def written(names: str) -> dict[str, OnCommandLine]:
-    """Names with spaces between them, with how a command line gives them: `name?` is a switch, `name*` has several
-    values."""
+    """Return names separated by spaces with their syntax: `name?` is a switch, `name*` takes several values."""
     return {
         name.rstrip("?*"): OnCommandLine(switch=name.endswith("?"), several=name.endswith("*"))
         for name in names.split()
@@ -107,7 +104,7 @@ def written(names: str) -> dict[str, OnCommandLine]:
 
 
 def same(names: str) -> Rows:
-    """Rows for options of this engine, which take the values as they are."""
+    """Return rows for options that have the same name and values in this engine."""
     return {
         name: Honoured(f"`{name}`", name, switch=form.switch, several=form.several)
         for name, form in written(names).items()
@@ -115,8 +112,7 @@ def same(names: str) -> Rows:
 
 
 def only(instead: str, **values: Any) -> Rows:
-    """Rows for words that ask for unsupported features, each with the value or the tuple of values that does not; False
-    makes a switch."""
+    """Return rows for unsupported features, each with its allowed value or values. False makes a switch."""
     return {
         name: Only(value if isinstance(value, tuple) else (value,), instead, switch=value is False)
         for name, value in values.items()
@@ -124,7 +120,7 @@ def only(instead: str, **values: Any) -> Rows:
 
 
 def without_effect(names: str, reason: str = NO_SUCH_SETTING) -> Rows:
-    """Rows for names with spaces between them."""
+    """Return rows for names separated by spaces; see `written`."""
     return {
         name: WithoutEffect(reason, switch=form.switch, several=form.several) for name, form in written(names).items()
     }
@@ -191,7 +187,7 @@ ATTENTION_BACKEND = Honoured(
         OTHER_KERNELS,
     ),
 )
-# Loaders of safetensors files that differ in their speed.
+# Loaders of safetensors files that differ only in speed.
 LOADERS = dict.fromkeys(
     ("fastsafetensors", "runai_streamer", "instanttensor"),
     WithoutEffect("safetensors files are mapped into memory"),
@@ -313,7 +309,7 @@ HONOURED: Rows = {
     **COMPILATION_KEYWORDS,
 }
 
-# Options of vLLM, of its versions before speculative_config, and of SGLang.
+# Speculation options of vLLM before speculative_config, and of SGLang.
 OPTIONS_OF_DRAFTS = """
     spec_method spec_model spec_tokens speculative_model num_speculative_tokens
 
@@ -327,7 +323,7 @@ OPTIONS_OF_DRAFTS = """
     speculative_adaptive
 """
 
-# Keys of vLLM's speculative_config that this engine does not have.
+# Keys of vLLM's speculative_config that this engine lacks.
 OTHER_KEYS_OF_DRAFTS = """
     enforce_eager max_model_len quantization attention_backend moe_backend draft_load_config code_revision
     speculative_token_tree parallel_drafting disable_padded_drafter_batch draft_sample_method acceptance_method
@@ -416,7 +412,7 @@ NOT_SUPPORTED: Rows = {
     **only("give it to chat(chat_template=...)", chat_template=()),
 }
 
-# Keywords without effect. A reason of its own says what a user may look for, or that nothing is lost.
+# Keywords without effect. Specific reasons name an alternative, or say that nothing is lost.
 WITHOUT_EFFECT: Rows = {
     "enable_chunked_prefill": WithoutEffect("long prompts are always computed in chunks", anyway=(True,), switch=True),
     **without_effect(

@@ -1,4 +1,4 @@
-"""Numbers of tokens with units, as vLLM's command line has them."""
+"""Numbers of tokens with units, as on vLLM's command line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 
 
 
 def read_length(value: Any) -> Any:
-    """Return the number that a text with a unit means: "4k" is 4,000, "4K" 4,096, and "1.5k" 1,500. Anything else is
-    returned as it is."""
+    """Convert text with a unit: "4k" is 4,000, "4K" 4,096, "1.5k" 1,500. Other values are returned unchanged."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", value) if isinstance(value, str) else None
     if match is None or ("." in match[1] and match[2].isupper()):
         return value

@@ -1,4 +1,4 @@
-"""Methods and arguments of vLLM's `LLM` that this engine does not have, with alternatives."""
+"""Methods and arguments of vLLM's `LLM` that this engine lacks, with alternatives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MISSING = {
 
 _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids': ids}"
 
-# Arguments of generate and chat, and of the methods that pool; None has no effect.
+# Arguments of generate, chat and the pooling methods. None has no effect.
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,
@@ -46,9 +46,9 @@ ARGUMENTS = {
     "chat_template_content_format": "a content is a string, or parts {'type': 'text', 'text': str} that are joined",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
 }
-# Values that ask for what is the case, beside None.
+# Values other than None that match this engine's behaviour.
 HELD = {"chat_template_content_format": ("auto", "string")}
-# Further ones of the methods that pool.
+# Further arguments of the pooling methods.
 POOLING_ARGUMENTS = {
     "truncate_prompt_tokens": "give PoolingParams(truncate_prompt_tokens=...)",
     "chat_template": "a pair is written in the template of the checkpoint, or as its tokenizer joins two texts",
@@ -56,8 +56,7 @@ POOLING_ARGUMENTS = {
 
 
 def refuse_arguments(method: str, given: Mapping[str, Any], *, pools: bool = False) -> None:
-    """Raise TypeError for an argument that the method does not have; one of another engine's that is None, or asks for
-    what is the case, is none."""
+    """Raise TypeError for an unknown argument, or for another engine's with a value that would have an effect."""
     known = ARGUMENTS | POOLING_ARGUMENTS if pools else ARGUMENTS
     for name, value in given.items():
         if name not in known:

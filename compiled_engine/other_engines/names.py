@@ -1,4 +1,4 @@
-"""Names that scripts import from vLLM, for what this engine calls otherwise."""
+"""Names that scripts import from vLLM and that differ in this engine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from compiled_engine.other_engines.translate import DEFAULTS
 
 
 class _Args:
-    """Keywords of `LLM`, as an object: `LLM(**dataclasses.asdict(args))`, or `AsyncLLM.from_engine_args(args)`.
+    """Keywords of `LLM` as an object, for `LLM(**dataclasses.asdict(args))` or `AsyncLLM.from_engine_args(args)`.
 
-    Any keyword of this engine and of vLLM's. One that is not given has no effect.
+    Accepts any keyword of this engine and of vLLM's. Keywords that are not given have no effect.
     """
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords that ask for something."""
+        """Return the keywords that differ from the defaults."""
         return {name: value for name, value in asdict(self).items() if value != DEFAULTS.get(name)}  # type: ignore[call-overload]
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add the options that most scripts give on their command line."""
+        """Add the options that scripts use most on their command line."""
         parser.add_argument("--model")
         for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "seed"):
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
@@ -35,7 +35,7 @@ class _Args:
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
-        """Make it of what a parser has read; other arguments of the script are left out."""
+        """Build an instance from parsed arguments; other arguments of the script are ignored."""
         given: Mapping[str, Any] = vars(arguments)
         return cls(**{name: value for name, value in given.items() if name in FIELDS and value is not None})
 
@@ -50,10 +50,10 @@ EngineArgs = make_dataclass(
 
 
 def tokens_prompt(prompt_token_ids: list[int], **others: Any) -> dict[str, Any]:
-    """Return a prompt of token ids. others: further keys of a prompt, such as cache_salt."""
+    """Return a prompt of token ids. `others` are further keys, such as cache_salt."""
     return {"prompt_token_ids": prompt_token_ids, **others}
 
 
 def text_prompt(prompt: str, **others: Any) -> dict[str, Any]:
-    """Return a prompt of text. others: further keys of a prompt."""
+    """Return a text prompt. `others` are further keys."""
     return {"prompt": prompt, **others}

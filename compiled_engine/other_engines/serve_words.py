@@ -1,4 +1,4 @@
-"""Words of other engines' servers, as data: those of `vllm serve` that its engine does not have."""
+"""Option table for other engines' servers: options of `vllm serve` that its engine does not have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from compiled_engine.other_engines.keywords import LEAVE_OUT, Honoured, Rows, WithoutEffect, only, without_effect
 
-# Parsers with other names elsewhere, which read the same markup as one here.
+# Other engines' parser names -> the parser here for the same markup.
 TOOL_PARSERS = {
     **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
     **dict.fromkeys(("qwen", "qwen25", "granite4", "ernie45"), "hermes"),

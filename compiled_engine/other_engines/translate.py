@@ -1,4 +1,4 @@
-"""Translate a caller's words, this engine's and other engines', to this engine's options."""
+"""Translate keywords of this engine and of others to this engine's options."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from compiled_engine.process.callers import warn_caller
 from compiled_engine.schema import read_mapping, unknown_name_message
 
 SIZES = ("capture_sizes", "capture_token_sizes")
-# Words for values in the place of those in config.json.
+# Keywords that override values of config.json.
 OVERRIDES = ("hf_overrides", "json_model_override_args", "rope_scaling", "rope_theta")
 CUDA_GRAPH_OPTIONS = ("graph_mode", *SIZES)
 DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 
 
 class Wanted(NamedTuple):
-    """An option's value, and the keyword that gave it."""
+    """An option's value, and the keyword that requests it."""
 
     keyword: str
     option: str
@@ -43,21 +43,21 @@ class Wanted(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """A keyword without effect, and why it has none."""
+    """A keyword without effect, and the reason."""
 
     keyword: str
     reason: str
 
 
 class Translated(NamedTuple):
-    """The options that were asked for, and what has no effect."""
+    """The requested options, and the keywords without effect."""
 
     options: dict[str, Any]
     ignored: tuple[Ignored, ...]
 
     @property
     def note(self) -> str:
-        """The words without effect, each with its reason; those with the same reason together."""
+        """The keywords without effect, grouped by reason."""
         reasons: dict[str, list[str]] = {}
         for word, reason in self.ignored:
             reasons.setdefault(reason, []).append(word)
@@ -65,8 +65,10 @@ class Translated(NamedTuple):
 
 
 def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
-    """Translate the keywords of `LLM`, including those of other engines, to options (see `translate`). Warns once,
-    naming every keyword without effect."""
+    """Translate the keywords of `LLM`, including other engines', to options (see `translate`).
+
+    Warns once, with every keyword that has no effect.
+    """
     found = translate(keywords, on_gpu=lambda: is_on_gpu(keywords.get("device", "auto")))
     if found.ignored:
         warn_caller(f"keywords without effect: {found.note}")
@@ -74,7 +76,7 @@ def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
 
 
 def is_on_gpu(device: Any) -> bool:
-    """Return whether the engine runs on a GPU, with this option `device`. Imports PyTorch."""
+    """Return whether the engine runs on a GPU, given the option `device`. Imports PyTorch."""
     import torch
 
     return (str(device) == "auto" or str(device).startswith("cuda")) and torch.cuda.is_available()
@@ -87,14 +89,14 @@ def translate(
     rows: Rows = KEYWORDS,
     defaults: Mapping[str, Any] = DEFAULTS,
 ) -> Translated:
-    """Translate words to options. None has no effect for another engine's word.
+    """Translate keywords to options. None has no effect for another engine's keyword.
 
-    on_gpu: whether there can be CUDA graphs, asked for only where that matters; without them, words about them have no
-    effect, nor have sizes of batches that the graph mode does not capture. rows: of words that may occur. defaults: of
-    the options.
+    `on_gpu` returns whether CUDA graphs are possible, and is called only if that matters. Without them, keywords about
+    them have no effect, nor have batch sizes that the graph mode does not capture. `rows` describes other engines'
+    keywords. `defaults` are those of the options.
 
-    Raises TypeError for an unknown word, and ValueError for a value that needs an unsupported feature, or contradicts
-    another word.
+    Raises TypeError for an unknown keyword, and ValueError for a value that needs an unsupported feature or contradicts
+    another keyword.
     """
     wanted: dict[str, Wanted] = {}
     ignored: dict[Ignored, None] = {}
@@ -105,7 +107,7 @@ def translate(
         elif item.option in CUDA_GRAPH_OPTIONS and item.keyword not in defaults and not on_gpu():
             ignored[Ignored(item.keyword, "CUDA graphs need a CUDA GPU")] = None
         elif item.option in SIZES and item.keyword not in defaults:
-            sizes.append(item)  # which of them count depends on all keywords
+            sizes.append(item)  # applied last: their effect depends on all keywords
         else:
             _add(wanted, item, defaults)
     captured = _captured(wanted) if sizes else ()
@@ -118,7 +120,7 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """The options with sizes of batches that are captured, as far as the keywords say."""
+    """Return the size options that have an effect, as far as the keywords determine it."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -128,11 +130,11 @@ def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
         if known.value == graph_mode:
             families = zip(SIZES, (known.captures_decodes, known.captures_mixed), strict=True)
             return [name for name, captures in families if captures]
-    return list(SIZES)  # no mode at all, which is an error elsewhere
+    return list(SIZES)  # an invalid mode, reported elsewhere
 
 
 def _add(wanted: dict[str, Wanted], item: Wanted, defaults: Mapping[str, Any]) -> None:
-    """Two keywords may ask for the same option: for the same value, or one of them for the default."""
+    """Add a wanted value. Two keywords for one option must agree, or one must give the default."""
     default, other = defaults[item.option], wanted.get(item.option)
     if other is None or other.value == default:
         wanted[item.option] = item
@@ -153,7 +155,7 @@ def _read_all(keywords: Mapping[str, Any], rows: Rows, defaults: Mapping[str, An
 
 
 def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
-    """Translate one keyword. given: all keywords, for rows that depend on others."""
+    """Translate one keyword. `given` has all keywords, for rows that depend on others."""
     if value is None:
         return
     match row:
@@ -186,15 +188,14 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
 
 
 def refuse(name: str, value: Any, row: Only) -> None:
-    """Raise ValueError for a value that asks for an unsupported feature."""
+    """Raise ValueError for a value that needs an unsupported feature."""
     if not _is_one_of(value, row.values):
         allowed = ", ".join(map(repr, (*row.values, None)))
         raise ValueError(f"{name} is {value!r}, which is not supported; {row.instead} (allowed: {allowed})")
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any] | str:
-    """Translate a value to options, or return why it has no effect. Raises ValueError with the value and what is
-    allowed."""
+    """Return the value as options, or why it has no effect. Raises ValueError with the value and what is allowed."""
     known = row.values.get(_name(value).lower(), value)
     if isinstance(known, WithoutEffect):
         return known.reason
@@ -214,7 +215,7 @@ def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same sizes for batches of decodes and for others, as far as the limits that are given allow them."""
+    """Use the sizes for decodes and for other batches, as far as the given limits allow."""
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
     return {
@@ -224,7 +225,6 @@ def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _length(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A number of tokens, which may have a unit."""
     return {} if value in ("auto", -1) else {"max_model_len": read_length(value)}
 
 
@@ -233,7 +233,7 @@ def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """vLLM takes several values as the sizes, one as the largest of a pattern, and none as its own default."""
+    """Follow vLLM: several values are sizes, one is the largest of a pattern, and none means the default."""
     match value:
         case []:
             return {}
@@ -255,7 +255,7 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All overrides of config.json together, whichever word is read: each of the words has the same result."""
+    """Merge all overrides of config.json; every such keyword yields the same result."""
     found: dict[str, Any] = {}
     for name in OVERRIDES:
         each = given.get(name)
@@ -274,7 +274,7 @@ def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"hf_overrides": found} if found else {}
 
 
-# By the names that rows have for them: from a value, and all keywords, to options.
+# Reader functions by the names that rows use. Each converts a value, given all keywords, to options.
 READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
     "": lambda value, given: {},
     "capture sizes": _capture_sizes,
@@ -287,12 +287,12 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
 
 
 def _fixed(value: Any) -> Any:
-    """A list as the options have it."""
+    """Convert a list to a tuple, as options have them."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _name(value: Any) -> str:
-    """The name of an enumeration's member or dtype, otherwise the value's text."""
+    """Return the name of an enumeration's member or dtype, otherwise the value as text."""
     return str(getattr(value, "name", value)).removeprefix("torch.")
 
 

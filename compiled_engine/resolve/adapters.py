@@ -6,14 +6,17 @@ from compiled_engine.config import AdapterConfig, ModelConfig, ParallelConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.schema import require_defaults
 
-# Options that mean nothing without enable_lora.
+# Options that require enable_lora.
 _NEEDING = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 
 def resolve_adapters(
     options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, *, reasons: dict[str, str]
 ) -> AdapterConfig | None:
-    """None where requests have no adapters. Raises ValueError naming the option, its value and what is allowed."""
+    """Return the configuration of adapters, or None if they are not enabled.
+
+    Raises ValueError with the option, its value and what is allowed.
+    """
     if not options.enable_lora:
         require_defaults(options, "enable_lora is False", *_NEEDING)
         return None
@@ -29,7 +32,7 @@ def resolve_adapters(
 
 
 def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Return what adapters do not go with."""
+    """Return the reason why this engine cannot have adapters, or None."""
     if model.experts.count:
         return "the model has experts, whose linears are no matrices of their own"
     if model.recurrences is not None:

@@ -27,17 +27,17 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
-# Passes that `sequence_parallel` needs: its own, and others that may be disabled.
+# Passes that `sequence_parallel` requires, its own first.
 SEQUENCE_PARALLEL_PASSES = (SequenceParallel.name, *sorted({*SequenceParallel.requires} - {TensorParallel.name}))
-# Where the compile range for small batches ends by default, in tokens.
+# Default end of the compile range for small batches, in tokens.
 DEFAULT_RANGE_END = 64
 MIN_CORES_FOR_WORKERS = 4
-# A range has three pieces, a cold start some 45 kernels.
+# More have little to do: a range has three pieces, a cold start some 45 kernels.
 MAX_WORKERS = 8
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Why nothing can be compiled here, and what would change that."""
+    """Return why nothing can be compiled here and what would change that, or None."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
     compiler = os.environ.get("CXX", "g++")
@@ -55,7 +55,7 @@ def resolve_compile(
     device: torch.device,
     reasons: dict[str, str],
 ) -> CompileConfig:
-    """enabled: what `mode` came to. Raises ValueError or TypeError naming the field."""
+    """Return the compiler's configuration. `enabled`: not eager. Raises ValueError or TypeError with the field."""
     load_plugins(options.plugins)
     if not enabled:
         require_defaults(options, "the mode is eager: nothing is compiled", *COMPILE_OPTIONS)
@@ -88,18 +88,18 @@ def resolve_compile(
 
 
 def default_passes(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
-    """The names of the passes that run unless options say otherwise."""
+    """Return the names of the passes that run by default."""
     return tuple(name for name in _with_work(model, num_ranks) if name != SequenceParallel.name)
 
 
 def _with_work(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
-    """The names of all passes without those of other models: of several ranks, or of quantised linears."""
+    """Return the names of all passes that apply to the model and its number of ranks."""
     idle = {name for names, _ in _idle(model, num_ranks) for name in names}
     return tuple(graph_pass.name for graph_pass in registered_passes() if graph_pass.name not in idle)
 
 
 def _idle(model: ModelConfig, num_ranks: int) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield the names of passes that have nothing to do, and the reason."""
+    """Yield names of passes that do not apply, with the reason."""
     if num_ranks == 1:
         yield passes_of_ranks(), "tensor_parallel_size is 1: there is nothing to sum"
     if model.quantisation is None:
@@ -107,7 +107,7 @@ def _idle(model: ModelConfig, num_ranks: int) -> Iterator[tuple[frozenset[str], 
 
 
 def _check_sequence_parallel(wanted: tuple[str, ...], disabled: tuple[str, ...]) -> None:
-    """Raises ValueError if sequence parallelism is enabled and one of its passes is disabled."""
+    """Raise ValueError if sequence parallelism is enabled and one of its passes is not."""
     for name in SEQUENCE_PARALLEL_PASSES:
         if name in disabled:
             raise ValueError(f"disable_passes has {name!r}, but sequence_parallel is True; allowed: others")
@@ -131,7 +131,7 @@ def _ranges(
         ends = (end,) if end > 0 else ()
         reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to be faster"
         obstacle = None if device.type == "cuda" else small_batch_linear_cpu.obstacle(model, num_ranks, end)
-        if obstacle is not None:  # Inductor would compile everything once more, to the same code
+        if obstacle is not None:  # another range would compile to the same code
             ends, reasons["compile.ranges"] = (), f"small-batch kernels do not serve all of the model: {obstacle}"
     for end in ends:
         if end >= most:

@@ -1,4 +1,4 @@
-"""Resolve the graphs' options into mode and sizes, or raise an error with the allowed values."""
+"""Resolve the options of CUDA graphs into mode and sizes, or raise an error with the allowed values."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.rope.rope_attend import RopeAttend
 from compiled_engine.schema import require_defaults
 
-# Modes whose graphs contain, or may contain, only eager code.
+# Modes that are possible without compiled pieces.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
-# Modes with graphs in which the number of requests is not fixed.
+# Modes with graphs that do not fix the number of requests.
 _IN_PARTS = (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE, GraphMode.BREAKABLE)
 _RECURRENCES = "the model has recurrences, which only full graphs capture"
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes")
-# The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
-# launching takes.
+# Largest mixed batch, in tokens, that is captured around attention. Beyond it, the device's work outlasts the launches.
 MAX_TOKENS_AROUND_ATTENTION = 512
 
 
@@ -47,11 +46,12 @@ def resolve_graphs(
     reasons: dict[str, str],
     decodes: bool = True,
 ) -> GraphConfig:
-    """compiled, graphed: what `mode` came to. short_contexts: see Support; none where no pass reaches their kernels.
-    decodes: whether there are any; an encoder has none. recording_obstacle: why the compiled forward of decodes cannot
-    be recorded, see `recording_obstacle`.
+    """Return the configuration of graphs.
 
-    Raises ValueError or TypeError naming the field.
+    `compiled` and `graphed` are the resolved `mode`. `short_contexts`: see Support; it returns () if no pass uses their
+    kernels. `recording_obstacle` is the result of the function of that name. `decodes` is False for an encoder.
+
+    Raises ValueError or TypeError with the field.
     """
     mode = _mode(options, compiled, graphed, attention, recording_obstacle, model, device, reasons)
     if mode in (GraphMode.NONE, GraphMode.RECORDED):
@@ -75,23 +75,25 @@ def resolve_graphs(
 def graphs_of_draft_model(
     sizes: tuple[int, ...], compiled: CompileConfig, attention: AttentionChoice, scheduler: SchedulerConfig
 ) -> GraphConfig:
-    """Graphs of the passes over these numbers of requests, also with short contexts: of two tokens of each in the
-    first pass, and of decodes in the others."""
+    """Return the graphs of a draft model's passes over these numbers of requests, also with short contexts.
+
+    The first pass has two tokens per request; the others are decodes.
+    """
     short = _short_decodes(sizes, reached_short_contexts(compiled, attention), scheduler)
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, sizes, short_decodes=short, short_verified=short)
 
 
 def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
-    """Graphs of the passes in which a head drafts: of few of these sizes.
+    """Return the graphs of a draft head's passes, for only a few of these sizes.
 
-    A head is a layer and logits. Padding costs it little as long as reading its weights takes longer than multiplying,
-    and kernels for short contexts would save it little.
+    A head is one layer and logits. Padding is cheap while the weights take longer to read than to multiply, and kernels
+    for short contexts would save little.
     """
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, few_sizes(sizes))
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
-    """See Support.short_contexts: their kernels are reached through the op that a pass makes."""
+    """Return Support.short_contexts if the pass whose op uses their kernels is enabled."""
     return attention.support.short_contexts if RopeAttend.name in compiled.passes else no_short_contexts
 
 
@@ -163,7 +165,6 @@ def _obstacle(
     model: ModelConfig,
     device: torch.device,
 ) -> str | None:
-    """The reason why the mode is impossible, or None."""
     if mode is GraphMode.NONE:
         return "but mode is 'graphed'" if options.mode == "graphed" else None
     if mode is GraphMode.RECORDED:
@@ -191,7 +192,7 @@ def recording_obstacle(
     attention: AttentionChoice,
     device: torch.device,
 ) -> str | None:
-    """Why decodes cannot be recorded calls, or None: their forward on a CPU is calls of C++ kernels."""
+    """Return why decodes cannot be recorded as calls of C++ kernels (graph mode "recorded"), or None."""
     if device.type != "cpu":
         return "calls are recorded only on a CPU"
     if not compile_config.enabled:
@@ -209,16 +210,17 @@ def recording_obstacle(
 
 
 def default_capture_sizes(limit: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 to 128 in steps of 8, then in steps of 32, up to and including `limit`.
+    """Return 1, 2, 4, 8 to 128 in steps of 8, then steps of 32, up to and including `limit`.
 
-    From 128 rows on a product takes as long as with the next multiple of 32; each size costs a capture at the start.
+    From 128 rows on, a product takes as long as with the next multiple of 32, and each size costs a capture at
+    start-up.
     """
     sizes = [1, 2, 4, *range(8, 129, 8), *range(160, limit + 1, 32)]
     return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
 
 
 def default_token_sizes(limit: int) -> tuple[int, ...]:
-    """The same up to 512; then in steps of 128 to 2048, and of an eighth of each further power of two."""
+    """Return `default_capture_sizes` up to 512, steps of 128 up to 2048, then eighths of each power of two."""
     sizes = [*default_capture_sizes(min(limit, 512)), *range(640, 2049, 128)]
     power = 2048
     while power < limit:
@@ -230,9 +232,9 @@ def default_token_sizes(limit: int) -> tuple[int, ...]:
 def _sizes(
     options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str], decodes: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(decode sizes, token sizes)"""
+    """Return (decode sizes, token sizes)."""
     captures_decodes = mode.captures_decodes and decodes
-    # Without graphs of their own decodes use those of mixed batches.
+    # Decodes without graphs of their own use those of mixed batches.
     most_decodes = 0 if captures_decodes or not decodes else scheduler.max_num_seqs
     most_tokens = scheduler.max_num_batched_tokens
     if mode is not GraphMode.FULL:

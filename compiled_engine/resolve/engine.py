@@ -1,6 +1,6 @@
 """Resolve options into the frozen configuration, with the reason for every chosen value.
 
-An option that cannot be honoured is an error with the reason; nothing is changed silently, here or later.
+An option that cannot be honoured is an error with the reason. Nothing is changed silently.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 
 
 def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
-    """The configuration; of a model from the hub, what is missing but the weights is downloaded.
+    """Return the configuration. For a model from the hub, all missing files but the weights are downloaded.
 
-    Raises ValueError, TypeError or OSError naming the field, the value and what is allowed.
+    Raises ValueError, TypeError or OSError with the field, the value and what is allowed.
     """
     progress = progress or SilentProgress()
-    resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
+    resolve_logits_processors(options.logits_processors)  # checked only: objects are not part of the configuration
     reasons: dict[str, str] = {}
     device = resolve_device(options.device, reasons)
     model = _model(options, device, reasons, progress)
@@ -117,7 +117,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
 
 
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:
-    """Read the checkpoint's configuration, with the adapter that is merged into its weights."""
+    """Read the checkpoint's configuration, including an adapter that is merged into its weights."""
     folder = resolve_model_folder(options, reasons, progress)
     pooler = PoolerConfig.of(options.pooler_config or {})
     model, model_reasons = read_model_config(
@@ -139,7 +139,7 @@ def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str]
     reasons |= model_reasons
     if options.merge_adapter is not None:
         model = _with_adapter(options, options.merge_adapter, model, reasons, progress)
-    # A model that pools has no head, and few have routers: to leave these as they are is always right.
+    # Names of heads and routers are always accepted: pooling models have no head, and few models have routers.
     if asked := [each for each in options.quantization_ignore if each not in (OUTPUT, *DEFAULT_IGNORE)]:
         names = linear_names(build_tensors(model, resolve_cache_dir(options)))
         require_linears("quantization_ignore", asked, names)
@@ -149,7 +149,7 @@ def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str]
 def _with_adapter(
     options: EngineOptions, given: str | Path, model: ModelConfig, reasons: dict[str, str], progress: Progress
 ) -> ModelConfig:
-    """Return the model with `merge_adapter`, which is read, so that errors are raised before work starts."""
+    """Return the model with `merge_adapter`. The adapter is read now, so that errors are raised early."""
     if options.load_format == "dummy":
         raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
     folder = resolve_adapter_folder("merge_adapter", given, options.download_dir, progress)
@@ -177,14 +177,13 @@ def _kv_dtype(options: EngineOptions, model: ModelConfig, compiled: bool, reason
 
 
 def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
-    """Raise ValueError for an option that a model that pools cannot have."""
     require_defaults(options, "the model pools", "pipeline_parallel_size", "logits_processors")
     if not model.causal:
         require_defaults(options, "an encoder has no KV cache", "num_blocks")
 
 
 def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: int, reasons: dict[str, str]) -> bool:
-    """Return whether prefixes are cached: if the option is True, and the model allows it."""
+    """Return whether prefixes are cached: the option is True and the model allows it."""
     if not options.enable_prefix_caching:
         return False
     if model.recurrences is not None and not num_snapshots:
@@ -207,14 +206,14 @@ def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
 
 
 def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
-    """The device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for anything else, and what is not there."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for others and missing ones."""
     if asked == "auto":
         if torch.cuda.is_available():
             reasons["device"] = "an NVIDIA GPU is there"
             return torch.device("cuda", torch.cuda.current_device())
         reasons["device"] = "no NVIDIA GPU was found"
         return torch.device("cpu")
-    # torch takes a large index for another GPU's: it keeps the last digits of it, in binary.
+    # torch truncates a large index to its low bits, which may select another GPU.
     if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", str(asked)):
         raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N")
     device = torch.device(asked)
@@ -229,7 +228,7 @@ def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
 
 
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
-    """(compile?, graphs?)"""
+    """Return (compile?, graphs?)."""
     mode = options.mode
     obstacle = compiler_obstacle(device)
     if mode == "auto" and obstacle is not None:
@@ -252,7 +251,7 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
 def _scheduler(
     options: EngineOptions, model: ModelConfig, device: torch.device, request_bytes: int, reasons: dict[str, str]
 ) -> SchedulerConfig:
-    """request_bytes: of recurrent states that each request has."""
+    """Return the scheduler's configuration. `request_bytes` is the size of a request's recurrent states."""
     default_seqs, default_tokens = DEFAULT_LIMITS[device.type]
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:

@@ -1,4 +1,4 @@
-"""Find the folders that a user named: of the model and the tokenizer (local or from the hub), of the compile cache."""
+"""Find the folders of the model, the tokenizer and adapters (local or from the hub), and of the compile cache."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>.+))?")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The folder of a checkpoint. `hub_name` and `revision`, a commit, are of one from the hub, None for another."""
+    """The folder of a checkpoint."""
 
     path: Path
-    hub_name: str | None = None
-    revision: str | None = None
+    hub_name: str | None = None  # None for a local folder
+    revision: str | None = None  # commit of a checkpoint from the hub
 
 
 def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> ModelFolder:
-    """The model's folder. Raises ValueError for a revision of a folder, and what `find_checkpoint` raises."""
+    """Return the model's folder. Raises ValueError for a local folder's revision, and as `find_checkpoint` does."""
     if options.model is None:
         reasons["model.path"] = "no model was named: the bundled one"
     repository = _repository("model", options.model, "revision", options.revision, options.download_dir)
     if repository is None:
         return ModelFolder(BUNDLED_MODEL_PATH if options.model is None else Path(options.model))
     from compiled_engine.models.checkpoint.hub import (
-        find_checkpoint,  # imports huggingface_hub, which a folder does without
+        find_checkpoint,  # imports huggingface_hub, not needed for a folder
     )
 
     snapshot = find_checkpoint(repository, progress, with_weights=options.load_format != "dummy")
@@ -47,9 +47,9 @@ def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progre
 
 
 def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> Path | None:
-    """The folder of a tokenizer that is not the model's own. Raises as `resolve_model_folder`."""
+    """Return the folder of a separate tokenizer, or None. Raises as `resolve_model_folder` does."""
     named = options.tokenizer
-    if named is None and options.tokenizer_revision is not None:  # the model's, of another revision
+    if named is None and options.tokenizer_revision is not None:  # another revision of the model's own
         named = options.model.partition("@")[0] if isinstance(options.model, str) else options.model
     repository = _repository("tokenizer", named, "tokenizer_revision", options.tokenizer_revision, options.download_dir)
     if repository is None:
@@ -62,7 +62,7 @@ def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], pr
 
 
 def resolve_adapter_folder(field: str, named: str | Path, download_dir: str | Path | None, progress: Progress) -> Path:
-    """The folder of an adapter, local or from the hub. Raises ValueError, or OSError if a download fails."""
+    """Return an adapter's folder, local or from the hub. Raises ValueError, or OSError if a download fails."""
     repository = _repository(field, named, "revision", None, download_dir)
     if repository is None:
         return Path(named).expanduser()
@@ -72,7 +72,7 @@ def resolve_adapter_folder(field: str, named: str | Path, download_dir: str | Pa
 
 
 def local_adapter_folder(named: str | Path) -> Path | None:
-    """The folder that names an adapter; None for a name on the hub."""
+    """Return an adapter's local folder; None for a name on the hub."""
     is_on_hub = isinstance(named, str) and _HUB_NAME.fullmatch(named) is not None and not Path(named).exists()
     return None if is_on_hub else Path(named).expanduser()
 
@@ -92,7 +92,7 @@ def _repository(
     revision: str | None,
     download_dir: str | Path | None,
 ) -> Repository | None:
-    """The repository that was named as org/name or org/name@revision; None for a folder, which comes first."""
+    """Return the hub repository for org/name or org/name@revision; None for a local folder, which takes precedence."""
     match = _HUB_NAME.fullmatch(named) if isinstance(named, str) else None
     is_there = named is not None and Path(named).exists()
     if match is None or is_there:

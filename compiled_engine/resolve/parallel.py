@@ -1,4 +1,4 @@
-"""Resolve the options of several devices into their configuration, or raise an error, before any process starts."""
+"""Resolve the options for several devices, or raise an error before any process starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_engine.parallel.rank_share import DELTA_HEADS, local_share
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
 from compiled_engine.schema import require_defaults
 
-# Model types verified with divided parameters: the textbook's, and of transformers' code.
+# Model types verified with tensor parallelism: the engine's own code, and transformers' code.
 DIVISIBLE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
@@ -58,7 +58,7 @@ DIVISIBLE_FOREIGN = (
 def resolve_parallel(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> ParallelConfig:
-    """Raises ValueError naming the field, its value and what is allowed."""
+    """Return the parallel configuration. Raises ValueError with the field, its value and what is allowed."""
     size, stages, executor = options.tensor_parallel_size, options.pipeline_parallel_size, options.distributed_executor
     sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
     ranks = size * stages
@@ -90,7 +90,7 @@ def resolve_parallel(
 
 
 def _stage_layers(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> tuple[int, ...]:
-    """See ParallelConfig. Raises ValueError for a model that cannot be divided so."""
+    """Return ParallelConfig's layers per stage. Raises ValueError for a model that cannot be divided."""
     stages = options.pipeline_parallel_size
     if stages == 1:
         return ()
@@ -117,7 +117,10 @@ def _more_than_one(sizes: dict[str, int]) -> str:
 
 
 def check_model(model: ModelConfig, size: int) -> None:
-    """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks. Raises ValueError."""
+    """Raise ValueError if `size` ranks cannot divide the model.
+
+    Heads and the MLP are divided. KV heads are divided, or each is shared by equally many ranks.
+    """
     if size == 1:
         return
     known = DIVISIBLE if model.transformers is None else DIVISIBLE_FOREIGN
@@ -160,7 +163,7 @@ def _check_processors(options: EngineOptions) -> None:
 def _check_devices(
     options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
 ) -> None:
-    """sizes: by option, factors of a replica's number of devices."""
+    """Check the number of devices. `sizes`, by option, multiply to the devices of a replica."""
     share, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
         given = given or f"distributed_executor is {executor!r}"

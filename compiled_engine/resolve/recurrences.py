@@ -1,4 +1,4 @@
-"""Resolve how much memory recurrent states take: of running requests, and of the prefix cache's snapshots."""
+"""Resolve the memory of recurrent states: those of running requests, and snapshots in the prefix cache."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.schema import require_defaults
 
 MIB, GIB = 1 << 20, 1 << 30
-# By kind of device, bytes of the states of running requests, and of snapshots, where the user says nothing.
+# Default bytes by device type, for states of running requests and for snapshots.
 STATE_BYTES = {"cuda": 8 * GIB, "cpu": 1 * GIB}
 SNAPSHOT_BYTES = {"cuda": 4 * GIB, "cpu": 256 * MIB}
 # Small states could have far more snapshots than there are prompts to share.
 SNAPSHOTS_PER_REQUEST = 8
-# One where two prompts diverge, and one at the end of each.
+# One snapshot where two prompts diverge, and one at the end of each.
 LEAST_SNAPSHOTS = 3
 
 
 def state_bytes(model: ModelConfig, num_ranks: int) -> int:
-    """Bytes of a request's recurrent states on each rank; 0 without recurrences."""
+    """Return the bytes of a request's recurrent states on each rank; 0 without recurrences."""
     return 0 if model.recurrences is None else model.recurrences.row_bytes // num_ranks
 
 
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
-    """Return how many requests have states that fit into STATE_BYTES, at least 1; None without states."""
+    """Return how many requests' states fit into STATE_BYTES, at least 1; None without states."""
     return max(1, STATE_BYTES[device.type] // request_bytes) if request_bytes else None
 
 
 def resolve_snapshots(
     options: EngineOptions, request_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
 ) -> int:
-    """The number of snapshots. request_bytes: of each. Raises ValueError for snapshots that nothing would use."""
+    """Return the number of snapshots, of `request_bytes` each. Raises ValueError for snapshots that would be unused."""
     given = options.num_state_snapshots
     if not request_bytes or not options.enable_prefix_caching:
         reason = "enable_prefix_caching is False" if request_bytes else "the model has no recurrences"

@@ -58,7 +58,7 @@ LOOKUP = 5
 MOST_DRAFTS = 64
 _LENGTH = integer(1, 1024)
 AUTO, GREEDY = "auto", "greedy"
-# The first drafts until the best is known.
+# Values tried for "auto". The first is used until the best is known.
 SHARPNESSES = (3.0, 1.0, 1.5, GREEDY_DRAFTS)
 _SHARE = number("from 0 to 1", lambda share: 0 <= share <= 1)
 KEYS = {
@@ -90,7 +90,7 @@ KEYS = {
     "synthetic_acceptance_length": number("at least 1", lambda length: length >= 1),
 }
 REQUIRED = ("method", "num_speculative_tokens")
-# Keys that mean nothing unless another one has one of these values.
+# Keys that require another key to have one of these values.
 NEEDED = {
     "prompt_lookup_max": ("method", (NGRAM,)),
     "prompt_lookup_min": ("method", (NGRAM,)),
@@ -104,9 +104,10 @@ NEEDED = {
 
 
 def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: Progress) -> SpeculationConfig:
-    """config: resolved but for speculation; its reasons get those of chosen values.
+    """Return the configuration of speculation.
 
-    Raises TypeError, ValueError or OSError naming the key, its value and what is allowed.
+    `config` is resolved except for speculation; the reasons for chosen values are added to its own. Raises TypeError,
+    ValueError or OSError with the key, its value and what is allowed.
     """
     given = _read(options.speculative_config)
     if not given:
@@ -150,7 +151,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
 
 
 def _check_limits(given: Mapping[str, Any], max_num_batched_tokens: int) -> None:
-    """Raise ValueError for a value above one that another option or key has."""
+    """Raise ValueError for a value above the limit that another option or key sets."""
     for name, most, reason in (
         ("num_speculative_tokens", max_num_batched_tokens - 1, "one less than max_num_batched_tokens"),
         ("synthetic_acceptance_length", given["num_speculative_tokens"] + 1, "one more than num_speculative_tokens"),
@@ -174,8 +175,10 @@ def _sharpnesses(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[flo
 def resolve_draft(
     options: EngineOptions, given: Mapping[str, Any], config: EngineConfig, progress: Progress
 ) -> tuple[DraftConfig, tuple[int, ...]]:
-    """The draft model or the head, run as the engine's model is, and the layers whose inputs a head reads. Raises as
-    resolve_speculation does."""
+    """Return the draft model or head, configured like the engine's model, and the layers whose inputs a head reads.
+
+    Raises as `resolve_speculation` does.
+    """
     reasons: dict[str, str] = {}
     try:
         aux_layers: tuple[int, ...] = ()
@@ -202,14 +205,14 @@ def _head(
     reasons: dict[str, str],
     progress: Progress,
 ) -> tuple[ModelConfig, tuple[int, ...]]:
-    """Raises ValueError for a head that cannot draft for the engine's model."""
+    """Read a draft head. Raises ValueError if it does not fit the engine's model."""
     folder = resolve_model_folder(
         replace(options, model=given["model"], revision=given.get("revision")), reasons, progress
     )
     load_format = config.model.load_format
     if folder.hub_name is not None and load_format != "dummy":
         from compiled_engine.models.checkpoint.hub import (
-            download_weights,  # imports huggingface_hub, which a folder does without
+            download_weights,  # imports huggingface_hub, not needed for a folder
         )
 
         download_weights(folder.hub_name, folder.path, progress)
@@ -227,7 +230,7 @@ def _graphs(
     attention: AttentionChoice,
     reasons: dict[str, str],
 ) -> GraphConfig:
-    """The graphs of a draft model or a head: where the engine has any, passes are captured for decodes, or recorded."""
+    """Return the graphs of a draft model or head: its passes are captured or recorded if the engine's decodes are."""
     mode, graph, device = config.graph.mode, config.graph, config.device
     if mode is GraphMode.RECORDED:
         obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
@@ -252,7 +255,7 @@ def _draft_model(
     reasons: dict[str, str],
     progress: Progress,
 ) -> ModelConfig:
-    """Raises ValueError for a model that cannot draft for the engine's."""
+    """Read a draft model. Raises ValueError if it does not fit the engine's model."""
     model = config.model
     asked = replace(options, model=given["model"], revision=given.get("revision"))
     folder = resolve_model_folder(asked, reasons, progress)
@@ -281,7 +284,6 @@ def _draft_model(
 
 
 def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -> None:
-    """Raise ValueError for a draft model that the ranks cannot divide."""
     size = given.get("draft_tensor_parallel_size", num_ranks)
     if size != num_ranks:
         raise ValueError(f"draft_tensor_parallel_size is {size}; allowed: tensor_parallel_size, {num_ranks}")
@@ -289,7 +291,7 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the given keys. A key of value None counts as absent, as does one of vLLM's that asks for nothing."""
+    """Return the given keys. None counts as absent, and so do vLLM's keys with values that have no effect."""
     return {
         name: each
         for name, each in read_mapping("speculative_config", value).items()
@@ -298,7 +300,7 @@ def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int]:
-    """Return the most and the fewest tokens to look for; one of the two is also the other's default, as in vLLM."""
+    """Return the largest and smallest n-gram length; each is the other's default, as in vLLM."""
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     for name, value, other in (("lookup_max", longest, shortest), ("lookup_min", shortest, longest)):
         if value is None:
@@ -307,8 +309,11 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
 
 
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
-    """Return SpeculationConfig.acceptance_rates. A mean length is reached with the least variance: of its drafts each
-    step accepts as many as are whole, and one more at the rate of the rest."""
+    """Return SpeculationConfig.acceptance_rates.
+
+    A mean length is reached with the least variance: each step accepts its integer part, and one more draft at the rate
+    of the fraction.
+    """
     rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
     if given.get("rejection_sample_method") != SYNTHETIC:
         return ()
@@ -331,7 +336,7 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
 
 
 def _check_together(options: EngineOptions, config: EngineConfig) -> None:
-    """Raise ValueError for options that drafts do not go with."""
+    """Raise ValueError for options that speculation does not support."""
     reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"

@@ -1,4 +1,4 @@
-"""The adapters that a server has names for."""
+"""The adapters that requests can name as their model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_NAMES = 1000
 
 
 class AdapterNames:
-    """Adapters by name, in the order in which they came."""
+    """Adapters by name, in the order in which they were added."""
 
     def __init__(self, requests: Iterable[LoRARequest] = ()) -> None:
         self._requests = {request.lora_name: request for request in requests}
@@ -29,9 +29,11 @@ class AdapterNames:
     async def load(
         self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False, within: tuple[Path, ...] = ()
     ) -> None:
-        """Have the engine read an adapter, then give it the name, which with `in_place` another may have. within: see
-        LoRARequest. Raises ApiError 400 for a name that is taken, or is one too many, TypeError, ValueError or OSError
-        for what is no adapter."""
+        """Load an adapter and give it the name; with `in_place`, the name may be in use. `within`: see LoRARequest.
+
+        Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError for an invalid
+        adapter.
+        """
         request = LoRARequest(name, self._next_id, path, within)
         self._next_id += 1
         self._require_free(name, in_place)
@@ -42,7 +44,7 @@ class AdapterNames:
         await self._drop(engine, before)
 
     async def unload(self, engine: AsyncLLM, name: str) -> None:
-        """Take the name away; requests under way go on."""
+        """Remove the name. Running requests continue."""
         del self._requests[name]
         await self._drop(engine, self._digests.pop(name, None))
 
@@ -53,6 +55,6 @@ class AdapterNames:
             raise bad_request("lora_name", f"at most {MOST_NAMES} adapters may have names; unload one first")
 
     async def _drop(self, engine: AsyncLLM, digest: str | None) -> None:
-        """Drop an adapter that has lost its name, unless it has another one."""
+        """Unload an adapter that has no name left."""
         if digest is not None and digest not in self._digests.values():
             await engine.unload_adapter(digest)

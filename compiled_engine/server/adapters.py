@@ -1,6 +1,6 @@
-"""Load adapters when the server starts, and load and unload them while it serves.
+"""Load adapters at start-up, and load and unload them at run time.
 
-A request chooses one by its name as `model`. Routes that load and unload exist only if folders are allowed for them.
+A request selects an adapter by giving its name as `model`. The routes exist only if folders are allowed for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """Body of /v1/load_lora_adapter. load_inplace: the name may be taken; it gets the new adapter."""
+    """The body of a request to /v1/load_lora_adapter. With `load_inplace`, a name in use is reassigned."""
 
     lora_name: str
     lora_path: str
@@ -33,14 +33,14 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
-    """Body of /v1/unload_lora_adapter."""
+    """The body of a request to /v1/unload_lora_adapter."""
 
     lora_name: str
     lora_int_id: int | None = None
 
 
 async def load_at_start(engine: AsyncLLM, options: ServerOptions) -> None:
-    """Have the engine read the adapters of `lora_modules`, so that a wrong one ends the start. Raises as `load`."""
+    """Load the adapters of `lora_modules`, so that an invalid one ends the start. Raises as `load_adapter` does."""
     for request in adapters_of(options):
         await engine.load_adapter(request)
 
@@ -52,7 +52,7 @@ async def load_adapter(request: Request) -> Response:
     fields, _ = await read_body(request, serving, LoadAdapterRequest)
     name, folders = fields.lora_name, tuple(Path(each).resolve() for each in serving.options.allowed_lora_folder)
     try:
-        LoRARequest(name, 1, fields.lora_path)  # bounds of both
+        LoRARequest(name, 1, fields.lora_path)  # checks the bounds of both
     except ValueError as error:
         raise blamed_on_request(error) from error
     path = Path(fields.lora_path)
@@ -61,7 +61,7 @@ async def load_adapter(request: Request) -> Response:
     allowed = f"a folder within {', '.join(serving.options.allowed_lora_folder)}"
     require(_is_allowed(path, folders), "lora_path", allowed, fields.lora_path)
     try:
-        # The path is absolute, so never a name on the hub.
+        # The path is absolute, so it cannot be a name on the hub.
         await serving.adapters.load(
             serving.engine, name, path.resolve(), in_place=bool(fields.load_inplace), within=folders
         )
@@ -84,10 +84,12 @@ async def unload_adapter(request: Request) -> Response:
 
 
 def _is_allowed(path: Path, folders: Iterable[Path]) -> bool:
-    """Links are followed first, so none leads out of the allowed folders. Those of the files within are followed when
-    these are opened."""
+    """Return whether a path, with links resolved, is within an allowed folder.
+
+    Links within the adapter's folder are resolved when its files are opened.
+    """
     try:
         resolved = path.resolve()
-    except (ValueError, OSError, RuntimeError):  # a null character, or links in a circle
+    except (ValueError, OSError, RuntimeError):  # a null character, or circular links
         return False
     return any(resolved.is_relative_to(folder) for folder in folders)

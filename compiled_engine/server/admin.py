@@ -1,4 +1,4 @@
-"""What only the server's administrators may do: load and unload adapters, and go before others."""
+"""Actions reserved to administrators: loading and unloading adapters, and priorities below 0."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from compiled_engine.server.errors import ApiError
 from compiled_engine.server.serving import serving_of
 
 ADMIN = "is_admin"
-"""The field of a request's state that says whether its API key is one of `--admin-api-key`."""
+"""The request state field for whether the API key is one of `--admin-api-key`."""
 
 
 def require_admin(request: Request, param: str, what: str) -> None:
-    """Raise ApiError 403 if the server has keys for administrators, and the request has none of them."""
+    """Raise ApiError 403 if the server has administrator keys and the request has none of them."""
     if serving_of(request).options.admin_api_key and not request.scope["state"].get(ADMIN):
         raise ApiError(403, f"{what} needs a key of --admin-api-key", param=param, code="admin_key_required")

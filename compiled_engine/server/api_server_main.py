@@ -1,4 +1,4 @@
-"""The program of a further process that answers requests."""
+"""The program of an additional API process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from compiled_engine.server.shared_figures import SharedFigures
 
 
 def main() -> None:
-    """Arguments: the file descriptors of the listening socket and of the figures, and this process's number.
+    """Serve the order read from stdin; without one, exit.
 
-    The order comes through stdin; without one the process ends.
+    The arguments are the file descriptors of the listening socket and the shared figures, and this process's number.
     """
     listening, figures, number = map(int, sys.argv[1:4])
     order = sys.stdin.buffer.read()

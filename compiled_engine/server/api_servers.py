@@ -1,6 +1,6 @@
-"""Further processes that answer requests at the server's socket, each with its own connection to the engine core.
+"""Additional API processes at the server's socket, each with its own connection to the engine core.
 
-The process that starts them serves as well, and is number 0. The process with the fewest connections accepts the next.
+The process that starts them serves too, as number 0. The process with the fewest connections accepts the next one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _EXIT_S = 5.0
 
 
 class Place:
-    """The shared state of a server's processes, in columns of their figures: which serve, and how many connections each
-    has. Create it before any other user of columns."""
+    """The state shared between API processes: which of them serve, and their numbers of connections.
+
+    It must be created before any other user of the shared columns.
+    """
 
     def __init__(self, figures: SharedFigures) -> None:
         self._figures = figures
@@ -39,12 +41,11 @@ class Place:
         self._connections = figures.reserve(1)
 
     def serve(self) -> None:
-        """Mark this process as one that accepts connections."""
+        """Mark this process as accepting connections."""
         self._figures.own[self._serving] = 1
 
     async def begin(self) -> None:
-        """Serve, but not before the first process, which comes last at the server's start. Clients that come at once
-        would all be with the others."""
+        """Serve once process 0 does, which is ready last; otherwise the others would get all early clients."""
         self.serve()
         while not self.serves(0):
             await asyncio.sleep(_FIRST_S)
@@ -53,7 +54,7 @@ class Place:
         return bool(self._figures.of(number, self._serving))
 
     def count(self, change: int) -> None:
-        """Count connections of this process that begin, or end."""
+        """Add to this process's number of connections."""
         self._figures.own[self._connections] += change
 
     def has_most(self) -> bool:
@@ -63,28 +64,25 @@ class Place:
         return any(serves and connections < own for serves, connections in others)
 
     def forget(self, number: int) -> None:
-        """A process has ended."""
+        """Reset the state of a process that has ended."""
         for column in (self._serving, self._connections):
             self._figures.forget(number, column)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The engine and options for a process to serve. address: of the engine core. model_name: see `build_app`."""
+    """The message that tells a process what to serve."""
 
-    address: str
+    address: str  # of the engine core
     options: ServerOptions
-    model_name: str
+    model_name: str  # see `build_app`
 
 
 class ApiServers:
-    """The further processes: they start their imports at once, wait for their order, and serve until SIGTERM or the
-    core's end.
+    """The additional processes. They import at once, wait for their order, and serve until SIGTERM or the core's end.
 
-    figures: with a row for each process. place: that of this process, number 0.
-
-    The death of a process loses its own requests, which the core aborts; a new process replaces it. A process that dies
-    before it serves would do so again, so this ends the server.
+    If a process dies, the core aborts its requests, and a new process replaces it. A process that dies before it serves
+    would do so again, so its death ends the server.
     """
 
     def __init__(self, options: ServerOptions, bound: socket.socket) -> None:
@@ -96,13 +94,13 @@ class ApiServers:
         self._processes = {number: self._start(number) for number in range(1, options.api_server_count)}
 
     def give(self, order: Order) -> None:
-        """The engine is ready: have them serve."""
+        """Send all processes their order, after the engine is ready."""
         self._order = msgspec.json.encode(order)
         for process in self._processes.values():
             _send(process, self._order)
 
     async def wait_ready(self) -> None:
-        """Wait until all serve. Raises RuntimeError if one has ended instead."""
+        """Wait until all processes serve. Raises RuntimeError if one has ended instead."""
         while waiting := [number for number in self._processes if not self.place.serves(number)]:
             for number in waiting:
                 if (status := self._processes[number].poll()) is not None:
@@ -110,8 +108,7 @@ class ApiServers:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self, forget: Callable[[int], None]) -> str:
-        """Replace processes that end, until one has to be given up; return the reason. forget: called with the number
-        of each."""
+        """Replace processes that end, with `forget(number)`. Returns the reason when one cannot be replaced."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, process in self._processes.items():
@@ -126,14 +123,14 @@ class ApiServers:
                 _send(self._processes[number], self._order)
 
     def stop(self) -> None:
-        """Signal the processes: the first time they finish running requests, the second time they end at once."""
+        """Signal the processes to stop. After the first signal they finish running requests; the second ends them."""
         self._stopping = True
         for process in self._processes.values():
             with contextlib.suppress(OSError):
                 process.send_signal(signal.SIGTERM)
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Wait until all have ended; after `timeout_s` kill them."""
+        """Wait until all processes have ended, and kill them after `timeout_s`."""
         self.stop_replacing()
         deadline = time.monotonic() + timeout_s + _EXIT_S
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
@@ -144,7 +141,7 @@ class ApiServers:
         self._stopping = True
 
     def kill(self) -> None:
-        """May be called again."""
+        """Kill the processes. May be called repeatedly."""
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -158,8 +155,10 @@ class ApiServers:
 
 
 def _send(process: subprocess.Popen[bytes], order: bytes) -> None:
-    """Send through stdin, so that no key shows in a list of processes. If the process has ended, its status shows
-    it."""
+    """Send the order through stdin, so that keys do not appear in process lists.
+
+    An error means that the process has ended, which its status shows.
+    """
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.write(order)

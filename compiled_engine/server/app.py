@@ -1,4 +1,4 @@
-"""The ASGI application: which path is answered by what."""
+"""The ASGI application and its routes."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ POST: dict[str, Handler] = {
 def build_app(
     engine: AsyncLLM, options: ServerOptions, model_name: str, figures: SharedFigures | None = None
 ) -> RequestScope:
-    """The application for an engine. model_name: the model's, unless options give others. figures: of all processes
-    that answer requests, if this is not the only one.
+    """Return the application for an engine.
 
-    Raises ValueError for a chat template that is none, and for adapters that the engine or the server cannot have.
+    Options may replace `model_name`. `figures` are shared by all API processes, if there are several. Raises ValueError
+    for an invalid chat template or adapter options.
     """
     figures = figures or SharedFigures()
     pages = page_files()
@@ -129,14 +129,14 @@ def build_app(
 
 
 def _max_new_tokens(engine: AsyncLLM) -> int | None:
-    """Return the checkpoint's max_new_tokens if it is the default of sampling, otherwise None."""
+    """Return the checkpoint's max_new_tokens if it is the default, otherwise None."""
     stated = read_json_if_there(engine.config.model.path / "generation_config.json").get("max_new_tokens")
     default = engine.get_default_sampling_params().max_tokens
     return default if default == stated else None
 
 
 def _answered(path: str, handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
-    """The handler, with whatever it raises made a response."""
+    """Wrap a handler so that its errors become responses."""
 
     async def answer(request: Request) -> Reply:
         try:

@@ -1,4 +1,4 @@
-"""The salt of a request: prefixes are shared among requests of one salt, and on request of one API key."""
+"""Prefix cache salts: requests share cached prefixes only with the same salt, and optionally only per API key."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from compiled_engine.server.sampling_fields import SamplingFields
 from compiled_engine.server.serving import serving_of
 
 KEY = "api_key_digest"
-"""The field of a request's state that has the digest of its API key."""
+"""The request state field with the digest of the API key."""
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
-    """The salt of a request's prompts; None where they share with all that have none.
+    """Return the salt of a request's prompts, or None to share with all unsalted requests.
 
-    With a salt per key, requests of two keys never have the same one, whatever `cache_salt` they give. What it is made
-    of cannot be read off it.
+    With a salt per key, requests of different keys never share a salt, whatever `cache_salt` they give. The salt
+    reveals neither the key nor `cache_salt`.
     """
     if not serving_of(request).options.prefix_cache_salt_per_key:
         return fields.cache_salt
@@ -28,7 +28,7 @@ def cache_salt(request: Request, fields: SamplingFields) -> str | None:
 
 
 def salted(prompt: PromptLike, salt: str | None) -> PromptLike:
-    """The prompt with its salt, in the form that the engine takes."""
+    """Return the prompt with its salt, in a form that the engine accepts."""
     if salt is None:
         return prompt
     if isinstance(prompt, str):

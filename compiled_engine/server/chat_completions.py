@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions: the endpoint, complete answers and event streams."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def chat_completions(request: Request) -> Reply:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fields that all parts of an answer share."""
+    """The fields shared by all parts of an answer."""
 
     id: str
     created: int
@@ -87,17 +87,17 @@ class Answer:
 
 
 def finish_reason(completion: CompletionOutput, last_arguments: str | None) -> str | None:
-    """Why a completion ended, in the words of chats.
+    """Return a completion's finish reason in the chat API's terms.
 
-    last_arguments: those of its last call, None without calls. A call that a stop string or an end-of-sequence token
-    cuts off cannot be executed, so its completion ends by "stop".
+    `last_arguments` are the last call's arguments, None without calls. A call cut off by a stop string or an
+    end-of-sequence token cannot be executed, so the reason is then "stop".
     """
     called = last_arguments is not None and is_whole(last_arguments)
     return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
 
 
 async def whole_answer(answer: Answer, outputs: Outputs) -> ChatResponse:
-    """Wait for all outputs; return the response with the completions of a chat."""
+    """Wait for all outputs; return the response with all completions."""
     usage = UsageCounter()
     async with aclosing(outputs):
         async for _, last in outputs:
@@ -131,7 +131,7 @@ def _choice(answer: Answer, completion: CompletionOutput) -> ChatChoice:
 
 
 def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMessage:
-    """The message that all pieces of an answer make."""
+    """Assemble a message from all pieces of an answer."""
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) or None
     calls: list[ToolCall] = []
@@ -150,15 +150,15 @@ def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMe
 
 
 class _Part:
-    """An answer that is sent in events."""
+    """The state of one streamed completion."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._parser: AnswerParser = answer.prompt.make_parser()
-        self._last_arguments: str | None = None  # of calls
+        self._last_arguments: str | None = None  # of the last call
 
     def choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """The events that a completion's next part makes: one for each piece, and one for its end."""
+        """Return the events for a completion's next output: one for each piece, and one for the end."""
         pieces = self._parser.push(completion.text)
         if completion.finish_reason is not None:
             pieces += self._parser.finish()
@@ -198,7 +198,7 @@ class _Part:
 async def answer_events(
     answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a stream, each as it has to be sent."""
+    """Yield the server-sent events of a stream as encoded bytes."""
     options = answer.fields.stream_options
     continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()

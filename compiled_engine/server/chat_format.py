@@ -29,15 +29,15 @@ from compiled_engine.server.parsers.registry import (
 
 
 class SpecialTokenGuard:
-    """The texts that are special tokens in answers and in grammars."""
+    """Finds texts that are special tokens, for answers and grammars."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def literal(self, text: str) -> str:
-        """A text as a grammar in Lark has it: a special token by its id, any other in quotes.
+        """Return a text as a Lark grammar literal: special tokens by id, other text quoted.
 
-        Special is what grammars take for it: also any added token in angle brackets.
+        As in the grammar library, added tokens in angle brackets count as special.
         """
         token_id = self._tokenizer.ids_of_special.get(text, self._added_id(text))
         return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
@@ -49,45 +49,42 @@ class SpecialTokenGuard:
         return ids[0] if len(ids) == 1 and self._tokenizer.decode(ids) == text else None
 
     def is_special(self, text: str) -> bool:
-        """Return whether the id is that of a special token."""
+        """Return whether a special token has this text."""
         return text in self._tokenizer.ids_of_special
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token with this text, None if there is none."""
+        """Return the id of the special token with this text, or None."""
         return self._tokenizer.ids_of_special.get(text)
 
 
 LONGEST_SETTING = 256
 MOST_NAMED = 8
-# Names of the most tokens of reasoning in a request: vLLM's, and that of Qwen's own service.
+# Request fields for the bound on reasoning tokens: vLLM's, and that of Qwen's service.
 BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """template, tool_template: the texts of the template for requests without and with tools. given: what is passed on
-    instead of the checkpoint's own, if anything is. tools, reasoning: the format's name, None if there is none.
-    max_json_values: in the arguments of a conversation's calls, which are JSON in strings."""
+    """The model's template, and its formats of tool calls and reasoning."""
 
     tokenizer: Tokenizer
-    template: str
-    given: str | None
+    template: str  # template text for requests without tools
+    given: str | None  # a template or its name that replaces the checkpoint's default
     tools: ToolFormat | None
-    reasoning: str | None
+    reasoning: str | None  # name of the format
     guard: SpecialTokenGuard
     texts: LongWork
     allowed_settings: tuple[str, ...]
     default_settings: Mapping[str, Any]
-    tool_template: str = ""
-    max_json_values: int = Limits().max_json_values
+    tool_template: str = ""  # template text for requests with tools
+    max_json_values: int = Limits().max_json_values  # bound on values in arguments of a conversation's calls
 
     def knows(self, name: str) -> bool:
-        """Return whether a template uses a variable."""
+        """Return whether a template contains a variable's name."""
         return name in self.template or name in self.tool_template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
-        """Return the template's variables besides messages and tools. Raises ApiError 400 for what requests may not
-        set."""
+        """Return the template's further variables. Raises ApiError 400 for one that requests may not set."""
         settings = {**self.default_settings, **(given or {})}
         for name, value in (given or {}).items():
             if name not in self.allowed_settings:
@@ -110,8 +107,7 @@ class ChatFormat:
         return settings
 
     def drop_unread(self, fields: Any) -> list[str]:
-        """Drop from a request what the chat template does not read and clients send to every server; return a warning
-        for each."""
+        """Remove common fields that the chat template does not read. Return a warning for each."""
         ignored = []
         if getattr(fields, "reasoning_effort", None) is not None and not self.knows("reasoning_effort"):
             fields.reasoning_effort = None
@@ -130,7 +126,7 @@ class ChatFormat:
 
     @property
     def why_unbounded(self) -> str | None:
-        """The reason why the tokens of reasoning have no bound; None if they can have one."""
+        """The reason why reasoning tokens cannot be bounded, or None if they can."""
         if self.reasoning is None:
             return "no reasoning of this model is known"
         closing = REASONING_FORMATS[self.reasoning].closing
@@ -140,12 +136,12 @@ class ChatFormat:
         return f"the tokenizer has no token for {closing}, which closes reasoning" if is_text else None
 
     def _reads(self, name: str) -> bool:
-        """Return whether a variable may be in the template, as a whole word."""
+        """Return whether a variable occurs in a template as a whole word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         return name in SETTINGS or any(word.search(text) for text in (self.template, self.tool_template))
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
-        """Return whether an answer's markup holds special tokens, so that its text must keep them."""
+        """Return whether an answer's markup has special tokens, which its text must then keep."""
         markup: tuple[str, ...] = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].markup
         if with_tools and self.tools is not None:
             markup += self.tools.markup
@@ -154,8 +150,10 @@ class ChatFormat:
     def parser(
         self, prompt: str, tools: Mapping[str, Mapping[str, Any]], *, one_call: bool, continued: str | None = None
     ) -> AnswerParser:
-        """Make the parser of an answer to the prompt. tools: the schema of arguments of each tool that it may call, by
-        the tool's name. continued: the message that the answer continues."""
+        """Return a parser for an answer to the prompt.
+
+        `tools` has the argument schema of each tool, by name. `continued` is the message that the answer continues.
+        """
         given = self.tools if tools else None
         read_together = given is not None and given.reasoning is not None
         reasoning = None
@@ -166,7 +164,7 @@ class ChatFormat:
         return AnswerParser(reasoning, calls, one_call=one_call)
 
     def ending_ids(self) -> list[int]:
-        """The ids of special tokens that end an answer, whether the checkpoint says so or not."""
+        """Return the ids of special tokens that end an answer in this format, even if the checkpoint omits them."""
         ends = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].ends
         return [token_id for text in ends if (token_id := self.guard.special_id(text)) is not None]
 
@@ -180,10 +178,12 @@ class ChatFormat:
         continue_final_message: bool = False,
         check: Callable[[str], None] = lambda text: None,
     ) -> tuple[str, tuple[int, ...]]:
-        """The prompt, as text and as token ids. check: may refuse the text before it is tokenised. Raises ApiError 400
-        for what the template cannot render, or not in time, and for arguments of calls beyond the bounds of a body.
+        """Return the prompt as text and token ids.
 
-        How long a template takes nobody knows before: it never runs on the event loop."""
+        `check` may reject the text before it is tokenised. Raises ApiError 400 if the template fails or takes too long,
+        or for call arguments beyond the bounds of a body. A template's run time is unpredictable, so it never runs on
+        the event loop.
+        """
         is_over = threading.Event()
 
         def render() -> tuple[str, tuple[int, ...]]:
@@ -218,8 +218,10 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
-    """The format of a model with this tokenizer; None without a template. Raises ValueError for a template that is no
-    template, and for parsers that cannot be combined."""
+    """Return the chat format for a tokenizer, or None without a template.
+
+    Raises ValueError for an invalid template, and for parsers that cannot be combined.
+    """
     if tokenizer is None:
         return None
     from compiled_engine.frontend.chat_template import choose_template
@@ -232,7 +234,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         return None
     template, tool_template = choose_template(own, given, None), choose_template(own, given, ())
     tools, reasoning = _formats(options, template, tool_template)
-    _ = tokenizer.client_text  # made here, as it takes a while with thousands of special tokens
+    _ = tokenizer.client_text  # built now: slow with thousands of special tokens
     return ChatFormat(
         tokenizer,
         template,
@@ -249,7 +251,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
 
 
 def _formats(options: ServerOptions, template: str, tool_template: str) -> tuple[ToolFormat | None, str | None]:
-    """The formats of calls and of reasoning. Where one parser reads both, it is chosen for both or for neither."""
+    """Choose the formats of calls and of reasoning. A parser that reads both is chosen for both or neither."""
     name = _chosen(options.tool_call_parser, tool_format_of(tool_template))
     reasoning = _chosen(options.reasoning_parser, reasoning_format_of(template))
     tools = None if name is None else TOOL_FORMATS[name]

@@ -1,4 +1,4 @@
-"""Messages and tools of a chat: checked, and as the template takes them. Keys beyond these are ignored."""
+"""Messages and tools of a chat: request types, checks, and conversion for the template. Other keys are ignored."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message. Text is the only type."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """arguments: a JSON object as text, as the model wrote it. None at all, and null, are an empty one."""
+    """A function call. `arguments` is an object or a JSON string; "" and null stand for an empty object."""
 
     name: Name
     arguments: str | dict[str, Any] = ""
 
 
 class MessageToolCall(msgspec.Struct, kw_only=True):
-    """A call that the assistant made before."""
+    """An earlier call of the assistant."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -39,9 +39,10 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """A message. content may be absent if there are tool_calls. tool_call_id: which call a tool's message answers.
+    """A message of a chat.
 
-    reasoning_content, or reasoning: what the assistant thought before its answer.
+    `content` may be absent if there are `tool_calls`. `tool_call_id` is the call that a tool message answers.
+    `reasoning_content`, or `reasoning`, is the assistant's reasoning before its answer.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -54,8 +55,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """parameters: a JSON schema, which the model reads. strict: calls follow it, as they do if tool_choice requires
-    one."""
+    """A function. Its `parameters` are a JSON schema, enforced with `strict` or if tool_choice requires a call."""
 
     name: Name
     description: str | None = None
@@ -71,8 +71,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 def begins_an_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Return whether the prompt ends with the beginning of an answer. Raises ApiError 400 if the request has the last
-    message continued as well."""
+    """Return whether the prompt ends with an answer's beginning. Raises ApiError 400 for contradictory fields."""
     if add_generation_prompt and continue_final_message:
         raise bad_request(
             "add_generation_prompt", "add_generation_prompt must be false where continue_final_message is true"
@@ -81,13 +80,13 @@ def begins_an_answer(add_generation_prompt: bool | None, continue_final_message:
 
 
 def text_of(message: ChatMessage) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     content = message.content or ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
-    """Return the messages as `render_chat` takes them. Raises ApiError 400 naming the message that is wrong."""
+    """Return the messages for `render_chat`. Raises ApiError 400 with the invalid message."""
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")
     require_at_most("messages", messages, limits.max_messages, "messages")
@@ -118,8 +117,7 @@ def _tool_call(call: MessageToolCall) -> dict[str, Any]:
 
 
 def tools_for_template(tools: list[Tool] | None, chat: ChatFormat, limits: Limits) -> list[dict[str, Any]] | None:
-    """Return the tools, None without any. Raises ApiError 400 if there are too many, or if the template does not
-    support them."""
+    """Return the tools for the template, or None. Raises ApiError 400 for too many, or without template support."""
     if not tools:
         return None
     require_at_most("tools", tools, limits.max_tools, "tools")

@@ -1,4 +1,4 @@
-"""The engine's input for a chat: the rendered prompt, sampling parameters, and the parser of the answer."""
+"""Convert a chat request to the engine's input: rendered prompt, sampling parameters, and answer parser."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from compiled_engine.server.protocol import ChatRequest
 from compiled_engine.server.sampling_fields import sampling_params
 from compiled_engine.server.serving import Serving
 
-# A call that is demanded follows a grammar, so it needs no habit of the model's: plain JSON.
+# The format of required calls for models without a known one. A grammar enforces it, so plain JSON works.
 DEMANDED = "llama3_json"
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """make_parser, make_call_id: for each answer, and each call in it."""
+    """The engine's input for a chat."""
 
     prompt: dict[str, Any]
     params: SamplingParams
-    make_parser: Callable[[], AnswerParser]
-    make_call_id: Callable[[], str]
+    make_parser: Callable[[], AnswerParser]  # creates a parser for one answer
+    make_call_id: Callable[[], str]  # creates the id of one call
 
 
 async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "response_format") -> ChatPrompt:
-    """form_field: what the request calls response_format. Raises ApiError 400 naming the field that cannot be had."""
+    """Convert a chat request. `form_field` is the request's name for response_format.
+
+    Raises ApiError 400 with the field that is invalid or not supported.
+    """
     chat = serving.chat_format()
     asked = await asked_form(serving.forms, fields.response_format, fields.structured_outputs, form_field)
     use = tool_use(fields.tool_choice, fields.tools, one_call=fields.parallel_tool_calls is False)
@@ -84,7 +87,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
 
 
 def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> ToolUse | None:
-    """Return the tools that the answer may call, None without any. Raises ApiError 400 for an invalid choice."""
+    """Return the tools that the answer may call, or None. Raises ApiError 400 for an invalid choice."""
     if tool_choice == "none" or (tool_choice in (None, "auto") and not tools):
         return None
     tools = tools or []
@@ -96,7 +99,7 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
         return ToolUse(tools, required=True, several=not one_call)
     is_function = isinstance(tool_choice, dict) and tool_choice.get("type") == "function"
     require(is_function, "tool_choice", "'auto', 'none', 'required', or a function", tool_choice)
-    function = tool_choice.get("function", tool_choice)  # the Responses API has the name next to the type
+    function = tool_choice.get("function", tool_choice)  # in the Responses API, the name is beside the type
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool.function.name == name]
     if not named:
@@ -105,7 +108,7 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
 
 
 def _more(fields: ChatRequest) -> dict[str, Any]:
-    """Sampling parameters that chats have under other names."""
+    """Return sampling parameters that have other names in chats."""
     more: dict[str, Any] = {}
     if not fields.logprobs:
         require_absent("top_logprobs", fields.top_logprobs, "unless logprobs is true")
@@ -122,7 +125,7 @@ def _more(fields: ChatRequest) -> dict[str, Any]:
 
 
 def _budget(fields: ChatRequest, chat: ChatFormat) -> int | None:
-    """Return the most tokens of reasoning, None for any number. Raises ApiError 400 where no reasoning is known."""
+    """Return the bound on reasoning tokens, or None. Raises ApiError 400 if the model's reasoning cannot be bounded."""
     given = {name: value for name in BUDGETS if (value := getattr(fields, name)) not in (None, -1)}
     if len(set(given.values())) > 1:
         raise bad_request(BUDGETS[1], f"{' and '.join(BUDGETS)} must be equal, got {fields.thinking_token_budget}, "

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions: the endpoint, complete answers and event streams."""
 
 from __future__ import annotations
 
@@ -65,15 +65,14 @@ async def completions(request: Request) -> Reply:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fields that all parts of an answer share. `unwanted`: a token of each prompt is generated that was not
-    requested."""
+    """The fields shared by all parts of an answer."""
 
     id: str
     created: int
     model: str
     fields: CompletionRequest
     params: SamplingParams
-    unwanted: bool
+    unwanted: bool  # One token per completion is generated although max_tokens is 0.
     tokenizer: Tokenizer | None
 
     @property
@@ -81,7 +80,7 @@ class Answer:
         return bool(self.fields.return_tokens_as_token_ids)
 
     def echoed(self, output: RequestOutput) -> str:
-        """The prompt as text."""
+        """Return the prompt as text."""
         whole = output.prompt is not None and self.fields.truncate_prompt_tokens is None
         if whole or self.tokenizer is None:
             return output.prompt or ""
@@ -89,11 +88,11 @@ class Answer:
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Ids of tokens that the text leaves out."""
+        """Ids of tokens that the text omits."""
         return self.tokenizer.special_ids if self.tokenizer and self.params.skip_special_tokens else frozenset()
 
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
-        """Log-probabilities of the prompt and the length of its text, if they come before those of its completions."""
+        """Return the prompt's log-probabilities and its text length, if they precede the completion's."""
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
         ids, text = output.prompt_token_ids, self.echoed(output)
@@ -107,7 +106,7 @@ class Answer:
 
 
 async def _prompts(serving: Serving, fields: CompletionRequest, params: SamplingParams) -> list[Any]:
-    """Return the prompts for the engine, which tokenises texts itself, except texts without special tokens."""
+    """Return the prompts for the engine, which tokenises texts itself unless special tokens are excluded."""
     prompts: list[Any] = list(parse_prompts(fields.prompt, serving.options.limits.max_completions))
     if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
         return prompts
@@ -151,7 +150,7 @@ async def whole_answer(answer: Answer, outputs: Outputs) -> CompletionResponse:
             usage.add(prompt, output)
             of_prompt = output.prompt_logprobs
             shows_prompt = answer.fields.prompt_logprobs is not None
-            # Once for all its completions.
+            # Converted once for all completions.
             shown = prompt_logprobs(of_prompt or ()) if shows_prompt else None
             echoed = answer.echoed_logprobs(output, of_prompt or ())
             for completion in output.outputs:
@@ -166,7 +165,7 @@ async def whole_answer(answer: Answer, outputs: Outputs) -> CompletionResponse:
 
 @dataclass
 class _Place:
-    """The progress of a completion's parts: characters of text, and whether the prompt is sent."""
+    """The progress of a streamed completion: characters of text sent, and whether the prompt was sent."""
 
     characters: int = 0
     begun: bool = False
@@ -180,8 +179,10 @@ def _part(
     place: _Place,
     echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
-    """Return what a completion adds at this place, or all of it. The first part begins with the prompt if it is echoed.
-    echoed: its log-probabilities, and the length of its text."""
+    """Return the completion's next part, or all of it. With `echo`, the first part begins with the prompt.
+
+    `echoed` has the prompt's log-probabilities and text length.
+    """
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())
     if answer.unwanted:
@@ -213,11 +214,11 @@ def _part(
 async def answer_events(
     answer: Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a stream, each as it has to be sent."""
+    """Yield the server-sent events of a stream as encoded bytes."""
     options = answer.fields.stream_options
     continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()
-    # A completion begins with the prompt, which another one may bring: until it is whole, all of them wait.
+    # All completions begin with the prompt's log-probabilities, so they wait until these are complete.
     shows_prompt = bool(answer.fields.echo) and answer.fields.logprobs is not None
     waiting: dict[int, list[CompletionOutput]] = {}
     places: dict[tuple[int, int], _Place] = {}

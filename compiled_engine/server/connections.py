@@ -1,4 +1,4 @@
-"""The bound on open connections: who waits for no answer makes room for who comes."""
+"""A bound on open connections: those without a pending request are closed to admit new ones."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import contextlib
 import resource
 from collections.abc import Callable, Hashable
 
-# Open files that are no connections of clients: those of the engine, of checkpoints, and of the log.
+# Open files other than client connections, such as those of the engine, checkpoints and the log.
 OTHER_FILES = 256
 
 
 class Connections:
-    """Counts the connections of a process, among them those whose encryption is still being agreed upon.
+    """Tracks the open connections of a process, including those in the TLS handshake, at most `most`.
 
-    most: so many at a time. A new one beyond that replaces the one that has been without a whole request for longest.
-    count: called with 1 for each that begins, and -1 for each that ends.
+    A new connection beyond that replaces the one that has been without a complete request for longest. `count` is
+    called with 1 for each that begins and -1 for each that ends.
     """
 
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
         self._most = most
         self._count = count
         self._open: set[Hashable] = set()
-        self._waiting: dict[Hashable, Callable[[], object]] = {}  # the longest first
+        self._waiting: dict[Hashable, Callable[[], object]] = {}  # longest waiting first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def begin(self, connection: Hashable, close: Callable[[], object]) -> bool:
-        """Add a connection; return False if there are too many, and all have requests. close: ends it."""
+        """Add a connection, which `close` ends. Returns False if there are too many and all have requests."""
         if len(self._open) >= self._most:
             if not self._waiting:
                 return False
@@ -40,16 +40,16 @@ class Connections:
         return True
 
     def wait(self, connection: Hashable, close: Callable[[], object]) -> None:
-        """It has no whole request, as in the beginning."""
+        """Mark a connection as without a complete request."""
         if connection in self._open:
             self._waiting[connection] = close
 
     def work(self, connection: Hashable) -> None:
-        """A request has arrived."""
+        """Mark a connection as having a complete request."""
         self._waiting.pop(connection, None)
 
     def end(self, connection: Hashable) -> None:
-        """It is closed. May be called again."""
+        """Remove a closed connection. May be called repeatedly."""
         self._waiting.pop(connection, None)
         if connection in self._open:
             self._open.remove(connection)
@@ -57,14 +57,14 @@ class Connections:
 
 
 def connections_of_a_process(wanted: int, processes: int) -> int:
-    """Return a process's share of the wanted connections, or as many as the system lets it have."""
+    """Return a process's share of the wanted connections, within the system's limit on open files."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     share = -(-wanted // processes)
     return share if files == resource.RLIM_INFINITY else min(share, max(files - OTHER_FILES, files // 2))
 
 
 def allow_many_files() -> None:
-    """Have as many open files as the system lets this process have: each connection is one."""
+    """Raise this process's limit on open files to the system's maximum, since each connection is a file."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

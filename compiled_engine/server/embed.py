@@ -1,4 +1,4 @@
-"""/v2/embed: vectors of texts in the shape of Cohere's API."""
+"""/v2/embed: text embeddings in the shape of Cohere's API."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ EMBED_REFUSED: dict[str, Refused] = {
     **REFUSED_HERE,
     **refused("give texts", images=([],), inputs=([],)),
 }
-# The prompts that a checkpoint has for an input_type under another name.
+# input_type -> alternative names of the checkpoint's prompt.
 PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
 VectorType = Literal["float", "base64", "binary", "ubinary"]
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
-    """input_type: of the checkpoint's prompts, the one that is put before each text. embedding_types: in binary and
-    ubinary each value is a bit, 1 unless it is negative, of signed or unsigned bytes.
+    """The body of a request to /v2/embed.
 
-    truncate: END keeps the first tokens of a text, at most max_tokens or as many as the model takes; NONE: a text that
-    is too long is an error.
+    `input_type` selects one of the checkpoint's prompts, which is put before each text. The `embedding_types` binary
+    and ubinary have one bit per value, 0 if negative, packed into signed or unsigned bytes. `truncate` END keeps the
+    first tokens of a text, at most `max_tokens` or as many as the model takes; with NONE, a text that is too long is an
+    error.
     """
 
     texts: list[str]
@@ -46,7 +47,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
 
 
 class Vectors(msgspec.Struct, kw_only=True):
-    """The vectors, in the order of the texts, in each form that was asked for."""
+    """The embeddings in the order of the texts, in each requested type."""
 
     floats: list[list[float]] | UnsetType = msgspec.field(default=UNSET, name="float")
     base64: list[str] | UnsetType = UNSET
@@ -55,26 +56,26 @@ class Vectors(msgspec.Struct, kw_only=True):
 
 
 class ApiVersion(msgspec.Struct):
-    """The version of the shape."""
+    """The version of the API's shape."""
 
     version: str = "2"
 
 
 class EmbedTokens(msgspec.Struct):
-    """The tokens of all texts."""
+    """The number of tokens of all texts."""
 
     input_tokens: int
 
 
 class EmbedMeta(msgspec.Struct, kw_only=True):
-    """Facts of an answer."""
+    """Metadata of a response."""
 
     api_version: ApiVersion
     tokens: EmbedTokens
 
 
 class EmbedResponse(msgspec.Struct, kw_only=True):
-    """The vectors, and the texts."""
+    """The embeddings and their texts."""
 
     id: str
     texts: list[str]
@@ -114,7 +115,7 @@ async def embed(request: Request) -> Reply:
 
 
 def _prompt_name(serving: Serving, input_type: str | None, ignored: list[str]) -> str | None:
-    """Return the checkpoint's prompt for the input type. Raises ApiError 400 if it has others only."""
+    """Return the checkpoint's prompt for the input type. Raises ApiError 400 if it only has others."""
     stated = serving.engine.config.model.pooling
     prompts = dict(stated.prompts) if stated is not None else {}
     if input_type is None:
@@ -133,7 +134,7 @@ def _prompt_name(serving: Serving, input_type: str | None, ignored: list[str]) -
 
 
 def _parts(response: EmbedResponse, kinds: Sequence[str], vectors: Sequence[np.ndarray]) -> Iterator[bytes]:
-    """The answer as JSON, in parts that each take a moment to make."""
+    """Yield the response as JSON, in parts that are each quick to encode."""
     yield msgspec.json.encode(response).removesuffix(b"}}")
     for place, kind in enumerate(kinds):
         yield b"," * (place > 0) + msgspec.json.encode(kind) + b":["

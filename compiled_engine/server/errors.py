@@ -1,4 +1,4 @@
-"""Errors in the shapes that clients of OpenAI's and of Anthropic's API read."""
+"""Errors in the shapes of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-# The types of Anthropic's API, which its clients ask at paths that begin so.
+# Error types of Anthropic's API, used for paths with this prefix.
 MESSAGES = "/v1/messages"
 MESSAGE_TYPES = {
     401: "authentication_error",
@@ -32,12 +32,12 @@ MESSAGE_TYPES = {
     503: "overloaded_error",
 }
 UNEXPECTED = "the server failed; its log has the reason"
-# Possible paths of the server, or addresses in its memory.
+# File paths and memory addresses.
 _INTERNAL = re.compile(r"(?:(?<![\w/])/[\w.+-]+(?:/[\w.+-]*)+)|(?:0x[0-9a-fA-F]{4,})")
 
 
 class ErrorDetails(msgspec.Struct, kw_only=True):
-    """An error for the client; `param` names the field of the request at fault."""
+    """An error. `param` is the request field at fault."""
 
     message: str
     type: str
@@ -46,26 +46,26 @@ class ErrorDetails(msgspec.Struct, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every response that is no success."""
+    """The body of every error response."""
 
     error: ErrorDetails
 
 
 class MessageErrorDetails(msgspec.Struct, kw_only=True):
-    """An error for a client of Anthropic's API; the message names the field of the request at fault."""
+    """An error of Anthropic's API. The message contains the request field at fault."""
 
     type: str
     message: str
 
 
 class MessageErrorResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
-    """The body of every response of /v1/messages that is no success, and the event of a stream that fails."""
+    """The body of every error response of /v1/messages, and the event of a failed stream."""
 
     error: MessageErrorDetails
 
 
 class ApiError(Exception):
-    """Ends a request with this HTTP status. The message is for the client: it holds nothing of the server's insides."""
+    """Ends a request with this HTTP status. The message is sent to the client and must not reveal server internals."""
 
     def __init__(
         self,
@@ -83,77 +83,78 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self, path: str = "") -> bytes:
-        """The response's body, as JSON, in the shape that clients of the path read."""
+        """Return the response body as JSON, in the error shape of the path's API."""
         return msgspec.json.encode(self.message_response() if path.startswith(MESSAGES) else self.response())
 
     def message_response(self) -> MessageErrorResponse:
-        """The response's body in the shape of Anthropic's API."""
+        """Return the body in the shape of Anthropic's API."""
         kind = MESSAGE_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return MessageErrorResponse(error=MessageErrorDetails(type=kind, message=shortened(str(self))))
 
     def response(self) -> ErrorResponse:
-        """The response's body in the shape of OpenAI's API."""
+        """Return the body in the shape of OpenAI's API."""
         message = shortened(str(self))
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return ErrorResponse(ErrorDetails(message=message, type=kind, param=self.param, code=self.code))
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A 400 that blames the field `param`."""
+    """Return a 400 error for the field `param`."""
     return ApiError(400, message, param=param, code=code)
 
 
 def require(holds: bool, field: str, allowed: str, value: Any, *, param: str | None = None) -> None:
-    """Raise a 400 with what the field must be, and its value, unless that holds. param: the field to blame, where
-    `field` is a part of it or a text."""
+    """Raise ApiError 400 with the field, what is allowed and its value, unless `holds`.
+
+    `param` is the request field, where `field` is a part of it or a description.
+    """
     if not holds:
         raise bad_request(param or field, f"{field} must be {allowed}, got {shown(value)}")
 
 
 def require_absent(field: str, value: Any, because: str, code: str | None = None) -> None:
-    """Raise a 400 if a field is given that others, or the model, rule out. because: how, after "must be absent"."""
+    """Raise ApiError 400, "FIELD must be absent BECAUSE", if the field is given."""
     if value is not None:
         raise bad_request(field, f"{field} must be absent {because}, got {shown(value)}", code)
 
 
 def require_at_most(field: str, values: Sized | int | None, most: int, what: str) -> None:
-    """Raise a 400 if there are more than `most`. values: what is counted, or its number."""
+    """Raise ApiError 400 if there are more than `most`. `values` is a collection or its size."""
     count = values if isinstance(values, int) else len(values or ())
     if count > most:
         raise bad_request(field, f"{field} must have at most {most} {what}, got {count}")
 
 
 def blamed_on_request(error: Exception, **fields: str) -> ApiError:
-    """Make the 400 for a TypeError or ValueError of the engine's checks, with a text that begins with the field's name.
+    """Convert a TypeError or ValueError of the engine's checks to a 400 that names the request's field.
 
-    fields: the request's names for parameters of the engine; `prompts` are its prompt unless it says otherwise.
+    `fields` maps engine parameters to request fields; `prompts` is "prompt" by default.
     """
     text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
     for name, field in {"prompts": "prompt", **fields}.items():
         text = re.sub(rf"^{name}(\['\w+'\]|\[0\])*", field, text)
     text = re.sub(r"\w+Params\(truncate_prompt_tokens=\.\.\.\)", "truncate_prompt_tokens", text)
-    found = re.match(r"(?!the\b)\w+", text)  # no field where it tells of the model
+    found = re.match(r"(?!the\b)\w+", text)  # texts that begin with "the" name no field
     code = "context_length_exceeded" if "max_model_len" in text and "must have at most" in text else None
     return ApiError(400, text, param=found[0] if found else None, code=code)
 
 
 def engine_failure(reason: str) -> ApiError:
-    """Make the 500 for a request that the engine could not complete; details of the server are removed from
-    `reason`."""
+    """Return a 500 for a request that the engine could not complete, with server internals removed from `reason`."""
     return ApiError(500, f"the engine failed: {without_internals(reason)}", code="engine_error")
 
 
 def without_internals(text: str) -> str:
-    """The text without paths and addresses."""
+    """Return the text without file paths and memory addresses."""
     return _INTERNAL.sub("...", text)
 
 
 def shown(value: Any) -> str:
-    """A value of a request as errors show it."""
+    """Return a request value's shortened repr for errors."""
     return shortened(repr(value), 200)
 
 
 def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
-    """The text, without its middle if it is longer than allowed; always valid Unicode."""
+    """Return valid Unicode, with the middle removed from texts longer than `longest`."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"

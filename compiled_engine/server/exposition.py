@@ -1,4 +1,4 @@
-"""/metrics: the figures of engine and server in the text format of Prometheus."""
+"""/metrics: engine and server metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_engine.server.serving import Serving, serving_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Key of the engine's metrics -> name after the prefix, and what it is. Names are vLLM's where it has the same figure.
+# Engine metric -> name after the prefix, and help text. Metrics that vLLM also has carry vLLM's name.
 GAUGES = {
     "running": ("num_requests_running", "Completions that run."),
     "waiting": ("num_requests_waiting", "Completions that wait."),
@@ -52,7 +52,7 @@ COUNTERS = {
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that were right."),
     "rested": ("spec_decode_num_requests_rested", "Completions that ceased to have drafts of a head."),
 }
-# The same for figures that have a label.
+# Metrics with a label: name, label, help text.
 LABELLED = {
     "graph_replays_by_key": ("graph_replays", "key", "Replays of CUDA graphs."),
     "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
@@ -78,15 +78,15 @@ LABELLED_GAUGES = {
     "adapter_requests_running": ("adapter_requests_running", "adapter", "Completions of an adapter that run."),
     "adapter_requests_waiting": ("adapter_requests_waiting", "adapter", "Completions of an adapter that wait."),
 }
-# Labels of the adapters' figure that vLLM has.
+# Labels of vLLM's adapter metric.
 LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
-# Totals over several replicas, by key of the engine's metrics.
+# Totals over several replicas.
 FOR_REPLICAS = {
     "requests_queued": ("requests_queued", "Completions that wait for room at a replica.", GaugeMetricFamily),
     "requests_rerun": ("requests_rerun", "Completions that went on when their replica died.", CounterMetricFamily),
 }
-# Figures of each of several replicas, with the label "replica", and whether they count.
+# Metrics of each replica, with the label "replica".
 OF_REPLICAS = {
     "lives": ("replica_up", "Whether the replica takes requests.", GaugeMetricFamily),
     "running": ("replica_requests_running", "Completions that run there.", GaugeMetricFamily),
@@ -96,7 +96,7 @@ OF_REPLICAS = {
     "prefix_hits": ("replica_prefix_cache_hits", "Prompt tokens found in its prefix cache.", CounterMetricFamily),
 }
 
-# Figures that vLLM has, by their names after the prefix.
+# Metrics that vLLM also has, by name after the prefix.
 VLLM_PREFIX = "vllm:"
 OF_VLLM = {
     *HISTOGRAMS,
@@ -115,9 +115,9 @@ async def metrics(request: Request) -> Response:
 
 
 def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
-    """The text, given what `AsyncLLM.metrics` returned."""
+    """Return the metrics text, given the result of `AsyncLLM.metrics`."""
     labels = {"model_name": serving.names[0]}
-    if "adapter_requests" in engine:  # names that adapters have no longer leave nothing behind
+    if "adapter_requests" in engine:  # drop adapters that lost their name
         counts = {name: count for name, count in engine["adapter_requests"].items() if serving.adapters.get(name)}
         engine = {**engine, "adapter_requests": counts}
     families = [*engine_families(engine, labels), *serving.metrics.collect(labels), *_admission(serving)]
@@ -129,7 +129,7 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
 
 
 def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the engine's own figures, as far as it has them."""
+    """Return the engine's metrics, as far as it reports them."""
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():
@@ -158,7 +158,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
 
 
 def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return what the number of drafts is chosen by, and their sharpness; without samples if these are not chosen."""
+    """Return the metrics that decide the number of drafts and their sharpness; no samples if these are fixed."""
     values = list(labels.values())
     text = "Newest share of right drafts among those whose predecessors are right, by position, from 0."
     shares = GaugeMetricFamily(PREFIX + "spec_decode_acceptance_rate_per_pos", text, labels=[*labels, "position"])
@@ -177,7 +177,7 @@ def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> l
 
 
 def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:
-    """The names of adapters whose requests run, and wait, as labels; the value is the time in seconds since 1970."""
+    """Return running and waiting adapters as labels. As in vLLM, the value is seconds since 1970."""
     family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters that run and wait.", labels=LORA_LABELS)
     if "max_adapters" in engine:
         states = (engine[f"adapter_requests_{state}"] for state in ("running", "waiting"))
@@ -186,7 +186,7 @@ def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:
 
 
 def _as_vllm(families: Iterable[Metric]) -> list[Metric]:
-    """The figures that vLLM has as well, under its names and with its label "engine"."""
+    """Copy the metrics that vLLM also has, with its prefix and its label "engine"."""
     copies = []
     for family in families:
         if family.name.removeprefix(PREFIX) in OF_VLLM:
@@ -202,7 +202,7 @@ def _as_vllm(families: Iterable[Metric]) -> list[Metric]:
 
 
 def _of_replicas(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the figures of replicas; without samples if there is one engine core."""
+    """Return metrics of the replicas; no samples with a single engine core."""
     families: list[Metric] = []
     for key, (name, text, make) in FOR_REPLICAS.items():
         family = make(PREFIX + name, text, labels=list(labels))
@@ -228,7 +228,7 @@ def _admission(serving: Serving) -> list[Metric]:
 
 
 class _Families:
-    """A snapshot of families, as a registry's collector."""
+    """A Prometheus collector of fixed families."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

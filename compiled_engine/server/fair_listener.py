@@ -1,4 +1,4 @@
-"""A listening socket, perhaps of several processes: the process with the fewest connections accepts the next one."""
+"""A listening socket, possibly shared by processes: the one with the fewest connections accepts the next."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from compiled_engine.server.connections import Connections
 
 log = logging.getLogger("compiled_engine")
 
-# For so long a process with more connections than another leaves a new one to that other.
+# How long a process with more connections than another leaves a new one to it.
 PATIENCE_S = 0.003
 PAUSE_S = 1.0
-# Connections that are accepted before the loop turns to others, and seconds for each to agree on its encryption.
+# Connections accepted per loop iteration, and seconds for each TLS handshake.
 AT_ONCE = 64
 HANDSHAKE_S = 10.0
 
 
 class FairListener:
-    """Accepts connections, in the place of asyncio's server in uvicorn's.
+    """Accepts connections in place of asyncio's server in uvicorn.
 
-    connections: of this process, with their bound. has_most: whether another process has fewer. Without it, the process
-    that wakes first would get most of them.
+    `connections` bounds those of this process. `has_most` returns whether another process has fewer; without it, the
+    process that wakes first would get most connections.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class FairListener:
         self._loop.add_reader(self._bound, self._on_readable)
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop accepting connections."""
         if self._waking is not None:
             self._waking.cancel()
         self._loop.remove_reader(self._bound)
 
     async def wait_closed(self) -> None:
-        """Connections are for others to wait for."""
+        """Do nothing: uvicorn waits for open connections itself."""
 
     def _on_readable(self) -> None:
         for _ in range(AT_ONCE):
@@ -97,7 +97,7 @@ class FairListener:
     async def _connect(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
         connecting = asyncio.current_task()
         if connection.fileno() == -1 or connecting is None:
-            return  # it has been closed for another one
+            return  # it was closed to make room for another
         self._connections.wait(protocol, connecting.cancel)
         connection.setblocking(False)
         try:
@@ -108,4 +108,4 @@ class FairListener:
                 ssl_handshake_timeout=None if self._context is None else HANDSHAKE_S,
             )
         except OSError:
-            self._connections.end(protocol)  # it has gone again, or does not speak TLS
+            self._connections.end(protocol)  # it was closed, or its TLS handshake failed

@@ -1,4 +1,4 @@
-"""The form of an answer as one grammar: reasoning, tool calls, a requested form, or text."""
+"""Combine reasoning, tool calls and a requested format into one grammar for an answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compiled_engine.server.parsers.call_grammars import CallableTool
 from compiled_engine.server.parsers.reasoning_grammars import ReasoningRules
 from compiled_engine.server.parsers.registry import REASONING_FORMATS
 
-# `response_format`, and `structured_outputs`: the form that a request requires of its answer.
+# Types of `response_format`.
 
 TYPES = ("text", "json_object", "json_schema")
 
@@ -30,9 +30,10 @@ async def asked_form(
     given: dict[str, Any] | None,
     name: str = "response_format",
 ) -> StructuredOutputs | None:
-    """Return the form requested by one of the two fields; None for any text. name: of the first field.
+    """Return the form that a request requires by one of the two fields; None for free text.
 
-    Raises ApiError 400 for both at once, and for an invalid form or one that cannot be compiled.
+    `name` is that of the first field. Raises ApiError 400 if both are given, or the form is invalid or cannot be
+    compiled.
     """
     values = _of_format(response_format, name)
     if given is None:
@@ -43,8 +44,7 @@ async def asked_form(
 
 
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """Return the form as fields of StructuredOutputs. The Responses API has the schema next to the type, the others
-    below it."""
+    """Convert response_format to fields of StructuredOutputs. Its schema is beside or below the type."""
     kind = "text" if response_format is None else response_format.get("type")
     require(kind in TYPES, f"{name}.type", f"one of {', '.join(map(repr, TYPES))}", kind, param=name)
     if response_format is None or kind == "text":
@@ -82,15 +82,15 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that an answer may call. required: it must call one. several: it may make more than one call."""
+    """The tools that an answer may call."""
 
     tools: Sequence[Tool]
-    required: bool
-    several: bool
+    required: bool  # At least one call is required.
+    several: bool  # More than one call is allowed.
 
     @property
     def follows_schemas(self) -> bool:
-        """Return whether some call has to follow its schema."""
+        """Whether any call must follow its schema."""
         return self.required or any(tool.function.strict for tool in self.tools)
 
 
@@ -103,10 +103,11 @@ async def answer_form(
     continued: str | None = None,
     budget: int | None = None,
 ) -> StructuredOutputs | None:
-    """Return the grammar of an answer; None if any text is allowed. prompt: as rendered, which shows whether reasoning
-    comes first. continued: the message that the answer continues. budget: most tokens of its reasoning.
+    """Return the grammar of an answer, or None for free text.
 
-    Raises ApiError 400 naming the tool whose schema is not supported.
+    `prompt` is the rendered prompt, which shows whether reasoning comes first. `continued` is the message that the
+    answer continues. `budget` bounds the tokens of reasoning. Raises ApiError 400 with a tool whose schema is not
+    supported.
     """
     if asked is None and budget is None and (use is None or not use.follows_schemas):
         return None
@@ -128,7 +129,7 @@ async def answer_form(
 def _body(
     chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], reasoning: ReasoningRules, *, has_answer: bool
 ) -> list[str]:
-    """Return the rule `body`, the part after any reasoning, and the rules that it needs."""
+    """Return the rule `body`, which follows any reasoning, and the rules that it needs."""
     answer = f"{reasoning.before_text}@{ANSWER}"
     if use is None or not tools:
         return [f"body: {answer}"] if has_answer else ["body: TEXT?", "TEXT: /(?s:.+)/"]
@@ -144,13 +145,16 @@ def _body(
 
 
 def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
-    """Return the grammars of a requested form; the first gets the name by which others refer to it."""
+    """Return the grammars of a requested form. The first gets the name by which other rules refer to it."""
     first, *others = json.loads(grammar_text(asked))["grammars"]
     return [{**first, "name": ANSWER}, *others]
 
 
 def _callable(use: ToolUse) -> list[CallableTool]:
-    """A schema that is not supported is an error where the tool is strict; elsewhere its arguments are any object."""
+    """Return the tools with schemas for their arguments.
+
+    An unsupported schema is an error for a strict tool; for others, any object is allowed.
+    """
     found: list[CallableTool] = []
     for index, tool in enumerate(use.tools):
         schema = tool.function.parameters or ANY_ARGUMENTS

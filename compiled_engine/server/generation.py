@@ -1,4 +1,4 @@
-"""The engine's outputs for the prompts of a request, as one stream whose errors are errors of the API."""
+"""Run a request's prompts on the engine as one stream of outputs, with engine errors mapped to API errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compiled_engine.server.serving import Serving
 Outputs: TypeAlias = "AsyncGenerator[tuple[int, RequestOutput], None]"
 Item = TypeVar("Item")
 
-# For so long an answer's status waits for its first output, so that what the engine refuses is no success yet.
+# How long the status line waits for the first output, so that a refusal by the engine gets an error status.
 PATIENCE_S = 0.05
 
 
@@ -35,12 +35,13 @@ async def generate(
     salt: str | None = None,
     model: str | None = None,
 ) -> Outputs:
-    """Each output with the index of its prompt. Closing it ends what has not ended. field: where the prompts are from.
-    salt: only requests that have the same one share what the prefix cache holds. model: the name of the model, or of an
-    adapter.
+    """Yield each output with the index of its prompt. Closing the stream aborts what is unfinished.
 
-    Raises ApiError: 400 for what the engine refuses, 404 if the adapter was unloaded while the request was prepared,
-    503 if there is too much to do, 500 if the engine fails.
+    `field` is the request field of the prompts, for errors. Only requests with the same `salt` share cached prefixes.
+    `model` is the name of the model or of an adapter.
+
+    Raises ApiError: 400 if the engine refuses the request, 404 if the adapter was unloaded meanwhile, 503 if the server
+    is busy, 500 if the engine fails.
     """
     completions, most = len(prompts) * params.n, serving.options.limits.max_completions
     require(completions <= most, "n times the number of prompts", f"at most {most}", completions, param="n")
@@ -61,8 +62,11 @@ async def generate(
 
 
 def _check_logprobs(serving: Serving, prompts: Sequence[PromptLike], params: SamplingParams) -> None:
-    """Raise ApiError 400 if there would be more log-probabilities than the server allows. A text counts a token a
-    character. The tokens of a single completion do not count: they come one by one."""
+    """Raise ApiError 400 if the request exceeds the server's bound on log-probabilities.
+
+    In prompts given as text, each character counts as a token. The tokens of a single completion do not count, since
+    they arrive one by one.
+    """
     most, longest = serving.options.limits.max_logprob_entries, serving.max_answer_tokens
     of_prompts = 0
     if params.prompt_logprobs is not None:
@@ -115,7 +119,7 @@ async def _of_prompt(
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:
-    """Raise ApiError for a completion that came to nothing: 400 where the request's parameters forbid every token."""
+    """Raise ApiError for a failed completion: 400 where the request's parameters forbid every token."""
     if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
         raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
     if completion.finish_reason == "error" and str(completion.stop_reason).startswith("structured_outputs: "):
@@ -127,7 +131,7 @@ def _raise_if_failed(completion: CompletionOutput) -> None:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """Outputs of several streams in the order in which they come; no stream runs ahead of the reader."""
+    """Yield the outputs of several streams in order of arrival. No stream runs ahead of the reader."""
     ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
@@ -157,7 +161,7 @@ async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Out
 
 
 async def begun(stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """The same stream, once its first item is there or is known to take its time. Raises what the first item raises."""
+    """Return the stream after its first item has arrived or PATIENCE_S has passed. Raises the first item's error."""
     first = asyncio.ensure_future(anext(stream))
     try:
         await asyncio.wait({first}, timeout=PATIENCE_S)

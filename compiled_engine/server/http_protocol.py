@@ -1,4 +1,4 @@
-"""HTTP connections with bounds that uvicorn's own lack: on what is not body, on slow senders, and on slow readers."""
+"""HTTP connections with bounds that uvicorn lacks: on headers and framing, slow senders, and slow readers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from compiled_engine.server.connections import Connections
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import Limits
 
-# Probes of a connection on which nothing happens: a client that is gone without a word is found out within minutes.
+# TCP keepalive: a client that vanished without closing is detected within minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 LINGER_S = 2.0
-# The size before each chunk of a body, and the ends of its lines.
+# Allowance for a chunk's size line and line ends.
 CHUNK_HEAD_BYTES = 16
 MOST_HEADERS = 128
-# Bytes that are read at a time. Of what a client sends before its request is answered, about as much waits here: so the
-# server learns of its end, unless it sends more.
+# Bytes read at a time. About as many are buffered while a request is answered, so that a disconnect is noticed unless
+# the client sends more.
 READ_BYTES = 32 << 10
 BLANK_LINE = b"\r\n\r\n"
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class Reading(FlowControl):
-    """A connection's flow. While it is held, nothing is read, whoever wants to resume."""
+    """Flow control of a connection that can be held: then nothing resumes reading until `release`."""
 
     held = False
 
@@ -46,26 +46,25 @@ class Reading(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """Refuses a request with too many bytes besides its body, with trailers, or that does not arrive in time.
-    Closes a connection if its client does not read, or continues a body after the answer.
+    """An HTTP connection that refuses requests with too many bytes beside the body, trailers, or a slow arrival.
 
-    The bytes besides a body are headers, the heads of chunks, and their extensions. One request at a time is parsed:
-    what follows it waits until it has been answered.
+    It also closes connections whose client does not read, or continues a body after the answer. The bytes beside the
+    body are the headers, chunk headers and their extensions. Requests are parsed one at a time; pipelined ones wait for
+    the answer.
 
-    limits: of the server. connections: all of the process. buffer: for what is read, used by one connection at a time.
-    Subclasses set them, since uvicorn makes the objects.
+    Subclasses set the class attributes, since uvicorn creates the instances.
     """
 
     limits: Limits
-    connections_here: Connections
-    buffer: memoryview
+    connections_here: Connections  # all connections of this process
+    buffer: memoryview  # read buffer, used by one connection at a time
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.access_log = False  # see RequestScope
         self._unparsed = b""
-        self._before = b""  # the last bytes that were parsed: a blank line may begin with them
-        self._body_left: int | None = None  # of a body with a declared length
+        self._before = b""  # the last bytes parsed, with which a blank line may begin
+        self._body_left: int | None = None  # remaining bytes of a body with a declared length
         self._bytes_beside_body = 0
         self._reads_headers = True
         self._receiving: asyncio.TimerHandle | None = None
@@ -98,11 +97,11 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request has arrived as a whole, and its answer has not been written."""
+        """Whether a complete request has arrived and its answer is not written yet."""
         return self._reads_headers and self.cycle is not None and not self.cycle.response_complete
 
     def _parse(self) -> None:
-        """Parse what has come, up to the end of a request that is not answered."""
+        """Parse the buffered data up to the end of a request that is not answered yet."""
         data, start = self._unparsed, 0
         while start < len(data) and not (self._refused or self._is_answering or self.transport.is_closing()):
             end = self._end_of_piece(data, start)
@@ -114,10 +113,10 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         elif self._reading.held:
             self._reading.release()
         if self._receiving is None and not self._is_answering:
-            self._expect_request()  # bytes have come that begin none, such as line ends
+            self._expect_request()  # bytes that begin no request, such as line ends
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Return where the next piece ends: at a place where a request may end, or with the data."""
+        """Return the end of the next piece: where a request may end, or the end of the data."""
         if not self._reads_headers and self._body_left is not None:
             return min(start + self._body_left, len(data))
         seen = self._before + data[start : start + len(BLANK_LINE)]
@@ -128,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         return len(data) if place < 0 else place + len(BLANK_LINE)
 
     def _feed(self, piece: bytes) -> None:
-        """Parse as uvicorn does, without a log line for invalid HTTP or upgrades."""
+        """Parse as uvicorn does, but do not log invalid HTTP or upgrades."""
         self._before = (self._before + piece[1 - len(BLANK_LINE) :])[1 - len(BLANK_LINE) :]
         self._bytes_beside_body += len(piece)
         try:
@@ -136,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         except httptools.HttpParserError:
             self._refuse(ApiError(400, "the request must be valid HTTP/1.1"))
         except httptools.HttpParserUpgrade:
-            pass  # it is answered like any other
+            pass  # answered like any other request
         if self._bytes_beside_body > self.limits.max_header_bytes:
             self._refuse_headers()
 
@@ -152,7 +151,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._refuse(ApiError(431, f"there must be at most {MOST_HEADERS} headers"))
         else:
             self._refuse(ApiError(400, "there must be no headers after the body"))
-        raise ValueError("refused")  # which ends the parser's work
+        raise ValueError("refused")  # stops the parser
 
     def on_headers_complete(self) -> None:
         if self._refused:
@@ -218,7 +217,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._refuse(ApiError(431, f"headers must have at most {self.limits.max_header_bytes} bytes"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, unless an answer has begun, and close once the client has read it, or does not."""
+        """Send the error unless an answer has begun. Close once the client has read it, or after LINGER_S."""
         if self.transport.is_closing() or self._refused:
             return
         self._refused = True
@@ -238,7 +237,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._linger is not None:
             self._linger.cancel()
         if self.transport.can_write_eof():
-            self.transport.write_eof()  # a close would throw the answer away where more has been sent than read
+            self.transport.write_eof()  # closing with unread input would discard the answer
             self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.transport.close()
@@ -250,13 +249,13 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def bounded_protocol(limits: Limits, connections: Connections) -> type[BoundedProtocol]:
-    """Return the class of a server's connections, see BoundedProtocol."""
+    """Return the subclass of BoundedProtocol for a server."""
     shared = {"limits": limits, "connections_here": connections, "buffer": memoryview(bytearray(READ_BYTES))}
     return type("BoundedProtocol", (BoundedProtocol,), shared)
 
 
 def probe_when_idle(connection: socket.socket | None) -> None:
-    """Have the system find out whether the other end is still there."""
+    """Enable TCP keepalive."""
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

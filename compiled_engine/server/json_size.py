@@ -1,4 +1,4 @@
-"""The size of JSON, found before it is parsed: its values, keys, arrays and objects, and how deep these are."""
+"""Measure JSON before it is parsed: its values, keys, containers (arrays and objects) and nesting depth."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from compiled_engine.server.errors import bad_request
 
-# Arrays and objects of a body, and of the arguments of its calls: each takes a microsecond to make and to free.
+# Containers in a body and in its call arguments. Each takes a microsecond to create and free.
 MOST_CONTAINERS = 1 << 16
-# Keys of either, in all objects: each takes half a microsecond.
+# Keys in all objects of either. Each takes half a microsecond.
 MOST_KEYS = 1 << 18
 _BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},:"')))
 _STEPS = np.zeros(256, np.int8)
@@ -25,7 +25,7 @@ class _Counts(NamedTuple):
     opening: int
 
     def excess(self, max_values: int) -> str:
-        """Describe what is allowed of that which is too much; empty if nothing is."""
+        """Return the bound that is exceeded, as text, or ""."""
         if self.commas >= max_values:
             return f"{max_values} values"
         if self.colons > MOST_KEYS:
@@ -34,7 +34,7 @@ class _Counts(NamedTuple):
 
 
 def check_size(body: bytes, max_depth: int, max_values: int) -> None:
-    """Raise ApiError 400 for JSON that is too deep, or has too many values, keys, arrays or objects."""
+    """Raise ApiError 400 for JSON that is too deep, or has too many values, keys or containers."""
     most = _count_at_most(body)
     if not most.excess(max_values) and most.opening <= max_depth:
         return
@@ -46,7 +46,7 @@ def check_size(body: bytes, max_depth: int, max_values: int) -> None:
 
 
 def check_sizes(name: str, texts: Iterable[str], max_values: int) -> None:
-    """Raise ApiError 400 if several texts of JSON together have too many values, keys, arrays or objects."""
+    """Raise ApiError 400 if several JSON texts together have too many values, keys or containers."""
     bodies = [text.encode(errors="surrogatepass") for text in texts]
     if not _total(map(_count_at_most, bodies)).excess(max_values):
         return
@@ -55,15 +55,15 @@ def check_sizes(name: str, texts: Iterable[str], max_values: int) -> None:
 
 
 def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Return whether JSON has more nested arrays and objects; found without recursion, before it is parsed.
+    """Return whether JSON is nested deeper, without recursion and before it is parsed.
 
-    In a text that is no JSON everything before its first error counts, which a parser may read.
+    In invalid JSON, the text before the first error counts, since a parser may read it.
     """
     return _count_at_most(body).opening > depth and _depth(_outside_strings(body)) > depth
 
 
 def _count_at_most(body: bytes) -> _Counts:
-    """Count the marks, also those within strings."""
+    """Return upper bounds: marks within strings count too."""
     return _Counts(body.count(b","), body.count(b":"), body.count(b"[") + body.count(b"{"))
 
 
@@ -81,9 +81,9 @@ def _depth(marks: np.ndarray) -> int:
 
 
 def _outside_strings(body: bytes) -> np.ndarray:
-    """Return the brackets, commas and colons outside of strings, in order, and the quotes that end strings.
+    """Return the brackets, commas and colons outside strings, in order, and the quotes that end strings.
 
-    A regular expression would take a microsecond a string, on the event loop.
+    A regular expression would take a microsecond per string on the event loop.
     """
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")

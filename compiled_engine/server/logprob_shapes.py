@@ -14,16 +14,15 @@ from compiled_engine.frontend.outputs import CompletionOutput, Logprob
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.pieces import Content, Piece
 
-# JSON has no infinities: what is impossible gets a number that no possible token has.
+# Stands for minus infinity, which JSON lacks; below any possible token's value.
 LOWEST = -9999.0
-# Characters of a prompt's text that may be before a token, or stand for one of its characters.
+# Characters of a prompt's text to skip in search of a token, and for each character of tokens not found.
 MOST_SKIPPED = 4
 Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of /v1/completions, with an entry a token; null for a first token. text_offset: in
-    characters."""
+    """Log-probabilities by token, null for a prompt's first token. `text_offset` is in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -48,7 +47,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The chosen token, and the most likely ones."""
+    """The chosen token with the most likely ones."""
 
     token: str
     logprob: float
@@ -57,19 +56,19 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities of /v1/chat/completions, with an entry a token."""
+    """Log-probabilities of /v1/chat/completions, one entry per token."""
 
     content: list[TokenLogprob]
 
 
-# As JSON: a prompt's are the same in each of its completions.
+# Encoded once, since all completions of a prompt share them.
 PromptLogprobs = Annotated[
     msgspec.Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["object", "null"]}})
 ]
 
 
 class PromptLogprob(msgspec.Struct):
-    """Alternatives of one token; rank 1 is the most likely."""
+    """One alternative for a token; rank 1 is the most likely."""
 
     logprob: float
     rank: int
@@ -79,8 +78,10 @@ class PromptLogprob(msgspec.Struct):
 def completion_logprobs(
     entries: Entries, token_ids: Sequence[int], offset: int = 0, left_out: Container[int] = (), *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
-    """Return entries of consecutive tokens, with a text that begins at `offset`, and where it ends. left_out: ids of
-    tokens that the text leaves out. as_ids: write tokens as "token_id:5"."""
+    """Return the entries of consecutive tokens whose text begins at `offset`, and the text's end.
+
+    `left_out` are token ids that the text omits. With `as_ids`, tokens are written as "token_id:5".
+    """
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry, token_id in zip(entries, token_ids, strict=True):
         assert entry is not None
@@ -93,14 +94,16 @@ def completion_logprobs(
 def echoed_logprobs(
     entries: Entries, token_ids: Sequence[int], text: str, first_text: str, special: Container[int], *, as_ids: bool
 ) -> CompletionLogprobs:
-    """Return the entries of a prompt, with their places in its text. first_text: of the first token, which has no
-    entry. special: ids of tokens that the text need not hold; it may hold other characters than the tokens too, where
-    a tokenizer normalises."""
+    """Return a prompt's entries with their offsets in its text.
+
+    `first_text` is the text of the first token, which has no entry. The text may lack `special` tokens, and may differ
+    from the tokens where the tokenizer normalises.
+    """
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    place = missing = 0  # characters of tokens that were not found
+    place = missing = 0  # `missing`: characters of tokens not found
     for index, (entry, token_id) in enumerate(zip(entries, token_ids, strict=True)):
         token = first_text if index == 0 else (entry or {})[token_id].decoded_token or ""
-        is_exact = token_id in special or token.isspace()  # a tokenizer may have put it there, with another behind it
+        is_exact = token_id in special or token.isspace()  # possibly added by the tokenizer
         within = 0 if is_exact else MOST_SKIPPED + MOST_SKIPPED * missing
         found = text.find(token, place, place + len(token) + within)
         if found != -1:
@@ -123,8 +126,10 @@ def _append(
 
 
 def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLogprobs:
-    """`top`: how many of the most likely tokens are shown; -1 for all. as_ids: write tokens as "token_id:5"; their
-    bytes are still those of their text."""
+    """Return the entries in the chat shape, with the `top` most likely tokens; -1 for all.
+
+    With `as_ids`, tokens are written as "token_id:5", but `bytes` still has their text.
+    """
     content = []
     most = sys.maxsize if top == -1 else top
     for entry in entries:
@@ -140,7 +145,7 @@ def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLo
 
 
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:
-    """A list with an object for each token, by token id; null for the first token."""
+    """Return a list with an object of alternatives by token id for each token; null for the first token."""
     shaped = [
         None
         if entry is None
@@ -163,7 +168,7 @@ def _written(token_id: int, entry: Logprob, as_ids: bool) -> str:
 
 
 def _by_text(entry: dict[int, Logprob], as_ids: bool) -> dict[str, float]:
-    """The most likely of tokens with the same text counts."""
+    """Return log-probabilities by text. Of tokens with equal text, the most likely counts."""
     best: dict[str, float] = {}
     for token_id, each in entry.items():
         text = _written(token_id, each, as_ids)
@@ -180,27 +185,24 @@ def _bytes(entry: Logprob) -> list[int] | None:
     return None if entry.decoded_token is None else list(entry.decoded_token.encode(errors="replace"))
 
 
-# The log-probabilities of an answer's text.
-
-
 class TextLogprobs:
-    """Finds the tokens of an answer that are of its text: not of reasoning, of calls, or of the markup around them.
+    """Selects the tokens that belong to an answer's text, not to reasoning, calls or markup.
 
-    parser: one of its own, which reads a character at a time, so that each piece comes where it ends. top: how many of
-    the most likely tokens are shown. hidden: whether a token with this text is in no answer; None if all are there.
+    `parser` is a separate parser, fed one character at a time to locate each piece. `top` is the number of most likely
+    tokens shown. `hidden` returns whether a token with this text is omitted from answers; None if none is.
     """
 
     def __init__(self, parser: AnswerParser, top: int, hidden: Callable[[str], bool] | None) -> None:
         self._parser = parser
         self._top = top
         self._hidden = hidden
-        self._is_text = bytearray()  # of each character that was read, whether it is text
-        self._undecided = ""  # the characters after those
-        self._tokens: deque[tuple[int, int, TokenLogprob]] = deque()  # where each begins and ends
-        self._num_characters = 0  # of all tokens
+        self._is_text = bytearray()  # whether each parsed character is text
+        self._undecided = ""  # characters not yet attributed
+        self._tokens: deque[tuple[int, int, TokenLogprob]] = deque()  # start, end, entry
+        self._num_characters = 0  # in all tokens so far
 
     def push(self, completion: CompletionOutput) -> list[TokenLogprob]:
-        """The next ones, once what an answer goes on with has come. Text may come later than its tokens."""
+        """Add an output; return the entries whose text is decided. They may precede their text's pieces."""
         if completion.logprobs is None:
             return []
         for entry in chat_logprobs(completion.logprobs, self._top).content:

@@ -1,4 +1,4 @@
-"""Work of requests that would hold up the event loop: the smallest first, and no more than can be done in time."""
+"""Run work that would block the event loop on threads, smallest first, with bounds on queue and time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from compiled_engine.server.errors import ApiError, bad_request
 
 Result = TypeVar("Result")
 
-# Bytes of a form up to which its check waits for no larger one.
+# Bytes of a grammar up to which its check does not wait for larger ones.
 QUICK_FORM = 16 << 10
-# Requests with large work, and with small work.
+# Bounds on queued and running work, large and small.
 MOST_LARGE, MOST_SMALL = 64, 1024
 RETRY_AFTER_S = 1
 
 
 class LongWork:
-    """Threads for one kind of work, so that kinds do not delay one another.
+    """Threads for one kind of work, so that kinds do not delay each other.
 
-    name: of the threads. small: the largest size that is small. timeout: seconds for which work may wait and run. Work
-    is dropped if its client disconnects before it begins.
+    `small` is the largest size that counts as small. `timeout` bounds waiting and running, in seconds. Work whose
+    client disconnects before it begins is dropped.
     """
 
     def __init__(self, name: str, small: int, timeout: float) -> None:
@@ -33,8 +33,11 @@ class LongWork:
         self._under_way: dict[bool, set[Future[Any]]] = {True: set(), False: set()}  # by whether it is small
 
     async def run(self, field: str, size: int, work: Callable[[], Result]) -> Result:
-        """Run work; return its result or raise its error. Work that raises TakesLong is done again as large work.
-        field: of the request, for errors. Raises ApiError: 503 if too much work is queued, 400 if it takes too long."""
+        """Run work on a thread and return its result. Work that raises TakesLong is repeated as large work.
+
+        `field` is the request field for errors. Raises the work's error, or ApiError: 503 if too much work is queued,
+        400 if it takes too long.
+        """
         try:
             async with asyncio.timeout(self._timeout):
                 try:

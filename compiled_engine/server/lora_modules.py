@@ -1,5 +1,7 @@
-"""The adapters in the server's options. This module imports nothing heavy: options are checked before the engine
-starts."""
+"""The adapters in the server's options.
+
+This module imports nothing heavy, because options are checked before the engine starts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from compiled_engine.server.options import ServerOptions
 
 
 def adapters_of(options: ServerOptions) -> list[LoRARequest]:
-    """Return the adapters of `lora_modules`. Raises ValueError for an entry that is none."""
+    """Return the adapters in `lora_modules`. Raises ValueError for an invalid entry."""
     found: dict[str, LoRARequest] = {}
     for number, entry in enumerate(options.lora_modules, 1):
         name, path = _name_and_path(entry)
@@ -24,15 +26,17 @@ def adapters_of(options: ServerOptions) -> list[LoRARequest]:
 
 
 def check_adapter_options(options: ServerOptions, enable_lora: bool) -> None:
-    """Raise ValueError for options that no engine can have, or only one with `enable_lora`."""
+    """Raise ValueError for invalid adapter options, or for any without `enable_lora`."""
     if not enable_lora:
         require_defaults(options, "enable_lora is False", "lora_modules", "allowed_lora_folder")
     adapters_of(options)
 
 
 def check_adapter_folders(options: ServerOptions, max_lora_rank: int) -> None:
-    """Raise ValueError for a folder of `lora_modules` that holds no adapter, or one of a larger rank. Tensors are not
-    read, and names on the hub not looked up."""
+    """Raise ValueError for a folder in `lora_modules` without an adapter, or with a rank that is too large.
+
+    Tensors are not read, and names on the hub are not looked up.
+    """
     for request in adapters_of(options):
         if (folder := local_adapter_folder(request.lora_path)) is not None:
             try:

@@ -1,4 +1,4 @@
-"""Bodies of requests of /v1/messages and /v1/messages/count_tokens, and the chat that they ask for."""
+"""Request bodies of /v1/messages and /v1/messages/count_tokens, and their conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ MESSAGES_REFUSED: dict[str, Refused] = {
     **refused("give output_config with an effort", reasoning_effort=()),
 }
 MESSAGES_HABITS = HABITS | {"inference_geo", "cache_control", "betas", "anthropic_beta"}
-# Fields of sampling whose results a message has no place for, with the values that ask for nothing.
+# Sampling fields whose results do not fit into a message, with their allowed values.
 WITHOUT_PLACE: dict[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
 # Variables of chat templates that turn reasoning on and off.
 THINKING = ("enable_thinking", "thinking")
-# One client begins its instructions with a block for billing, whose hash is new in each request: it is not for the
-# model, and no prefix behind it would ever be found in the cache.
+# A billing block that one client puts before its instructions. Its hash differs in each request, so the prefix cache
+# would never hit.
 NOT_FOR_THE_MODEL = "x-anthropic-billing-header"
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text."""
+    """A text block."""
 
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """Reasoning before an answer. signature: no meaning here; clients send it back."""
+    """Reasoning before an answer. `signature` has no meaning here; clients send it back."""
 
     thinking: str
     signature: str = ""
 
 
 class RedactedThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="redacted_thinking"):
-    """Reasoning that another server encrypted; ignored."""
+    """Reasoning encrypted by another server; ignored."""
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     name: Name
@@ -66,7 +66,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_result"):
-    """The result of the call `tool_use_id`."""
+    """The result of the call with the id `tool_use_id`."""
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
@@ -76,14 +76,14 @@ Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolR
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """A message. Blocks of the assistant are text, thinking and tool_use, those of the user text and tool_result."""
+    """A message. The assistant's blocks are text, thinking and tool_use; the user's are text and tool_result."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
-    """A tool of the client's; type: "custom" or absent. Tools that a server runs are ignored."""
+    """A client's tool; `type` is "custom" or absent. Tools that run on a server are ignored."""
 
     name: Name
     type: str | None = None
@@ -93,7 +93,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
 
 
 class MessagesToolChoice(msgspec.Struct, kw_only=True):
-    """type: whether tools are called; name: of the tool, with type "tool"."""
+    """Whether tools are called, by `type`. With "tool", `name` is the tool's."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -101,31 +101,31 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons first, if its chat template has a variable for that; budget_tokens: most tokens."""
+    """Whether the model reasons first, if its template has a variable for it, and for how many tokens at most."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class SchemaFormat(msgspec.Struct, kw_only=True):
-    """The answer is JSON that conforms to the schema."""
+    """Require an answer in JSON that conforms to the schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """effort: of the reasoning, for templates that read reasoning_effort."""
+    """The answer's format and the reasoning `effort`, for templates that read reasoning_effort."""
 
     effort: str | None = None
     format: SchemaFormat | None = None
 
 
 class CountTokensRequest(SamplingFields, kw_only=True):
-    """messages: the conversation; an assistant's text at its end is continued. system: instructions.
+    """The body of a request to /v1/messages/count_tokens.
 
-    thinking, output_config: as Anthropic's clients give them. chat_template_kwargs, and parameters of sampling by their
-    names in other endpoints, are taken as well.
+    `messages` is the conversation; a final assistant text is continued. `system` has instructions.
+    `chat_template_kwargs`, and sampling parameters under their names in other endpoints, are accepted too.
     """
 
     messages: list[InputMessage]
@@ -138,15 +138,17 @@ class CountTokensRequest(SamplingFields, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """The same, with what to generate. stop_sequences: strings that end the answer."""
+    """The body of a request to /v1/messages. `stop_sequences` are strings that end the answer."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     stop_sequences: list[Annotated[str, Meta(min_length=1)]] | None = None
 
 
 def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignored: list[str]) -> ChatRequest:
-    """The request in the terms of chats; `ignored` gets a warning for each part without effect. Raises ApiError 400 for
-    what is not supported, naming the field."""
+    """Convert the request to a chat request. `ignored` gets a warning for each part without effect.
+
+    Raises ApiError 400 with the field, for unsupported values.
+    """
     for name, nothing in WITHOUT_PLACE.items():
         if (value := getattr(fields, name)) not in nothing:
             require_absent(name, value, "as a message has no place for its result")
@@ -173,7 +175,7 @@ def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignore
 
 
 def _num_blocks(message: InputMessage) -> int:
-    """Return the number of blocks, those within results of tools included."""
+    """Return the number of blocks, including those within tool results."""
     content = message.content
     if isinstance(content, str):
         return 0
@@ -192,7 +194,7 @@ def _stop(fields: CountTokensRequest, limits: Limits) -> Any:
 
 
 def _settings(fields: CountTokensRequest, chat: ChatFormat, ignored: list[str]) -> dict[str, Any] | None:
-    """Return the template's variables. `thinking` is one of them in other words."""
+    """Return the template's variables, with `thinking` translated to the template's own variable."""
     if fields.thinking is None:
         return fields.chat_template_kwargs
     names = [name for name in THINKING if name in chat.allowed_settings and chat.knows(name)]
@@ -202,7 +204,7 @@ def _settings(fields: CountTokensRequest, chat: ChatFormat, ignored: list[str]) 
 
 
 def _messages(fields: CountTokensRequest) -> list[ChatMessage]:
-    """All instructions come first, in one message: few chat templates take them elsewhere."""
+    """Convert the messages. All instructions go first, in one message: few chat templates accept them elsewhere."""
     instructions = _instructions("system", fields.system or "")
     messages: list[ChatMessage] = []
     for index, message in enumerate(fields.messages):
@@ -248,7 +250,7 @@ def _of_assistant(where: str, content: str | list[Block]) -> ChatMessage:
 
 
 def _of_user(where: str, content: str | list[Block]) -> list[ChatMessage]:
-    """Results of tools are messages of their own; text around them stays in its place."""
+    """Convert a user message. Tool results become messages of their own; text around them keeps its place."""
     if isinstance(content, str):
         return [ChatMessage(role="user", content=content)]
     messages: list[ChatMessage] = []

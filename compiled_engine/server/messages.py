@@ -1,5 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, in the shapes of Anthropic's API: the endpoints, and the events of a
-message."""
+"""/v1/messages and /v1/messages/count_tokens in the shapes of Anthropic's API: endpoints and stream events."""
 
 from __future__ import annotations
 
@@ -43,8 +42,10 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a request. cache_read_input_tokens: those of the prompt from the prefix cache; input_tokens: the others
-    of the prompt."""
+    """Token counts of a request.
+
+    `cache_read_input_tokens` are prompt tokens from the prefix cache; `input_tokens` are the other prompt tokens.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -53,7 +54,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """An answer, whole or as far as it is. stop_sequence: the string that ended it."""
+    """An answer, complete or so far. `stop_sequence` is the string that ended it."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -65,7 +66,7 @@ class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
 
 
 class InputTokens(msgspec.Struct):
-    """The tokens of a conversation as the model reads it."""
+    """The number of tokens of a conversation as rendered for the model."""
 
     input_tokens: int
 
@@ -77,7 +78,7 @@ async def messages(request: Request) -> Reply:
     model = serving.model(fields.model)
     chat = _chat(serving, fields, ignored)
     prompt = await unless_gone(request.receive, chat_prompt(serving, chat, FORM_FIELD))
-    # Always in parts: each of them is an event, and all of them make the whole.
+    # Always as deltas: a complete answer is assembled from the events of a stream.
     salt = cache_salt(request, fields)
     outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "messages", salt, model)
     events = MessageEvents(model, fields.stop_sequences or [], prompt.make_call_id)
@@ -122,7 +123,7 @@ async def _events(events: MessageEvents, prompt: ChatPrompt, outputs: Outputs) -
     async with aclosing(outputs):
         async for index, output in outputs:
             usage.add(index, output)
-            if not has_begun:  # now it is known what the prefix cache had
+            if not has_begun:  # the number of cached tokens is known now
                 has_begun = True
                 yield events.begin(_usage(usage, before=True))
             for completion in output.outputs:
@@ -138,7 +139,7 @@ async def _events(events: MessageEvents, prompt: ChatPrompt, outputs: Outputs) -
 
 
 def _usage(counter: UsageCounter, *, before: bool = False) -> MessageUsage:
-    """Return the tokens so far. before: leave out those of the answer."""
+    """Return the usage so far; with `before`, without the answer's tokens."""
     counted = counter.usage()
     cached = counted.prompt_tokens_details.cached_tokens
     return MessageUsage(
@@ -156,7 +157,7 @@ async def _whole(events: MessageEvents, prompt: ChatPrompt, outputs: Outputs) ->
 
 
 async def _stream(all_events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events; a failure is an event too."""
+    """Yield server-sent events. A failure becomes an event too."""
     async with aclosing(all_events):
         try:
             async for each in all_events:
@@ -168,13 +169,14 @@ async def _stream(all_events: AsyncGenerator[Event, None]) -> AsyncGenerator[byt
             yield event(ApiError(500, UNEXPECTED).message_response(), "error")
 
 
-# A message as it grows: each piece of the answer makes events, and all of them make the whole.
-
 Event = dict[str, Any]
 
 
 class MessageEvents:
-    """message: what there is so far. One block is open at a time: the next kind of piece closes it."""
+    """Turns pieces of an answer into stream events, and assembles them into `message`.
+
+    One content block is open at a time; a piece of another kind closes it.
+    """
 
     def __init__(self, model: str, stop_sequences: list[str], make_call_id: Callable[[], str]) -> None:
         nothing = MessageUsage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
@@ -182,14 +184,14 @@ class MessageEvents:
         self._stop_sequences = stop_sequences
         self._make_call_id = make_call_id
         self._open: TextBlock | ThinkingBlock | ToolUseBlock | None = None
-        self._arguments: str | None = None  # of the last call
+        self._arguments: str | None = None  # those of the last call
 
     def begin(self, usage: MessageUsage) -> Event:
         self.message.usage = usage
         return {"type": "message_start", "message": self.message}
 
     def piece(self, piece: Piece) -> Iterator[Event]:
-        """The events of a piece."""
+        """Yield the events for a piece."""
         match piece:
             case Content(text):
                 if not isinstance(self._open, TextBlock):
@@ -211,7 +213,7 @@ class MessageEvents:
                 yield self._delta("input_json_delta", partial_json=text)
 
     def end(self, completion: CompletionOutput, usage: MessageUsage) -> Iterator[Event]:
-        """The last events."""
+        """Yield the final events."""
         yield from self._close()
         message, stop = self.message, completion.stop_reason
         message.usage = usage
@@ -248,7 +250,7 @@ class MessageEvents:
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments; none where the answer was cut off within them."""
+    """Parse a call's arguments; {} if the answer was cut off within them."""
     try:
         return msgspec.json.decode(arguments) or {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

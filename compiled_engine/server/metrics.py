@@ -1,4 +1,4 @@
-"""The server's own counts: times, tokens and ends of requests, and HTTP responses."""
+"""The server's own metrics: latencies, token counts and finish reasons of requests, and HTTP responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiled_engine.frontend.pooling import PoolingRequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.shared_figures import SharedFigures
 
-# Upper borders of the buckets: seconds of a token, seconds of a request, and tokens.
+# Upper bounds of the histogram buckets, in seconds or tokens.
 _TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 120.0)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 600.0)
@@ -47,7 +47,7 @@ OTHER = "other"
 
 
 class Histogram:
-    """Counts of values by bucket."""
+    """A histogram with fixed buckets, over all processes."""
 
     def __init__(self, borders: tuple[float, ...], figures: SharedFigures) -> None:
         self._borders = borders
@@ -61,7 +61,7 @@ class Histogram:
         own[self._last] += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Border and number of values up to it, ascending."""
+        """Return (upper bound, cumulative count) pairs, ascending."""
         borders = [*map(str, map(float, self._borders)), "+Inf"]
         counts = self._figures.totals(range(self._first, self._last))
         return list(zip(borders, accumulate(counts), strict=True))
@@ -72,7 +72,7 @@ class Histogram:
 
 
 class Counts:
-    """A number for each of some names."""
+    """A counter for each of some names."""
 
     def __init__(self, names: Iterable[Hashable], figures: SharedFigures) -> None:
         self._figures = figures
@@ -86,7 +86,10 @@ class Counts:
 
 
 class ServerMetrics:
-    """Each process counts on one event loop; reading gives the sum over all. routes: the routes of responses."""
+    """The metrics of all processes. Each process writes its own from one event loop; reading sums over all.
+
+    `routes` are the label values for HTTP responses.
+    """
 
     def __init__(self, figures: SharedFigures, routes: Sequence[str]) -> None:
         self.histograms = {name: Histogram(borders, figures) for name, (_, borders) in HISTOGRAMS.items()}
@@ -95,14 +98,14 @@ class ServerMetrics:
         self._responses = Counts(product(routes, (*STATUSES, OTHER)), figures)
 
     def request(self, params: SamplingParams) -> ObservedRequest:
-        """Start to follow a request to the engine: one prompt, with all its completions."""
+        """Start observing a request to the engine: one prompt with all its completions."""
         self.histograms["request_params_n"].observe(params.n)
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(params.max_tokens)
         return ObservedRequest(self, params.n)
 
     def pooled(self, outputs: Sequence[PoolingRequestOutput[Any]], seconds: float) -> None:
-        """Count the results of a request that pools, which took so long."""
+        """Count the results of a pooling request that took this many seconds."""
         for output in outputs:
             self.tokens.add("prompt_tokens", len(output.prompt_token_ids))
             self.tokens.add("prompt_tokens_cached", output.num_cached_tokens or 0)
@@ -111,11 +114,11 @@ class ServerMetrics:
         self.histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def response(self, route: str, status: int) -> None:
-        """An HTTP response began."""
+        """Count an HTTP response."""
         self._responses.add((route, str(status) if str(status) in STATUSES else OTHER))
 
     def collect(self, labels: dict[str, str]) -> list[Metric]:
-        """All of it as families of metrics with these labels."""
+        """Return all metrics as Prometheus families with these labels."""
         names, values = list(labels), list(labels.values())
         families: list[Metric] = []
         for name, count in self.tokens.totals().items():
@@ -139,7 +142,7 @@ class ServerMetrics:
 
 
 class ObservedRequest:
-    """Follows the outputs of one request to the engine."""
+    """Observes the outputs of one request to the engine."""
 
     def __init__(self, metrics: ServerMetrics, completions: int) -> None:
         self._metrics = metrics
@@ -150,11 +153,11 @@ class ObservedRequest:
         self._ended = False
 
     def refused(self) -> None:
-        """The request never began."""
+        """Record that the engine refused the request."""
         self._ended = True
 
     def output(self, result: RequestOutput) -> None:
-        """The engine gave an output; "delta" and "final" ones count."""
+        """Record an output of the kind "delta" or "final"."""
         now = time.perf_counter()
         for completion in result.outputs:
             count = len(completion.token_ids)
@@ -170,7 +173,7 @@ class ObservedRequest:
             self._finish(result, result.metrics)
 
     def end(self) -> None:
-        """End the request for its client; unfinished completions are aborted."""
+        """Record the end for the client; unfinished completions count as aborted."""
         if not self._ended:
             self._ended = True
             self._metrics.finish_reasons.add(ABORTED, self._unfinished)
@@ -194,7 +197,7 @@ class ObservedRequest:
         for name, value in observed.items():
             if value is not None:
                 metrics.histograms[name].observe(value)
-        if times.tpot_s is not None and self._gaps == 0:  # no gap was observed: record their mean for each
+        if times.tpot_s is not None and self._gaps == 0:  # no intervals were observed: record the mean for each
             metrics.histograms["inter_token_latency_seconds"].observe(times.tpot_s, times.num_generation_tokens - 1)
 
 

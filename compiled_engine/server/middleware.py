@@ -1,4 +1,4 @@
-"""The layer around every request: its id, access control, and the count and the log of responses."""
+"""The outermost ASGI layer: request ids, access control, response counts and the access log."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
 from compiled_engine.server.web_origins import AllowedPages
 
-# Web pages that may use a server without keys: a browser sends requests for any page that its user opens.
-
 Headers = Mapping[str, str]
 
 
@@ -39,11 +37,11 @@ def is_loopback(host: str) -> bool:
 
 
 def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None]:
-    """Return the check of the headers `host` and `origin`; nothing is refused if there are keys, which no page has.
+    """Return a check of the headers `host` and `origin` against web pages of other sites.
 
-    Pages of other sites are recognised by their origin. A site that lets its own name point to this machine (DNS
-    rebinding) is recognised by the host: a name with a dot, not an address or the name of a machine nearby. Only a
-    server at a loopback address can exclude that this is its own name. Neither is looked at if every origin is allowed.
+    Pages of other sites are recognised by their origin. DNS rebinding, where a site's name resolves to this machine, is
+    recognised by a host with a dot that is no address; only a server at a loopback address can exclude that such a name
+    is its own. Nothing is refused if API keys are required or every origin is allowed.
     """
     pages = AllowedPages(options.allowed_origin)
     if options.api_key or pages.has_all:
@@ -66,7 +64,7 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
 
 
 def _split_host(header: str) -> SplitResult:
-    """The parts of a header `host`; of a wrong one, empty ones."""
+    """Split a `host` header. All parts are empty if it is malformed."""
     try:
         parts = urlsplit("//" + header)
         _ = parts.port  # raises for a wrong one
@@ -76,7 +74,7 @@ def _split_host(header: str) -> SplitResult:
 
 
 def _is_near(host: str) -> bool:
-    """Return whether no other site can have this host."""
+    """Return whether the host is an address or a name without a domain, which no other site can have."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -93,7 +91,7 @@ def _refusal(header: str, value: str) -> ApiError:
 
 
 REQUEST_ID = b"x-request-id"
-API_KEY = b"x-api-key"  # where clients of Anthropic's API put it
+API_KEY = b"x-api-key"  # the header of Anthropic's clients
 OTHER_ROUTE = "other"
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 LONGEST_LOGGED_PATH = 200
@@ -101,12 +99,13 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestScope:
-    """The outermost layer. A request's id is returned in the response; an id that is not a plain word is replaced.
+    """The outermost layer of the application.
 
-    The log has a line for each response, except to requests that are refused here and, with keys, to requests that need
-    none: anybody could fill it. uvicorn would write all of them, with paths of any length.
+    The response repeats the request's id; a malformed id is replaced. Each response is logged, except to requests
+    refused here and, if there are keys, to those that need none: otherwise anyone could fill the log. uvicorn would log
+    all of them, with paths of any length.
 
-    routes: the paths by which responses are counted. open_paths: the paths that need no API key.
+    `routes` are the paths by which responses are counted. `open_paths` need no API key.
     """
 
     def __init__(
@@ -131,10 +130,10 @@ class RequestScope:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         root = scope.get("root_path", "")
         path = scope["path"].removeprefix(root)
-        if root and path.startswith(f"{root}/") and not self._is_whole(path, root):  # the proxy has left it there
-            scope["path"] = path  # the log of requests reads it in this very object
+        if root and path.startswith(f"{root}/") and not self._is_whole(path, root):  # the proxy kept the prefix
+            scope["path"] = path  # the access log reads this object
             path = path.removeprefix(root)
-        route = path if path in self._routes else OTHER_ROUTE  # a label must not grow with requests
+        route = path if path in self._routes else OTHER_ROUTE  # bounds the number of label values
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -155,13 +154,13 @@ class RequestScope:
         await app(scope, receive, send_with_id)
 
     def _log_response(self, scope: Any, status: int) -> None:
-        """As uvicorn does, with a bound on the path."""
+        """Log as uvicorn does, with a bound on the path."""
         path = get_path_with_query_string(scope)[:LONGEST_LOGGED_PATH]
         line = '%s - "%s %s HTTP/%s" %d'
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether a path that begins as root does is known with it, as /v1/models is with /v1."""
+        """Return whether a path that begins with the root path is a route as it is, as /v1/models is with root /v1."""
         if path in self._routes:
             return True
         return self._with_parameters(path) and not self._is_known(path.removeprefix(root))
@@ -173,7 +172,7 @@ class RequestScope:
         return any(pattern.match(path) for pattern in self._patterns)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
-        """Compare with every key, each in constant time, so that the time reveals nothing about them."""
+        """Check the API key. It is compared with every key in constant time, so timing reveals nothing."""
         if not (self._keys or self._admin_keys) or path in self._open_paths:
             return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")

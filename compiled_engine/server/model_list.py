@@ -1,4 +1,4 @@
-"""/v1/models, and the server's description of itself: /version, /health, /ready, /load."""
+"""/v1/models, and the server's description and state: /version, /health, /ready, /load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from compiled_engine.server.serving import Serving, serving_of
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A name of the model, or of an adapter. max_model_len: most tokens of prompt and output together. root: of an
-    adapter, its folder; parent: the model that it changes; null for the model.
+    """A name of the model or of an adapter.
+
+    `max_model_len` is the context length: prompt and output together. For an adapter, `root` is its folder and `parent`
+    its base model; `parent` is null for the model.
     """
 
     id: str
@@ -28,7 +30,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names of the model."""
+    """All names of the model and its adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -41,7 +43,7 @@ class Version(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Completions that run or wait, in all processes of the server."""
+    """Running and waiting completions over all processes of the server."""
 
     server_load: int
 
@@ -83,7 +85,7 @@ async def load(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health, and /ping as some platforms call it: 200 while the engine lives, and answers."""
+    """GET /health, also at /ping: 200 while the engine core is alive and responsive."""
     serving = serving_of(request)
     reason = serving.engine.errored
     if reason is None and (silent_s := serving.pulse.silent_s()) > serving.options.limits.health_timeout:
@@ -95,7 +97,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: 200 while the server takes requests."""
+    """GET /ready: 200 while the server accepts requests."""
     if serving_of(request).stopping.is_set():
         raise ApiError(503, "the server is shutting down", code="shutting_down")
     return await health(request)

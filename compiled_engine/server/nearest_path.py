@@ -1,10 +1,10 @@
-"""The path that a client of another server, or one with a wrong base URL, may have meant."""
+"""Suggest the path that a client of another server, or with a wrong base URL, may have meant."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# Paths of TGI, SGLang, TEI and vLLM.
+# Paths of TGI, SGLang, TEI and vLLM, and their counterparts here.
 OF_OTHER_SERVERS = {
     "/generate": "/v1/completions",
     "/generate_stream": "/v1/completions",
@@ -23,7 +23,7 @@ OF_OTHER_SERVERS = {
 
 
 def nearest_path(path: str, known: Collection[str]) -> str | None:
-    """Return the known path that an unknown one ends with, or is without /v1, or has on another server."""
+    """Return the counterpart of another server's path, or a known path that differs by a prefix."""
     bare = path.rstrip("/")
     if (other := OF_OTHER_SERVERS.get(bare)) in known:
         return other

@@ -1,4 +1,4 @@
-"""/openapi.json: what the server takes and gives, made of the types that it reads and writes with."""
+"""/openapi.json, generated from the server's request and response types."""
 
 from __future__ import annotations
 
@@ -64,16 +64,15 @@ OF_BODIES = (400, 404, 408, 413, 415, 503)
 
 @dataclass(frozen=True)
 class Operation:
-    """text: what it does. takes, gives: the bodies' types; a `str` is text, None is nothing. event: of its stream.
-    errors: their statuses; error: their type."""
+    """An API operation."""
 
     path: str
     method: str
-    text: str
-    takes: type[msgspec.Struct] | None = None
-    gives: type[msgspec.Struct] | type[str] | None = None
-    event: type[msgspec.Struct] | type[str] | None = None
-    errors: tuple[int, ...] = ()
+    text: str  # its summary
+    takes: type[msgspec.Struct] | None = None  # type of the request body
+    gives: type[msgspec.Struct] | type[str] | None = None  # type of the response body; `str` is plain text
+    event: type[msgspec.Struct] | type[str] | None = None  # type of the events of a stream
+    errors: tuple[int, ...] = ()  # status codes of its errors
     error: type[msgspec.Struct] = ErrorResponse
 
 
@@ -120,7 +119,7 @@ async def openapi(request: Request) -> Response:
 
 
 def document(serving: Serving) -> dict[str, Any]:
-    """The OpenAPI document of a server, with the bounds of its options and its model."""
+    """Return the OpenAPI document, with bounds from the server's options and model."""
     from compiled_engine import __version__
 
     types = {each for one in OPERATIONS for each in (one.takes, one.gives, one.event) if each not in (None, str)}
@@ -152,7 +151,7 @@ def _operation(one: Operation) -> dict[str, Any]:
     elif one.gives is not None:
         content["application/json"] = {"schema": _schema(one.gives)}
     if one.event is not None:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot say what events are
+        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
     success: dict[str, Any] = {"description": "Done."} | ({"content": content} if content else {})
     result: dict[str, Any] = {"summary": one.text, "responses": {"200": success}}
     for status in sorted({*one.errors, *OF_ALL}):
@@ -210,7 +209,7 @@ EXTRA_VALUE = {
 
 
 def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
-    """Complete the JSON schemas of requests in place."""
+    """Add the bounds to the request schemas, in place."""
     limits, last_token = serving.options.limits, serving.engine.limits.vocab_size - 1
     token_id = {"type": "integer", "minimum": 0, "maximum": last_token}
     token_ids = {"type": "array", "items": token_id, "minItems": 1}
@@ -285,7 +284,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
 
 
 def up_to(most: int) -> str:
-    """A regular expression for the decimal numbers from 0 to `most`, without leading zeros."""
+    """Return a regular expression for the decimal numbers from 0 to `most`, without leading zeros."""
     digits = str(most)
     several = len(digits) > 1
     branches = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}"] if several else []
@@ -297,14 +296,13 @@ def up_to(most: int) -> str:
 
 
 def _settings(serving: Serving) -> dict[str, Any]:
-    """Return the schema of the chat template's variables in requests."""
     value = {"type": ["string", "number", "boolean"], "maxLength": LONGEST_SETTING}
     properties = dict.fromkeys(serving.options.allow_chat_template_kwarg, value)
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
 def _narrow(fields: dict[str, Any], names: tuple[str, ...], **bounds: Any) -> None:
-    """Give fields bounds, each at its kind of value."""
+    """Add bounds to fields, each to the type that it applies to."""
     kinds = {
         "maximum": "integer",
         "minimum": "integer",
@@ -322,7 +320,7 @@ def _branches(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from schema.get("anyOf", ())
 
 
-# Forms of answers in the OpenAPI document. Whether one can be compiled no schema can say.
+# Schemas of answer formats. They cannot express whether a grammar compiles.
 
 NULL: dict[str, Any] = {"type": "null"}
 SCHEMA = {"type": "object", "description": "A JSON schema. Keywords that are not supported are refused."}
@@ -342,7 +340,7 @@ WHITESPACE = {
 
 
 def _form(name: str) -> dict[str, Any]:
-    """Return the schema of one form, without the others."""
+    """Return the schema that requires one form and forbids the others."""
     fields = {**ABSENT, **WHITESPACE, name: FORMS[name]}
     return {"type": "object", "required": [name], "properties": fields, "additionalProperties": False}
 
@@ -361,7 +359,7 @@ FORMATS = {"anyOf": [*TEXT_FORMAT["anyOf"], _format("json_object"), _format("jso
 
 
 def bound_forms(request: dict[str, Any]) -> None:
-    """Complete the schema of a request in place."""
+    """Complete a request's schema in place."""
     fields = request["properties"]
     fields["structured_outputs"] = STRUCTURED
     if "response_format" in fields:
@@ -371,7 +369,7 @@ def bound_forms(request: dict[str, Any]) -> None:
 
 
 def tool_choices(*, has_tools: bool) -> dict[str, Any]:
-    """has_tools: whether requests may give tools. One of them has to be there to be required."""
+    """Return the schema of tool_choice. A call can only be required if requests may give tools."""
     choices: dict[str, Any] = {"enum": ["auto", "none", None]}
     if not has_tools:
         return choices

@@ -42,7 +42,7 @@ def template_variables(name: str, value: Any) -> dict[str, Any]:
     return dict(variables)
 
 
-# HTTP headers carry no other characters.
+# Only characters that HTTP headers can carry.
 KEYS = a_list(
     {"type": "string"},
     "printable ASCII, at least one character",
@@ -237,7 +237,7 @@ class ServerOptions:
         return self.uvicorn_log_level in ("info", "debug", "trace")
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError naming the option, its value and what is allowed."""
+        """Check all options. Raises TypeError or ValueError with the option, its value and what is allowed."""
         check_all(self)
         check_all(self.limits)
         given = self.chat_template

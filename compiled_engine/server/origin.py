@@ -1,4 +1,4 @@
-"""Origins of web pages, as the option for them and requests' headers name them."""
+"""Origins of web pages, parsed from the option and from request headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAST_PORT = 65535
 
 
 class Origin(NamedTuple):
-    """The scheme, the host (of IPv6 without brackets) and the port."""
+    """Scheme, host (IPv6 without brackets) and port."""
 
     scheme: str
     host: str
@@ -20,7 +20,7 @@ class Origin(NamedTuple):
 
 
 def read_origin(text: str) -> Origin | None:
-    """Read an origin such as https://chat.example:8080; None for what is none, such as null or a URL with a path."""
+    """Parse an origin such as https://chat.example:8080. Returns None for anything else, such as a URL with a path."""
     found = _ORIGIN.fullmatch(text.lower())
     if found is None:
         return None

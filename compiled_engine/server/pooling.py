@@ -27,7 +27,7 @@ from compiled_engine.server.replies import Reply, long_json_response, read_body,
 from compiled_engine.server.request_fields import REFUSED, Refused, refused
 from compiled_engine.server.serving import Serving, serving_of
 
-# Values that are made JSON before other work runs.
+# Values encoded as JSON before other work may run.
 VALUES_AT_ONCE = 1 << 14
 Result = TypeVar("Result", bound="Sequence[PoolingRequestOutput[Any]]")
 Encoding = Literal["float", "base64"]
@@ -39,8 +39,11 @@ REFUSED_HERE: dict[str, Refused] = {
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
-    """Fields of every request that pools. truncate_prompt_tokens: keep so many tokens of a text, the first ones; -1: as
-    many as the model takes. use_activation: False for raw values. priority, cache_salt: as for completions."""
+    """Fields of every pooling request.
+
+    `truncate_prompt_tokens` keeps the first tokens of a text; -1 keeps as many as the model takes. `use_activation`
+    false returns raw values. `priority` and `cache_salt` are those of completions.
+    """
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -50,12 +53,12 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True):
-    """input: text, token ids, or a list of either. encoding_format: base64 of little-endian 32-bit floats.
+    """The body of a request to /v1/embeddings.
 
-    messages: in the place of input, a chat, whose text the chat template writes; chat_template_kwargs and
-    add_generation_prompt are for the template.
-
-    normalize: False for vectors of any length. prompt_name: of the checkpoint's prompts, put before each text.
+    `input` is text, token ids, or a list of either. `encoding_format` base64 encodes little-endian 32-bit floats.
+    `messages`, in place of `input`, is a chat for the chat template; `chat_template_kwargs` and `add_generation_prompt`
+    are for the template. `normalize` false returns vectors that are not normalised. `prompt_name` selects one of the
+    checkpoint's prompts, which is put before each text.
     """
 
     input: Any = None
@@ -69,19 +72,22 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 
 
 class ClassificationRequest(PoolingFields, kw_only=True):
-    """input: text, token ids, or a list of either."""
+    """The body of a request to /classify. `input` is text, token ids, or a list of either."""
 
     input: Any
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
-    """task: embed or classify, what the model does; token_embed or token_classify for a result for each token."""
+    """The body of a request to /pooling.
+
+    `task` is embed or classify, depending on the model, or token_embed or token_classify for a result per token.
+    """
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
 
 
 class PoolingUsage(msgspec.Struct, kw_only=True):
-    """Tokens of all texts of a request."""
+    """Token counts over all texts of a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -89,7 +95,7 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
-    """The vector of a text."""
+    """The embedding of a text."""
 
     index: int
     object: Literal["embedding"] = "embedding"
@@ -97,7 +103,7 @@ class EmbeddingData(msgspec.Struct, kw_only=True):
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
-    """The result of a text, for each of its tokens if the request asks for that."""
+    """The result of a text, or of each of its tokens."""
 
     index: int
     object: Literal["pooling"] = "pooling"
@@ -105,7 +111,7 @@ class PoolingData(msgspec.Struct, kw_only=True):
 
 
 class ClassificationData(msgspec.Struct, kw_only=True):
-    """The probabilities of a text; label: the likeliest."""
+    """The probabilities of a text; `label` is the most likely one."""
 
     index: int
     label: str | None
@@ -114,7 +120,7 @@ class ClassificationData(msgspec.Struct, kw_only=True):
 
 
 class PoolingAnswer(msgspec.Struct, kw_only=True):
-    """The fields of every answer."""
+    """The fields of every pooling response."""
 
     id: str
     object: Literal["list"] = "list"
@@ -171,7 +177,7 @@ async def classify(request: Request) -> Reply:
 def _with_values(
     answer: Any, kind: type[Any], name: str, fields: Any, outputs: Sequence[Any], ignored: Sequence[str]
 ) -> Reply:
-    """The answer with an item of this kind for each result, whose values the field `name` has."""
+    """Return the response with an item of this kind for each result, whose values are in the field `name`."""
 
     def item(index: int, values: np.ndarray) -> Iterator[bytes]:
         head = msgspec.json.encode(kind(index=index, **{name: []}))
@@ -186,7 +192,7 @@ def _with_values(
 def _listed(
     answer: PoolingAnswer, items: Iterable[Iterable[bytes]], outputs: Sequence[Any], ignored: Sequence[str]
 ) -> Reply:
-    """The answer, whose last field `data` is empty, with these items in it."""
+    """Return the response with these items in its last field, `data`."""
 
     def parts() -> Iterator[bytes]:
         yield msgspec.json.encode(answer).removesuffix(b"]}")
@@ -201,7 +207,7 @@ def _listed(
 
 
 async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, Sequence[Any], Any, list[str]]:
-    """The fields, a result for each text, what every answer has, and what of the request is ignored."""
+    """Encode a request's texts. Returns its fields, the results, the common response fields, and warnings."""
     fields, ignored = await read_body(request, serving_of(request), kind, REFUSED_HERE)
     outputs, answer = await encoded(request, fields, task)
     return fields, outputs, answer, ignored
@@ -210,8 +216,10 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
 async def encoded(
     request: Request, fields: Any, task: str | None, **names: str
 ) -> tuple[Sequence[PoolingRequestOutput[PoolingOutput]], dict[str, Any]]:
-    """A result for each text of a request, and what every answer has. names: what the request calls its fields, where
-    that differs. Raises ApiError."""
+    """Return a result for each text of a request, and the common response fields.
+
+    `names` maps parameters to the request's own field names where these differ. Raises ApiError.
+    """
     serving = serving_of(request)
     model = serving.model(fields.model)
     messages = getattr(fields, "messages", None)
@@ -242,7 +250,7 @@ async def encoded(
 
 
 async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
-    """The prompt that the chat template makes of the messages. Raises ApiError 400 naming the field."""
+    """Render the messages with the chat template. Raises ApiError 400 with the field."""
     assert fields.messages is not None
     for name in ("input", "prompt_name"):
         require_absent(name, getattr(fields, name), "where there are messages")
@@ -257,7 +265,7 @@ async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
 
 
 def pooling_params(fields: PoolingFields) -> PoolingParams:
-    """The parameters that a request's fields ask for. Raises ApiError 400."""
+    """Return the request's pooling parameters. Raises ApiError 400."""
     try:
         return PoolingParams(
             dimensions=getattr(fields, "dimensions", None),
@@ -270,13 +278,16 @@ def pooling_params(fields: PoolingFields) -> PoolingParams:
 
 
 def bounds_of(limits: Limits) -> PoolingBounds:
-    """The bounds of a request: a body cannot have more characters than bytes, so nor have its pairs."""
+    """Return the bounds of a request. The pairs it scores may have as many characters as a body may have bytes."""
     return PoolingBounds(limits.render_timeout, limits.max_pooled_values, limits.max_body_bytes)
 
 
 async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], **fields: str) -> Result:
-    """The results of so many texts. Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do,
-    500 if the engine fails. fields: see blamed_on_request."""
+    """Return the results of `count` texts.
+
+    `fields`: see blamed_on_request. Raises ApiError: 400 if the engine refuses, 503 if the server is busy, 500 if the
+    engine fails.
+    """
     begin = time.perf_counter()
     try:
         with serving.admission.admit(count):
@@ -303,7 +314,7 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
 def answer_of(
     serving: Serving, model: str, outputs: Sequence[PoolingRequestOutput[Any]], prefix: str
 ) -> dict[str, Any]:
-    """The fields of PoolingAnswer."""
+    """Return the fields of PoolingAnswer."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "created": serving.now(),
@@ -313,17 +324,17 @@ def answer_of(
 
 
 def usage_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> PoolingUsage:
-    """The tokens of all results."""
+    """Return the token counts of all results."""
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = PromptTokensDetails(sum(output.num_cached_tokens or 0 for output in outputs))
     return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
 
 
 def values_as_json(values: np.ndarray, encoding: Encoding | None) -> Iterator[bytes]:
-    """The values as JSON, in parts."""
+    """Yield the values as JSON, in parts."""
     if encoding == "base64":
         data = values.astype("<f4").tobytes()
-        size = 3 * VALUES_AT_ONCE  # of a multiple of three bytes the code has no padding
+        size = 3 * VALUES_AT_ONCE  # multiples of three bytes need no padding
         yield b'"'
         yield from (base64.b64encode(data[start : start + size]) for start in range(0, len(data), size))
         yield b'"'

@@ -1,4 +1,7 @@
-"""Bodies of requests and responses of /v1/completions, /v1/chat/completions and /v1/responses."""
+"""Request and response bodies of /v1/completions, /v1/chat/completions and /v1/responses.
+
+Class docstrings become descriptions in /openapi.json.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,27 @@ from compiled_engine.server.logprob_shapes import ChatLogprobs, CompletionLogpro
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, refused
 from compiled_engine.server.sampling_fields import SamplingFields
 
-# Tokens of a request, counted from its outputs.
+# Token usage.
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: tokens from the prefix cache."""
+    """Details of the prompt tokens. `cached_tokens` came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Draft tokens of the engine: tokens that are part of the completions, and tokens that were wrong or came too
-    late."""
+    """Draft tokens of the engine: accepted ones are part of the completions; the others were wrong or came too late."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of all prompts and completions of a request. completion_tokens_details: if it had drafts, with the last
-    usage of a stream."""
+    """Token counts over all prompts and completions of a request.
+
+    `completion_tokens_details` is present if drafts were used; in a stream, only in the last usage.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,7 +47,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class UsageCounter:
-    """Adds up outputs of the kinds "delta" and "final"; each prompt counts once, however many completions it has."""
+    """Sums the usage of "delta" and "final" outputs. Each prompt counts once, whatever its number of completions."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
@@ -51,7 +55,7 @@ class UsageCounter:
         self._draft_tokens = self._accepted_tokens = 0
 
     def begin(self, prompt: int, tokens: int) -> None:
-        """Start with a prompt of this many tokens and no output."""
+        """Register a prompt of this many tokens before its first output."""
         self._prompts[prompt] = (tokens, 0)
 
     def add(self, prompt: int, output: RequestOutput) -> None:
@@ -62,7 +66,7 @@ class UsageCounter:
             self._accepted_tokens += output.metrics.num_accepted_tokens
 
     def usage(self, unwanted: int = 0) -> Usage:
-        """Return the usage so far; `unwanted` tokens were generated without a request for them."""
+        """Return the usage so far, less `unwanted` tokens that were generated without being requested."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         generated = self._completion_tokens - unwanted
         details: CompletionTokensDetails | UnsetType = UNSET
@@ -77,7 +81,7 @@ class UsageCounter:
         )
 
 
-# Types of /v1/responses. Nothing is kept between requests: the whole conversation is in `input`.
+# /v1/responses. The server is stateless: `input` has the whole conversation.
 
 STATELESS = "the server keeps no responses; give the whole conversation as input"
 RESPONSES_REFUSED: dict[str, Refused] = {
@@ -94,10 +98,10 @@ Budget = Annotated[int, Meta(ge=-1)]
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """input: text, or a list of messages, function calls and their outputs. instructions: a system message.
+    """The body of a request to /v1/responses.
 
-    include: "message.output_text.logprobs" for log-probabilities. text, reasoning: only text.format and
-    reasoning.effort count.
+    `input` is text, or a list of messages, function calls and their outputs. `instructions` is a system message.
+    `include` may have "message.output_text.logprobs". Only `text.format` and `reasoning.effort` have an effect.
     """
 
     input: Any
@@ -116,7 +120,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """A message's text."""
+    """The text of a message."""
 
     text: str
     annotations: list[Any] = []
@@ -124,13 +128,13 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """The model's reasoning."""
+    """The text of the reasoning."""
 
     text: str
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """An answer."""
+    """The answer's message."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -148,7 +152,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call. arguments: JSON as the model wrote it."""
+    """A function call. `arguments` is JSON as the model wrote it."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -161,19 +165,19 @@ Item = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cached_tokens: tokens from the prefix cache."""
+    """Details of the input tokens. `cached_tokens` came from the prefix cache."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """reasoning_tokens: those up to the end of the reasoning."""
+    """Details of the output tokens. `reasoning_tokens` counts up to the end of the reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Tokens of the request."""
+    """Token counts of a request."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -183,20 +187,20 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response failed."""
+    """The error of a failed response."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is incomplete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response, whole or as far as it is."""
+    """A response, complete or so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -222,15 +226,16 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
 
 
-# Types of /v1/completions.
+# /v1/completions and /v1/chat/completions.
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """prompt: text, token ids, or a list of either. echo: the prompt comes before its completion.
+    """The body of a request to /v1/completions.
 
-    logprobs: how many of the most likely tokens are shown next to the chosen one. return_tokens_as_token_ids: tokens of
-    log-probabilities are "token_id:5". add_special_tokens: whether the tokenizer puts its own around a text. max_tokens
-    may be 0: with echo, a prompt is scored.
+    `prompt` is text, token ids, or a list of either. `echo` puts the prompt before its completion. `logprobs` is the
+    number of most likely tokens shown beside the chosen one; with `return_tokens_as_token_ids`, tokens are written as
+    "token_id:5". With `add_special_tokens`, the tokenizer adds its special tokens around a text. `max_tokens` may be 0,
+    which scores the prompt with `echo`.
     """
 
     prompt: Any
@@ -242,8 +247,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion, or its next part. index: of the prompt times n, plus that of the completion. Fields that OpenAI's
-    answers do not have are null in whole answers where nothing was asked for, absent in events."""
+    """A completion, or its next part in an event.
+
+    `index` is the prompt's index times n, plus the completion's. Fields unknown to OpenAI's API are null in complete
+    answers if not requested, and absent in events.
+    """
 
     index: int
     text: str
@@ -256,7 +264,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The whole answer, or an event of it."""
+    """The complete answer, or one event of it."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -267,9 +275,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
-    """Return the prompts of a request, at most this many. name: of the field. Raises ApiError 400 naming the invalid
-    one.
-    """
+    """Return a request's prompts, at most `most`. Raises ApiError 400 with the invalid one, in the field `name`."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -303,13 +309,13 @@ def _wrong(name: str, value: Any) -> Exception:
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """max_completion_tokens: max_tokens by its newer name. top_logprobs needs logprobs. return_tokens_as_token_ids: as
-    for completions.
+    """The body of a request to /v1/chat/completions.
 
-    tool_choice: auto, none, required, or a function. parallel_tool_calls: whether an answer may hold several calls.
-    thinking_token_budget, thinking_budget: most tokens of reasoning; -1 for any number. include_reasoning: whether the
-    answer shows its reasoning. continue_final_message: the last message is continued
-    instead of answered.
+    `max_completion_tokens` is the newer name of max_tokens. `top_logprobs` requires `logprobs`;
+    `return_tokens_as_token_ids` writes tokens as "token_id:5". `tool_choice` is auto, none, required, or a function.
+    `parallel_tool_calls` allows several calls in an answer. `thinking_token_budget` and `thinking_budget` bound the
+    tokens of reasoning; -1 for no bound. `include_reasoning` shows the reasoning. `continue_final_message` continues
+    the last message instead of answering it.
     """
 
     messages: list[ChatMessage]
@@ -331,14 +337,14 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """arguments: JSON as the model wrote it; in an event, the next part of it."""
+    """A function call. `arguments` is JSON as the model wrote it; in an event, its next part."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call; in events only its first part has id, type and name. index: in events alone."""
+    """A tool call. In events, `index` is present, and only a call's first part has id, type and name."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -347,7 +353,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """content: null if the answer is nothing but calls. Reasoning has two names, as clients know one or the other."""
+    """The answer. `content` is null if it has only calls. `reasoning` repeats `reasoning_content` for other clients."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -357,7 +363,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """An answer. finish_reason: stop, length or tool_calls."""
+    """An answer. `finish_reason` is stop, length or tool_calls."""
 
     index: int
     message: AnswerMessage
@@ -368,8 +374,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The whole answer. Fields that OpenAI's answers do not have are null where nothing was asked for, so that clients
-    can read them; events leave them out."""
+    """The complete answer. Fields unknown to OpenAI's API are null if not requested; events omit them."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -403,7 +408,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
-    """An event."""
+    """A stream event."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

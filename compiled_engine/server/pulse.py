@@ -1,4 +1,4 @@
-"""Whether the engine core answers: a process may be alive, and stand still."""
+"""Detect an engine core that is alive but no longer responds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-# The core is asked no more often, however many ask for the health of the server.
+# The shortest interval between questions to the core, however often health is requested.
 PAUSE_S = 1.0
 
 
 class Pulse:
-    """Asks the core something whenever it is looked at, one question at a time.
-
-    ask: returns when the core has answered.
-    """
+    """Sends the core a question when `silent_s` is called, one at a time. `ask` returns after the core's answer."""
 
     def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -23,7 +20,7 @@ class Pulse:
         self._asked_at = 0.0
 
     def silent_s(self) -> float:
-        """Return for how many seconds a question has been open; 0 if none is."""
+        """Return for how many seconds a question is unanswered; 0 if none is."""
         now = asyncio.get_running_loop().time()
         if self._asking is not None and not self._asking.done():
             return now - self._asked_at
@@ -33,5 +30,5 @@ class Pulse:
         return 0.0
 
     async def _question(self) -> None:
-        with suppress(Exception):  # a failure is an answer, and the end of the core is found elsewhere
+        with suppress(Exception):  # a failure is an answer; the core's death is detected elsewhere
             await self._ask()

@@ -1,4 +1,4 @@
-"""Parse a request's body into its fields, and send an answer as a response or a stream of events."""
+"""Read and decode request bodies, and send JSON responses and event streams."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from compiled_engine.server.json_size import check_size
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
 from compiled_engine.server.serving import Serving
 
-# Server-sent events, and answers to clients that have disconnected.
-
 log = logging.getLogger("compiled_engine")
 
 Result = TypeVar("Result")
 
-# Of a long answer, so many bytes or a few more are made before other work runs.
+# Bytes of a long answer that are encoded before other work may run.
 PIECE_BYTES = 1 << 18
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return one event with `value` as JSON."""
+    """Return a server-sent event with `value` as JSON."""
     data = b"data: " + msgspec.json.encode(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield the events, then DONE. If they fail, an event with the error replaces the missing ones."""
+    """Yield the events, then DONE. A failure becomes an event with the error, before DONE."""
     async with aclosing(events):
         try:
             async for each in events:
@@ -54,10 +52,9 @@ async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 
 
 class PieceStream:
-    """A response with a body sent piece by piece, until it ends or the client disconnects; then the generator is
-    closed.
+    """A response whose body is sent piece by piece. A disconnect closes the generator.
 
-    A client that reads slowly delays the generator, which then yields more the next time.
+    A slow reader delays the generator, which may then yield more at once.
     """
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
@@ -87,8 +84,7 @@ class EventStream(PieceStream):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`. Raises ClientDisconnect, with the work cancelled, if the client disconnects
-    first."""
+    """Return the result of `work`. If the client disconnects first, cancel the work and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
@@ -107,15 +103,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-# A request's body: read within its bounds, and decoded as a JSON object.
-
-# Bytes from which bodies are decoded one after the other. A few milliseconds each: together they would hold up others.
+# From this size in bytes, bodies are decoded one at a time: several at once would block the event loop for long.
 LONG_BODY = 16 << 10
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises ApiError 413 for too many bytes, 415 for another type than JSON; ClientDisconnect if the client
-    goes while it sends."""
+    """Return the body.
+
+    Raises ApiError 413 for too many bytes, 415 for a content type other than JSON; ClientDisconnect if the client
+    disconnects.
+    """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"the body must be JSON (content type application/json), got {kind[:80]!r}")
@@ -123,15 +120,14 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
 
 
 def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
-    """The object that the body holds. Raises ApiError 400 for what is no JSON object, or beyond the bounds of
-    `check_size`."""
+    """Return the JSON object in the body. Raises ApiError 400 for anything else, and as `check_size` does."""
     check_size(body, max_depth, max_values)
     return _parsed(body)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        with collection_paused():  # else many small arrays have every object of the process looked through
+        with collection_paused():  # many small arrays would trigger full garbage collections
             value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(None, f"the body must be valid JSON: {error}") from error
@@ -170,7 +166,7 @@ async def read_body(
     refused: dict[str, Refused] = REFUSED,
     habits: frozenset[str] = HABITS,
 ) -> tuple[Fields, list[str]]:
-    """The typed request, and what of it is ignored. Raises ApiError."""
+    """Return the typed request and warnings about ignored fields. Raises ApiError."""
     limits = serving.options.limits
     try:
         async with asyncio.timeout(limits.receive_timeout):
@@ -195,7 +191,7 @@ async def read_body(
 
     async def read_in_turn() -> tuple[Fields, list[str]]:
         async with serving.decoding:
-            # Other work runs meanwhile, and between this body and the one before.
+            # The thread lets other work run meanwhile, and between two bodies.
             await asyncio.to_thread(check_size, body, limits.max_json_depth, limits.max_json_values)
             return read()
 
@@ -206,12 +202,12 @@ async def read_body(
 
 
 def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
-    """200 with `value` as JSON."""
+    """Return a 200 with `value` as JSON."""
     return Response(msgspec.json.encode(value), headers={"content-type": "application/json", **warned(ignored)})
 
 
 def long_json_response(parts: Iterable[bytes], ignored: Sequence[str] = ()) -> PieceStream:
-    """200 with JSON that is made while it is sent, with other work in between. parts: each takes a moment to make."""
+    """Return a 200 with JSON that is encoded while it is sent. Each part must be quick to make."""
     return PieceStream(_in_pieces(parts), {"content-type": "application/json", **warned(ignored)})
 
 
@@ -227,12 +223,12 @@ async def _in_pieces(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """The whole response for an error of a request for the path."""
+    """Return the response for an error, in the shape of the path's API."""
     return Response(error.body(path), error.status, {"content-type": "application/json", **error.headers})
 
 
 def warned(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists ignored fields of a request."""
+    """Return the header with warnings about ignored fields, if there are any."""
     text = "; ".join(ignored)[:LONGEST_HEADER]
     printable = "".join(character if character.isascii() and character.isprintable() else "?" for character in text)
     return {WARNING_HEADER: printable} if ignored else {}

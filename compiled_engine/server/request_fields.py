@@ -1,4 +1,4 @@
-"""Turn a JSON object into a typed request: absent, known, refused and ignored fields."""
+"""Convert a JSON object to a typed request; known, unsupported and unknown fields are told apart."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from compiled_engine.sampling.other_params import OTHER_PARAMS
 from compiled_engine.schema import nearest
 from compiled_engine.server.errors import ApiError, bad_request, shown
 
-MOST_UNKNOWN = 16  # fields of a request that a warning names
+MOST_UNKNOWN = 16  # unknown fields that a warning lists
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
-# Fields that clients send by habit, without effect on a server for one model that stores nothing.
+# Fields that clients commonly send, without effect on a stateless server for one model.
 HABITS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"),
@@ -30,20 +30,19 @@ HABITS = frozenset(
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that would change the answer and is not supported. `asks_nothing`: values that are taken all the same.
-    `instead`: what to do, or why; empty where the name says it."""
+    """An unsupported field that would change the answer."""
 
-    instead: str
-    asks_nothing: tuple[Any, ...] = ()
+    instead: str  # the alternative or the reason; empty if the name says it
+    asks_nothing: tuple[Any, ...] = ()  # values that have no effect and are accepted
 
 
 def refused(instead: str = "", **fields: tuple[Any, ...]) -> dict[str, Refused]:
-    """Rows for fields, each with the values that are taken all the same."""
+    """Return a Refused for each field, given with the values that are accepted."""
     return {name: Refused(instead, asks_nothing) for name, asks_nothing in fields.items()}
 
 
 STRUCTURED = "give structured_outputs with json, regex, choice, grammar or json_object, or response_format"
-OTHER_FORMS = (  # earlier names, and those of other servers
+OTHER_FORMS = (  # older names, and those of other servers
     *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")),
     *("json_schema", "regex", "choice", "grammar", "ebnf", "structural_tag"),
 )
@@ -81,10 +80,10 @@ def read_request(
     refused: Mapping[str, Refused] = REFUSED,
     habits: frozenset[str] = HABITS,
 ) -> tuple[Request, list[str]]:
-    """Return the typed request, and a warning for each ignored field. A null is absent.
+    """Return the typed request, and a warning for each ignored field. A null counts as absent.
 
-    Raises ApiError 400, naming the field: for a value of the wrong type, for a known field that is not supported, and,
-    if `strict`, for an unknown field.
+    Raises ApiError 400 with the field for a value of the wrong type, an unsupported field and, with `strict`, an
+    unknown field.
     """
     known = dict.fromkeys(kind.__struct_encode_fields__)
     values: dict[str, Any] = {}
@@ -112,7 +111,7 @@ def read_request(
 
 
 def convert(values: Any, kind: type[Request], within: str = "") -> Request:
-    """`values` as a struct. Raises ApiError 400 naming the field below `within`, its value and what is allowed."""
+    """Convert `values` to a struct. Raises ApiError 400 with the field below `within`, and what is allowed."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -126,7 +125,7 @@ def convert(values: Any, kind: type[Request], within: str = "") -> Request:
 
 
 def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within: str) -> ApiError:
-    """Return the errors of `values`."""
+    """Convert msgspec's error to an ApiError 400 with the field and its value."""
     text, _, path = str(error).partition(" - at `")
     path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
     if missing := re.search(r"missing required field `(\w+)`", text):
@@ -143,7 +142,7 @@ def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within:
 
 
 def _texts_at(kind: type[Any], path: str) -> list[str]:
-    """The texts that a struct allows at a path such as messages[0].role."""
+    """Return the strings that a struct allows at a path such as messages[0].role."""
     found: list[inspect.Type] = [inspect.type_info(kind)]
     for name in re.findall(r"[^.\[\]]+", path):
         found = [deeper for each in found for deeper in _within(each, name)]
@@ -151,7 +150,7 @@ def _texts_at(kind: type[Any], path: str) -> list[str]:
 
 
 def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """Return the type of a field, or of a list's entries."""
+    """Return the types of a field, or of a list's items."""
     if isinstance(kind, inspect.StructType) and name == kind.tag_field:
         inner: list[inspect.Type] = [inspect.LiteralType((str(kind.tag),))]
     elif isinstance(kind, inspect.StructType):
@@ -164,7 +163,7 @@ def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
 
 
 def _with_integers(values: Any) -> Any:
-    """Replace 1.0 by 1, between which JSON makes no difference; floats too large to be exact stay."""
+    """Replace floats such as 1.0 by integers, which are equal in JSON, unless too large to be exact."""
     if isinstance(values, dict):
         return {key: _with_integers(value) for key, value in values.items()}
     if isinstance(values, list):
@@ -173,7 +172,7 @@ def _with_integers(values: Any) -> Any:
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:
-    """Raise ApiError 400 unless the value has no effect."""
+    """Raise ApiError 400 unless the field's value is one of those without effect."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
         instead = f": {field.instead}" if field.instead else ""
         allowed = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""
@@ -181,7 +180,7 @@ def refuse(name: str, value: Any, field: Refused) -> None:
 
 
 def _settle(name: str, value: Any) -> list[str]:
-    """Handle a sampling parameter of another engine: return warnings, or raise ApiError 400."""
+    """Handle another engine's sampling parameter: return warnings, or raise ApiError 400."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -192,7 +191,7 @@ def _settle(name: str, value: Any) -> list[str]:
 
 
 def _at(values: Any, path: str) -> Any:
-    """The value at a path such as messages[0].role; "..." where the path does not name a single one."""
+    """Return the value at a path such as messages[0].role, or `...` if the path matches several or none."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         try:
             values = values[key] if key else values[int(index)]

@@ -1,4 +1,4 @@
-"""/score and /rerank: how well documents answer a query, in the shapes of vLLM, Jina and Cohere."""
+"""/score and /rerank: relevance of documents to a query, in the shapes of vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from compiled_engine.server.replies import json_response, read_body, unless_gone
 from compiled_engine.server.request_fields import Refused, refused
 from compiled_engine.server.serving import serving_of
 
-COHERE = "/v2/rerank"  # its answers have no documents unless asked for
-# What vLLM calls the texts that are compared.
+COHERE = "/v2/rerank"  # returns documents only on request
+# vLLM's names for the two sides of the pairs.
 PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 REFUSED_OF_RERANK: dict[str, Refused] = {
     **REFUSED_HERE,
@@ -37,8 +37,11 @@ REFUSED_OF_RERANK: dict[str, Refused] = {
 
 
 class ScoreRequest(PoolingFields, kw_only=True):
-    """Two fields of PAIRS: one text with each of others, or as many of both. instruction: of a reranker whose template
-    has one."""
+    """The body of a request to /score.
+
+    Two fields name the texts: queries with documents or items, text_1 with text_2, or data_1 with data_2. The first has
+    one text for all of the second, or as many. `instruction` is for rerankers whose template has one.
+    """
 
     queries: Any = None
     documents: Any = None
@@ -65,8 +68,11 @@ class ScoreResponse(PoolingAnswer, kw_only=True):
 
 
 class RerankRequest(PoolingFields, kw_only=True):
-    """documents: texts, or objects with a text. top_n: so many of the best; 0 for all. return_documents: False leaves
-    their texts out of the answer."""
+    """The body of a request to /rerank.
+
+    `documents` are texts, or objects with a text. `top_n` is the number of best documents returned; 0 for all.
+    `return_documents` false omits their texts.
+    """
 
     query: str
     documents: list[str | dict[str, Any]]
@@ -82,7 +88,7 @@ class RerankedDocument(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct, kw_only=True):
-    """index: of the document in the request."""
+    """A document's score. `index` is its index in the request."""
 
     index: int
     relevance_score: float
@@ -90,7 +96,7 @@ class RerankResult(msgspec.Struct, kw_only=True):
 
 
 class RerankResponse(msgspec.Struct, kw_only=True):
-    """The documents, the best first."""
+    """The documents, best first."""
 
     id: str
     model: str
@@ -138,7 +144,7 @@ async def rerank(request: Request) -> Response:
 async def _scores(
     request: Request, fields: Any, queries: list[str], documents: list[str], names: tuple[str, str]
 ) -> list[ScoringRequestOutput]:
-    """Return the score of each pair. names: of the fields that hold the texts."""
+    """Return the score of each pair. `names` are the request fields of the texts."""
     serving = serving_of(request)
     allowed = f"one, or one for each of the {len(documents)} {names[1]}"
     require(len(queries) in (1, len(documents)), names[0], allowed, len(queries))
@@ -157,7 +163,7 @@ async def _scores(
 
 
 def _names(fields: ScoreRequest) -> tuple[str, str]:
-    """The pair of fields that is given, or of which one is. Raises ApiError 400 for fields of several pairs."""
+    """Return the pair of fields in use. Raises ApiError 400 for fields of different pairs."""
     given = {name for pair in PAIRS for name in pair if getattr(fields, name) is not None}
     names = max(PAIRS, key=lambda pair: len(given.intersection(pair)))
     if others := sorted(given.difference(names)):
@@ -167,7 +173,7 @@ def _names(fields: ScoreRequest) -> tuple[str, str]:
 
 
 def _texts(request: Request, name: str, given: Any) -> list[str]:
-    """Raises ApiError 400 unless there are texts, and not too many."""
+    """Return the texts. Raises ApiError 400 if there are none or too many."""
     texts = [given] if isinstance(given, str) else given
     are_texts = isinstance(texts, list) and len(texts) > 0 and all(isinstance(text, str) for text in texts)
     require(are_texts, name, "a string or a list of strings", given)

@@ -1,4 +1,4 @@
-"""/v1/responses: its input as a chat, the endpoint, and the events of a response."""
+"""/v1/responses: conversion of its input to a chat, the endpoint, and the events of a response."""
 
 from __future__ import annotations
 
@@ -51,15 +51,17 @@ from compiled_engine.server.request_fields import convert
 from compiled_engine.server.sampling_fields import SAME, check_bounds
 from compiled_engine.server.serving import Serving, serving_of
 
-# The input of /v1/responses as the messages and tools of a chat.
+# Conversion of `input` and `tools` to a chat's messages and tools.
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("system", "developer", "user", "assistant")
 
 
 def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
-    """Calls, and the reasoning before them, become part of the assistant's message. Raises ApiError 400 naming the
-    item that is wrong."""
+    """Convert `input` and `instructions` to messages. Calls, and reasoning before them, join the assistant's message.
+
+    Raises ApiError 400 with the invalid item.
+    """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
@@ -89,7 +91,7 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
 
 
 def tools_of(given: list[dict[str, Any]] | None, ignored: list[str]) -> list[Tool] | None:
-    """The functions among the tools; `ignored` gets the others, which the model need not call."""
+    """Return the functions among the tools. Others only add a warning to `ignored`: the model need not call them."""
     tools: list[Tool] = []
     for index, tool in enumerate(given or ()):
         if tool.get("type") == "function":
@@ -109,7 +111,7 @@ def _message(where: str, item: dict[str, Any]) -> ChatMessage:
 
 
 def _assistant(messages: list[ChatMessage]) -> ChatMessage:
-    """The assistant's message at the end, a new one if there is none."""
+    """Return the assistant message at the end, after appending one if needed."""
     if not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant", content="", tool_calls=[]))
     return messages[-1]
@@ -129,7 +131,7 @@ def _name(where: str, item: dict[str, Any], key: str) -> str:
 
 
 def _text(where: str, content: Any) -> str:
-    """Text, or the text of parts."""
+    """Return the text, or the joined text of the parts."""
     if isinstance(content, str):
         return content
     require(isinstance(content, list), where, "a string or a list of parts", content)
@@ -158,13 +160,13 @@ async def responses(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ResponsesRequest, RESPONSES_REFUSED, RESPONSES_HABITS)
     model = serving.model(fields.model)
-    check_bounds(fields, serving.options.limits, serving.max_answer_tokens, None)  # by the names that fields have here
+    check_bounds(fields, serving.options.limits, serving.max_answer_tokens, None)  # errors must name this API's fields
     chat = as_chat(fields, ignored)
     if not serving.options.strict:
         ignored += serving.chat_format().drop_unread(chat)
     prompt = await unless_gone(request.receive, chat_prompt(serving, chat, "text.format"))
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)
-    # Always in parts: how many tokens are reasoning shows only while they come.
+    # Always as deltas: reasoning tokens can only be counted while streaming.
     salt = cache_salt(request, fields)
     outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt, model)
     hidden = serving.chat_format().guard.is_special if prompt.params.skip_special_tokens else None
@@ -175,7 +177,7 @@ async def responses(request: Request) -> Reply:
 
 
 def as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
-    """The same request in the terms of chats. Raises ApiError 400 for what is not supported."""
+    """Convert the request to a chat request. Raises ApiError 400 for unsupported values."""
     require((fields.n or 1) == 1, "n", "1", fields.n)
     text, reasoning = fields.text or {}, fields.reasoning or {}
     stated = text.get("format")
@@ -235,7 +237,7 @@ async def _events(
 ) -> AsyncGenerator[Event, None]:
     usage, reasoning_tokens = UsageCounter(), 0
     finish_reason: str | None = None
-    logprobs: list[TokenLogprob] = []  # of text that has not come yet
+    logprobs: list[TokenLogprob] = []  # for text that was not emitted yet
     parser = prompt.make_parser()
     for each in events.begin():
         yield each
@@ -277,7 +279,7 @@ async def _whole(
 
 
 async def _stream(events: ResponseEvents, all_events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events; a failure is an event too."""
+    """Yield server-sent events. A failure becomes an event too."""
     async with aclosing(all_events):
         try:
             async for each in all_events:
@@ -291,13 +293,14 @@ async def _stream(events: ResponseEvents, all_events: AsyncGenerator[Event, None
             yield event(failed, failed["type"])
 
 
-# A response as it grows: each piece of the answer makes events, and all of them make the whole.
-
 Event = dict[str, Any]
 
 
 class ResponseEvents:
-    """response: what there is so far. One item is open at a time: the next kind of piece closes it."""
+    """Turns pieces of an answer into stream events, and assembles them into `response`.
+
+    One output item is open at a time; a piece of another kind closes it.
+    """
 
     def __init__(self, response: ResponseObject, make_call_id: Callable[[], str]) -> None:
         self.response = response
@@ -310,7 +313,7 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=self.response)
 
     def piece(self, piece: Piece, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
-        """The events of a piece; `logprobs` are those of text."""
+        """Yield the events for a piece; `logprobs` belong to its text."""
         match piece:
             case Content(text):
                 if not isinstance(self._open, MessageItem):
@@ -337,7 +340,7 @@ class ResponseEvents:
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
     def end(self, usage: ResponseUsage, finish_reason: str | None) -> Iterator[Event]:
-        """The last events."""
+        """Yield the final events."""
         cut = finish_reason == "length"
         yield from self._close("incomplete" if cut else "completed")
         self.response.usage = usage
@@ -347,7 +350,7 @@ class ResponseEvents:
         yield self._event(f"response.{self.response.status}", response=self.response)
 
     def fail(self, code: str, message: str) -> Event:
-        """The last event of a response that came to nothing."""
+        """Return the final event of a failed response."""
         self.response.status = "failed"
         self.response.error = ResponseError(code, message)
         return self._event("response.failed", response=self.response)
@@ -400,5 +403,5 @@ class ResponseEvents:
 
 
 def new_id(kind: str) -> str:
-    """Make the id of a response or an item."""
+    """Return a new id of a response or an item."""
     return f"{kind}_{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""The server's life: from a bound port to the end of the last request, or of the engine."""
+"""The server's lifecycle, from binding the port to the end of the last request or of the engine."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("compiled_engine")
 
-# The server stays this long after the engine's death, so that its clients and its monitoring see the error.
+# The server runs on this long after the engine's death, so that clients and monitoring see the error.
 FAREWELL_S = 1.0
 BACKLOG = 2048
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """Bind the server's socket, without listening yet. Raises OSError naming the address if it is not available."""
+    """Bind the server's socket without listening. Raises OSError with the address if it is not available."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not options.api_key and not is_loopback(options.host):
         log.warning("any client that can reach %s may use this server: it requires no API key", options.host)
     elif not options.api_key and ANY_ORIGIN in options.allowed_origin:
         log.warning("any web page that is opened on this machine may use this server: it requires no API key")
-    # Asyncio sends what it writes at once only on sockets that name TCP, and accepted ones name what this one does.
-    # Otherwise the second part of an answer waits until the client has acknowledged the first: 40 ms.
+    # Asyncio sets TCP_NODELAY only on sockets with an explicit TCP protocol, which accepted sockets inherit.
+    # Otherwise the second part of an answer waits 40 ms for the client to acknowledge the first.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -51,10 +51,10 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once.
+    """The HTTP server. A first signal ends it after running requests or shutdown_timeout, a second one at once.
 
-    place: its place among several processes. others: the processes that it has started, which get its signals too.
-    announce: called once it accepts connections.
+    `place` is this process's place among several. `others` are the processes it has started, to which signals are
+    passed on. `announce` is called once connections are accepted.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Server(uvicorn.Server):
         return made
 
     def forget(self, process: int) -> None:
-        """Another process has ended."""
+        """Drop the state of another process that has ended."""
         self._app.serving.admission.forget(process)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; the process does not die of it."""
+        """Handle a signal by stopping gracefully, or at once if it is the second."""
         if self.others is not None:
             self.others.stop()
         if self.should_exit:
@@ -124,13 +124,13 @@ class Server(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """Take no more requests, and end once those under way have ended."""
+        """Accept no more requests, and end after the running ones."""
         self.should_exit = True
         self._app.serving.stopping.set()
 
 
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:
-    """Answer requests until a signal comes; None then, or why the server cannot go on. The engine is shut down."""
+    """Serve until a signal, and shut down the engine. Returns None, or the reason if the server cannot go on."""
     others = server.others
     watching = [asyncio.create_task(_end_with_engine(engine, server))]
     if others is not None:
@@ -152,8 +152,8 @@ async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str |
 
 
 async def _prepare_forms(engine: AsyncLLM) -> None:
-    """Reading the vocabulary holds up a step: better now than when requests run."""
-    with contextlib.suppress(ValueError):  # without a tokenizer there are no forms
+    """Read the vocabulary for grammars, which delays a step, before requests run."""
+    with contextlib.suppress(ValueError):  # without a tokenizer there are no grammars
         await engine.prepare_structured_outputs()
 
 
@@ -184,7 +184,7 @@ def address(options: ServerOptions, bound: socket.socket) -> str:
 
 @contextlib.contextmanager
 def first_signal_interrupts() -> Iterator[None]:
-    """While the engine starts, SIGTERM ends it as Ctrl+C does."""
+    """Let SIGTERM interrupt the engine's start as Ctrl+C does."""
 
     def interrupt(sig: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

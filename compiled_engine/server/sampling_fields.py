@@ -1,4 +1,4 @@
-"""The fields of SamplingParams in requests: all of them, under their own names, except Python objects."""
+"""Request fields for SamplingParams: all parameters under their own names, except Python objects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from compiled_engine.server.errors import bad_request, blamed_on_request, requir
 from compiled_engine.server.options import Limits
 
 TokenId = Annotated[int, Meta(ge=0)]
-# Entries of allowed_token_ids, which every completion has; and bytes of extra_args, likewise.
+# Upper bounds: entries of allowed_token_ids times n, and bytes of extra_args.
 MOST_ALLOWED, MOST_EXTRA_BYTES = 1 << 18, 4096
 
 
 class StreamOptions(msgspec.Struct):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: with include_usage, the usage so far in every
-    chunk."""
+    """`include_usage` adds a last chunk with the usage; `continuous_usage_stats` also adds it to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -35,7 +34,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """The fields that completions and chats share, besides sampling parameters, or in another form than these."""
+    """Fields shared by completions and chats that are no sampling parameters, or differ from them in form."""
 
     model: str | None = None
     stream: bool | None = None
@@ -51,7 +50,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
         return bool(self.stream)
 
 
-# Names of bounds in JSON schema, and in msgspec. The maximum of integers is a limit of the server.
+# JSON schema bound -> msgspec's name. Maxima of integers are checked against the server's limits instead.
 BOUNDS = {
     "minimum": "ge",
     "exclusiveMinimum": "gt",
@@ -63,7 +62,7 @@ TYPES: dict[str, Any] = {"integer": int, "number": float, "boolean": bool, "stri
 
 
 def request_type(schema: JsonSchema) -> Any:
-    """Return the type of a field from the declaration of its values."""
+    """Return a field's type from its JSON schema."""
     if "enum" in schema:
         return Literal[tuple(schema["enum"])]  # type: ignore[misc]
     if "anyOf" in schema:
@@ -81,13 +80,13 @@ DECLARED = {
     for each in declarations(SamplingParams)
     if each.kind.schema and each.name not in {*RequestFields.__struct_fields__, "logprobs"}
 }
-# Fields with the names of their parameters.
+# Fields named like their parameters.
 SAME = (*DECLARED, "max_tokens")
 
 if TYPE_CHECKING:
 
     class SamplingFields(RequestFields):
-        """The fields that completions and chats share."""
+        """Fields shared by completions and chats."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -106,8 +105,11 @@ else:
 def sampling_params(
     fields: SamplingFields, defaults: SamplingParams, limits: Limits, longest: int, **more: Any
 ) -> SamplingParams:
-    """The defaults with what the request gives. longest: most tokens of an answer. `more`: further fields. Raises
-    ApiError 400 naming the field."""
+    """Return the defaults updated with the request's fields.
+
+    `longest` is the largest number of tokens that an answer may have. `more` has further parameters. Raises ApiError
+    400 with the field.
+    """
     check_bounds(fields, limits, longest, more.get("logprobs"))
     values = {name: value for name in SAME if (value := getattr(fields, name)) is not None} | more
     if fields.logit_bias is not None:
@@ -147,7 +149,7 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
 
 
 def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized | None, int, str]]:
-    """Yield a field's name, what is counted, the most that there may be, and what it is."""
+    """Yield each bounded field's name, its items, their largest allowed number, and the unit."""
     most, longest = limits.max_token_list, limits.max_stop_length
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     yield "stop", stops, limits.max_stop, "strings"
@@ -161,7 +163,7 @@ def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized
 
 
 def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
-    """JSON has text for keys."""
+    """Convert the keys, which are strings in JSON, to token ids."""
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))):
             raise bad_request("logit_bias", f"logit_bias must have token ids as its keys, got {key[:100]!r}")

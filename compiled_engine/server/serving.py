@@ -1,4 +1,4 @@
-"""State shared by all requests: the engine, the server's options, facts of the model, and admission."""
+"""State shared by all requests: the engine, server options, model facts, and admission control."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.pulse import Pulse
 from compiled_engine.server.shared_figures import SharedFigures
 
-# The completions that the server accepts at a time; beyond this it answers that it is busy.
+# The delay that a busy server suggests to its clients.
 
 RETRY_AFTER_S = 1
 
 
 class Admission:
-    """Counts completions that run or wait: both have state here and in the engine.
+    """Bounds the completions that run or wait, all of which hold state here and in the engine.
 
-    The bound applies to the whole server, over all its processes. Each counts its own before it reads the sum, so that
-    together they never exceed it.
+    The bound applies to the sum over all processes. Each adds its own before it reads the sum, so together they never
+    exceed the bound.
     """
 
     def __init__(self, most: int, figures: SharedFigures) -> None:
@@ -46,18 +46,17 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Return the completions of all processes."""
+        """Running and waiting completions of all processes."""
         return int(self._figures.total(self._taken))
 
     @property
     def refused(self) -> int:
-        """Requests, of all processes."""
+        """Refused requests of all processes."""
         return int(self._figures.total(self._refused))
 
     @contextmanager
     def admit(self, completions: int) -> Iterator[None]:
-        """Hold a place for this many completions during their work. Raises ApiError 503 if there are too many
-        already."""
+        """Count this many completions within the block. Raises ApiError 503 if that exceeds the bound."""
         own = self._figures.own
         own[self._taken] += completions
         try:
@@ -75,58 +74,53 @@ class Admission:
             own[self._taken] -= completions
 
     def forget(self, process: int) -> None:
-        """A process has ended, and with it what it had taken on."""
+        """Drop the completions of a process that has ended."""
         self._figures.forget(process, self._taken)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """names: of the model; answers have the first. chat: None without a tokenizer or a template.
-
-    max_new_tokens: of an answer in a chat, if the checkpoint has it. created: the start of the server, in seconds since
-    1970. forms: checks of grammars. texts: tokenising and rendering. adapters: what requests may name as their model
-    besides. pulse: of the engine core. decoding: held while a long body is decoded, so that other work runs in between.
-    stopping: set once no more requests are accepted.
-    """
+    """The state shared by all requests."""
 
     engine: AsyncLLM
     options: ServerOptions
-    names: tuple[str, ...]
-    chat: ChatFormat | None
+    names: tuple[str, ...]  # names of the model; answers have the first
+    chat: ChatFormat | None  # None without a tokenizer or a template
     metrics: ServerMetrics
     admission: Admission
-    forms: LongWork
-    texts: LongWork
-    max_new_tokens: int | None
-    created: int
-    adapters: AdapterNames
-    pulse: Pulse
+    forms: LongWork  # checks of grammars
+    texts: LongWork  # tokenisation and rendering
+    max_new_tokens: int | None  # default for chats, if the checkpoint has one
+    created: int  # start of the server, in seconds since 1970
+    adapters: AdapterNames  # further names that requests may give as model
+    pulse: Pulse  # liveness of the engine core
+    # held while a long body is decoded, so that other work runs in between
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event = field(default_factory=threading.Event)  # set when the server stops accepting requests
 
     def default_chat_params(self) -> SamplingParams:
-        """Return the checkpoint's sampling; answers may be as long as the context length unless it sets a limit."""
+        """Return the checkpoint's sampling parameters, with the context length as default limit of an answer."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params
 
     def now(self) -> int:
-        """Seconds since 1970, for answers."""
+        """Return seconds since 1970, for answers."""
         return int(time.time())
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
+        """The context length: tokens of prompt and output together."""
         return self.engine.limits.max_model_len
 
     @property
     def max_answer_tokens(self) -> int:
-        """Most tokens that a request may ask for."""
+        """The largest number of tokens that a request may ask for."""
         limit = self.options.limits.max_answer_tokens
         return self.max_model_len if limit == -1 else min(limit, self.max_model_len)
 
     def model(self, requested: str | None) -> str:
-        """Return the model's or the adapter's name for an answer. Raises ApiError 404 if the request names another."""
+        """Return the model or adapter name for an answer. Raises ApiError 404 for an unknown name."""
         if requested is None or requested in self.names or self.adapters.get(requested) is not None:
             return requested or self.names[0]
         names = [*self.names, *self.adapters]
@@ -138,25 +132,27 @@ class Serving:
         )  # fmt: skip
 
     def adapter(self, requested: str | None) -> LoRARequest | None:
-        """Return the adapter that a request names; None for the model. Raises ApiError 404 as `model` does, so also for
-        an adapter that was unloaded after `model` had found it."""
+        """Return the adapter that a request names; None for the model.
+
+        Raises ApiError 404 as `model` does, also if the adapter was unloaded since.
+        """
         return self.adapters.get(self.model(requested))
 
     def check_text(self, text: str, params: SamplingParams, field: str) -> None:
-        """Raise ApiError 400 for a text of the field that is found to be too long without tokenising it."""
+        """Raise ApiError 400 for a text that is certainly too long, without tokenising it."""
         try:
             check_text(field, text, params, self.tokenizer(), self.engine.limits)
         except ValueError as error:
             raise blamed_on_request(error, prompts=field) from error
 
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError 400 without one."""
+        """Return the tokenizer. Raises ApiError 400 without one."""
         if self.engine.tokenizer is None:
             raise bad_request(None, "this server has no tokenizer: prompts must be token ids, and there is no chat")
         return self.engine.tokenizer
 
     def chat_format(self) -> ChatFormat:
-        """Raises ApiError 400 if the model cannot chat."""
+        """Return the chat format. Raises ApiError 400 if the model cannot chat."""
         self.tokenizer()
         if self.chat is None:
             pools = self.engine.config.model.pooling is not None

@@ -1,4 +1,4 @@
-"""Figures of a server that is several processes: each writes a row of its own, and all can read every row."""
+"""Counters shared by several server processes: each writes its own row and can read all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 class SharedFigures:
-    """Rows of float64, in an anonymous file.
+    """Rows of float64 in an anonymous shared file, one for each process.
 
-    rows: one for each process. own: the number of this process's row, the only row that it may write. descriptor: of
-    the file, if another process has made it. All processes reserve the same columns in the same order.
-
-    A row outlives its process, so its counts stay; the process that replaces it continues them.
+    `own` is the number of this process's row, the only one it may write. `descriptor` is the file's, if another process
+    created it. All processes must reserve the same columns in the same order. A row outlives its process, and the
+    replacement continues its counts.
     """
 
     def __init__(self, rows: int = 1, own: int = 0, descriptor: int | None = None) -> None:
@@ -32,18 +31,18 @@ class SharedFigures:
         self._reserved = 0
 
     def reserve(self, columns: int) -> int:
-        """Reserve this many columns; return the first."""
+        """Reserve this many columns and return the first."""
         first = self._reserved
         self._reserved += columns
         assert self._reserved <= _COLUMNS
         return first
 
     def total(self, column: int) -> float:
-        """Over all processes."""
+        """Return the sum over all processes."""
         return sum(row[column] for row in self._rows)
 
     def totals(self, columns: Sequence[int]) -> list[float]:
-        """The same for several columns."""
+        """Return the sums of several columns."""
         return [self.total(column) for column in columns]
 
     def of_others(self, column: int) -> list[float]:
@@ -51,16 +50,16 @@ class SharedFigures:
         return [row[column] for row in self._rows if row is not self.own]
 
     def forget(self, number: int, column: int) -> None:
-        """A process has ended, and what it had under way with it."""
+        """Reset a column of a process that has ended."""
         self._rows[number][column] = 0.0
 
     def of(self, number: int, column: int) -> float:
-        """Return the value of a process."""
+        """Return the value of one process."""
         return self._rows[number][column]
 
 
 def _make_file(size: int) -> int:
-    """The descriptor of a file of zeros that is in no folder."""
+    """Return the descriptor of an unlinked file of zeros."""
     descriptor, path = tempfile.mkstemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
     os.unlink(path)
     os.truncate(descriptor, size)

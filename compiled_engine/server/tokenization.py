@@ -26,14 +26,15 @@ from compiled_engine.server.sampling_fields import TokenId
 from compiled_engine.server.serving import Serving, serving_of
 
 TOKENIZER_INFO = "/tokenizer_info"
-# Fields of tokenizer_config.json that name files of whoever wrote it.
+# Fields of tokenizer_config.json with local file names of its author.
 PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either `prompt` or `messages`. add_special_tokens: add the tokenizer's special tokens around a prompt.
+    """The body of a request to /tokenize: either `prompt` or `messages`.
 
-    return_token_strs: the vocabulary's entries as well. The rest is about messages, as in a chat.
+    With `add_special_tokens`, the tokenizer adds its special tokens around a prompt. `return_token_strs` adds the
+    vocabulary entries. The other fields apply to messages, as in a chat.
     """
 
     model: str | None = None
@@ -48,7 +49,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """count: of the tokens. max_model_len: the context length."""
+    """The token ids. `count` is their number; `max_model_len` is the context length."""
 
     count: int
     max_model_len: int
@@ -57,7 +58,7 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Token ids to be made text, special tokens included."""
+    """Token ids to decode, including special tokens."""
 
     model: str | None = None
     tokens: list[TokenId]
@@ -126,11 +127,11 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """GET /tokenizer_info: the fields of tokenizer_config.json, and the chat template that the server renders."""
+    """GET /tokenizer_info: the fields of tokenizer_config.json and the chat template in use."""
     serving = serving_of(request)
     tokenizer, config = serving.tokenizer(), serving.engine.config
     folder = find_tokenizer_folder(config.tokenizer, config.model.path)
-    assert folder is not None  # the tokenizer is from there
+    assert folder is not None  # the tokenizer was loaded from it
     stated = await asyncio.to_thread(read_json_if_there, folder / CONFIG_FILE)
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens, **stated}
     template = tokenizer.chat_template if serving.chat is None else serving.chat.given or tokenizer.chat_template

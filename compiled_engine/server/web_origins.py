@@ -1,4 +1,4 @@
-"""Web pages that may use the server: their origins, and what a browser asks for before it gives a page an answer."""
+"""Origins of web pages that may use the server, and the CORS headers and preflights for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_engine.server.origin import read_origin
 
 Header = tuple[bytes, bytes]
 
-# Headers of answers that a page may read besides those that every page may.
+# Response headers that a page may read beyond the safelisted ones.
 _EXPOSED = (b"access-control-expose-headers", b"x-request-id, x-compiled-engine-warning, retry-after")
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+(?: *, *[A-Za-z0-9_-]+)*")
 # Seconds for which a browser remembers the answer to a preflight.
@@ -21,9 +21,9 @@ _PREFLIGHT_AGE = b"600"
 
 
 class AllowedPages:
-    """Pages of origins such as https://chat.example, to which a browser gives the server's answers (CORS).
+    """Web page origins, such as https://chat.example, that may read the server's answers (CORS).
 
-    The origin * is every origin, "null" of a page without one included.
+    The origin * allows every origin, including "null".
     """
 
     def __init__(self, origins: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class AllowedPages:
         return read_origin(origin) in self._origins
 
     def headers(self, origin: bytes | None) -> list[Header]:
-        """Return what an answer to a request with this origin has: none where no page is allowed."""
+        """Return the CORS headers for a request's origin; none if no page is allowed."""
         if self.has_all:
             return [(b"access-control-allow-origin", b"*"), _EXPOSED]
         if not self._origins:
@@ -51,9 +51,9 @@ class AllowedPages:
         return [vary, (b"access-control-allow-origin", origin), _EXPOSED]
 
     def preflight(self, scope: Scope) -> Response | None:
-        """Return the answer to a browser that asks whether an allowed page may send a request; None if it does not.
+        """Return the answer to a preflight request of an allowed page, otherwise None.
 
-        It has no key: browsers add none to this question.
+        Preflights need no API key, since browsers send none with them.
         """
         given = dict(scope["headers"])
         origin = given.get(b"origin", b"").decode("latin-1")

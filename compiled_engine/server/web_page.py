@@ -1,4 +1,4 @@
-"""Pages for browsers: the web page at /, and the compiler's report at /debug/inspect."""
+"""Pages for browsers: the chat page at /, and the compiler report at /debug/inspect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Only from this server, no script and no style within the page, and no other page around it.
+# Content only from this server, no inline scripts or styles, no framing by other pages.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -34,13 +34,13 @@ HEADERS = {
 
 
 def page_files() -> dict[str, Path]:
-    """Path of a request -> the file that answers it."""
+    """Return the file for each request path."""
     files = {f"/page/{file.name}": file for file in sorted(FOLDER.iterdir())}
     return {"/": files.pop("/page/index.html"), **files}
 
 
 def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """GET: the file's text. It contains nothing about the model or the server, so it needs no key."""
+    """Return a handler that sends the file. It reveals nothing about the model or the server, so it needs no key."""
     body = file.read_bytes()
     headers = {**HEADERS, "content-type": f"{TYPES[file.suffix]}; charset=utf-8"}
 
@@ -51,7 +51,7 @@ def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
 
 
 PATH = "/debug/inspect"
-# The report's page contains its style and its script, and loads nothing.
+# The report has inline styles and scripts, and loads nothing.
 REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -59,9 +59,9 @@ REPORT_POLICY = (
 
 
 class Inspection:
-    """GET: the report of `compiled-engine inspect` for the running engine. One is made at a time.
+    """GET /debug/inspect: the report of `compiled-engine inspect` for the running engine, one at a time.
 
-    It names folders of the server, so it must be enabled by an option.
+    It contains folder names of the server, so an option must enable it.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def _response(config: EngineConfig, metrics: Mapping[str, Any], as_json: bool) -
 
 
 def report_of_engine(config: EngineConfig, metrics: Mapping[str, Any]) -> Report:
-    """metrics: the engine's current metrics."""
+    """Return the report. `metrics` are the engine's current ones."""
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
 
     folder = metrics["cache_entry"]

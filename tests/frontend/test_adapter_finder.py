@@ -1,4 +1,4 @@
-"""The adapter that a request names becomes the digest of its files, which are read once for as long as they stay."""
+"""The adapter that a request names resolves to a digest of its files, which are read once until they change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders whose files are read, in order."""
+    """Record the folders whose files are read, in order."""
     found: list[Path] = []
     read_adapter = adapter_folder.read_adapter
 
@@ -127,7 +127,7 @@ def test_requests_of_a_prompt_have_its_adapter_and_share_no_prefix_with_others(f
 
 
 def test_a_path_that_names_nothing_is_refused() -> None:
-    """An empty one would be the working folder."""
+    """An empty path would be the working folder."""
     with pytest.raises(ValueError, match=r"^lora_path must not be empty$"):
         LoRARequest("name", 1, "")
     with pytest.raises(ValueError, match=r"lora_path must have no null character, got 'a\\x00b'"):

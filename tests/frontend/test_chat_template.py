@@ -67,7 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Read from files, so nothing of transformers renders."""
+    """Load a tokenizer from files, so that transformers renders nothing."""
     folder = tmp_path_factory.mktemp("tokenizer")
     byte_level().hf.backend_tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
@@ -75,7 +75,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def text_or_error(render: Any) -> str:
-    """What it gives, or that it fails."""
+    """Return the rendered text, or that rendering fails."""
     try:
         return render()
     except Exception:
@@ -101,7 +101,7 @@ def test_prompts_are_those_of_transformers(
 
 
 def test_most_of_these_prompts_are_rendered(tokenizer: Tokenizer) -> None:
-    """The comparison above is of texts, not of failures."""
+    """The comparison above compares texts, not failures."""
     failed = [
         (template, conversation)
         for template, source in TEMPLATES.items()
@@ -232,7 +232,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_whatever_may_be_endless_can_be_stopped(kind: str, tokenizer: Tokenizer) -> None:
-    """Also where it only learns which forms the template reads, before anything could stop it."""
+    """Probing for the forms that a template reads can be stopped too."""
     asked = iter(range(1000))
     with pytest.raises(WorkStopped):
         render_chat(

@@ -82,7 +82,7 @@ def test_text_goes_on_where_the_prompt_ended(tokenizer: Tokenizer, data: st.Data
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_text_goes_on_after_any_cut_of_any_tokens(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
-    """Bytes are drawn often, so that most cuts are within a character or next to bytes that make none."""
+    """Bytes are drawn often, so that most cuts are within a character or beside invalid bytes."""
     bytes_of = sorted(tokenizer.byte_ids) or range(len(tokenizer.hf))
     token = st.one_of(st.integers(0, len(tokenizer.hf) + 1), st.sampled_from(bytes_of))
     prompt, token_ids = (data.draw(st.lists(token, max_size=12)) for _ in range(2))
@@ -103,7 +103,7 @@ def bytes_as_tokens(tokenizer: Tokenizer, character: str) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("a é你€😀😁\n\ufffd", min_size=1, max_size=8), data=st.data())
 def test_a_character_that_is_cut_belongs_to_the_output(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
-    """Nothing of a text is lost, and nothing comes twice, wherever its tokens are cut."""
+    """No text is lost or repeated, wherever the tokens are cut."""
     tokens = [(place, each) for place, c in enumerate(text) for each in bytes_as_tokens(tokenizer, c)]
     cut = data.draw(st.integers(0, len(tokens)))
     first = tokens[cut][0] if cut < len(tokens) else len(text)
@@ -118,7 +118,7 @@ def test_a_character_that_is_cut_belongs_to_the_output(tokenizer: Tokenizer, tex
     ("tokens", "text"), [(("<0xAC>", "h"), "€h"), (("h", "e"), "he"), (("<0xC3>", "h"), "\ufffdh")]
 )
 def test_bytes_that_a_prompt_began(tokens: tuple[str, ...], text: str) -> None:
-    """They are completed, or they are the prompt's."""
+    """The output completes the bytes, or they belong to the prompt."""
     tokenizer = byte_fallback()
     prompt = ids_of(tokenizer, "▁a", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>")
     assert "".join(deltas(Detokenizer(tokenizer, prompt), ids_of(tokenizer, *tokens))) == text
@@ -140,7 +140,7 @@ class CountingTokenizer:
 
 @cache
 def with_odd_tokens() -> Tokenizer:
-    """Byte-level, with a token that has no text; and one that reads as U+FFFD, although it is a whole character."""
+    """A byte-level tokenizer with an empty token, and a whole token whose text is U+FFFD."""
     described = json.loads(byte_level().to_json())
     vocabulary = described["model"]["vocab"]
     vocabulary[""] = 10 + max(*vocabulary.values(), *(token["id"] for token in described["added_tokens"]))

@@ -241,7 +241,7 @@ def test_bad_words_are_forbidden_with_and_without_a_space_before_them() -> None:
 
 
 def test_bad_words_have_no_tokens_but_their_own() -> None:
-    """None that the tokenizer puts before a text, nor one for the space alone."""
+    """Tokens before a text, and a token for the space alone, are left out."""
     tokenizer = with_bos()
     plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("zz", " zz"))
     assert (len(spaced), spaced[1:]) == (len(plain) + 1, plain)
@@ -321,7 +321,7 @@ def test_what_was_put_into_a_list_is_checked_with_the_request() -> None:
 
 
 def test_no_completion_loses_a_seed_below_zero() -> None:
-    """-1 would be none."""
+    """A seed of -1 would mean no seed."""
     (request,) = process("hello", SamplingParams(n=4, seed=-3))
     seeds = [child.sampling_params.seed for child in request.engine_requests]
     assert seeds == [2**64 - 3, 2**64 - 2, 2**64 - 1, 0]
@@ -387,7 +387,7 @@ def test_errors_of_arrays_are_one_line_however_large() -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
-    """Unless it is cut: only whoever tokenises it knows its last tokens."""
+    """With truncation it must be tokenised, since only that shows its last tokens."""
     text = "hello world " * 1000
     with pytest.raises(ValueError, match=r"^prompts must have at most 19 tokens .*, got at least [1-9]"):
         process(text)

@@ -32,7 +32,7 @@ def run(*, partial: bool = False, prompt: str = "hello", **params: Any) -> list[
 
 
 def made_at_once(count: int, num_top: int) -> list[dict[int, Logprob]]:
-    """What the scripted core says of the first tokens."""
+    """Build the entries that the scripted core's first tokens have."""
     texts, entries = TokenTexts(TOKENIZER, TOKENIZER.encode("hello")), []
     for token_id in SAID[:count]:
         token_ids = (token_id, 5, 6)[: 1 + num_top]

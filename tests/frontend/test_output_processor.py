@@ -328,7 +328,7 @@ def test_accepted_drafts_are_those_in_the_output() -> None:
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("several", [1, 3])
 def test_drafts_are_counted_in_columns_too(partial: bool, several: int) -> None:
-    """Of all completions of a request, whether it is to change with each token or not."""
+    """Drafts of all completions count, with and without partial outputs."""
     outputs = OutputProcessor(TOKENIZER)
     (request,) = Frontend().prepare(max_tokens=9, n=2)
     state = outputs.add(request, partial=partial)
@@ -390,7 +390,7 @@ def test_an_error_in_a_step_leaves_nothing_behind(error: BaseException) -> None:
 
 @pytest.fixture
 def _python_handles_sigint() -> Iterator[None]:
-    """As in a terminal; a background job of a shell starts with the signal ignored."""
+    """Set Python's own handler: a background job of a shell starts with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -475,7 +475,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 0}])
 def test_what_the_core_still_says_of_a_request_that_has_ended_is_dropped(extra: dict[str, Any]) -> None:
-    """A step that was launched ahead gives one more token to whom a stop string has ended."""
+    """A step that was launched ahead yields one more token after a stop string."""
     frontend, outputs = Frontend(), OutputProcessor(TOKENIZER)
     (request,) = frontend.prepare(max_tokens=50, stop="world", **extra)
     state = outputs.add(request)

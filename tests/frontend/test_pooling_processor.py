@@ -35,7 +35,7 @@ def processor(tokenizer: Tokenizer, pooling: Pooling = EMBEDS) -> PoolingProcess
 
 
 def with_both() -> Tokenizer:
-    """Like BERT: a token before every text and one behind it."""
+    """A tokenizer like BERT's, with a special token before and one after every text."""
     backend = Backend.from_str(byte_level().hf.backend_tokenizer.to_str())
     ends = [("<s>", 0), ("</s>", 1)]
     backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
@@ -126,7 +126,8 @@ def test_a_query_of_many_documents_is_tokenised_once(keep: int | None) -> None:
 
 @pytest.mark.parametrize("instruction", [None, "words " * 50])
 def test_the_size_of_pairs_is_of_what_is_tokenised(instruction: str | None) -> None:
-    """By it they leave the event loop: a template holds the query and the instruction once for each document."""
+    """The size decides whether the work leaves the event loop. A template repeats query and instruction per
+    document."""
     documents = ["the dog"] * 50
     for queries in ("fox " * 100, ["fox " * 100], ["fox " * 100] * 50):
         counted = Counted(byte_level())
@@ -183,7 +184,7 @@ def vectors(first: int, *values: float) -> Vectors:
 
 
 def test_vectors_that_are_computed_again_replace_the_earlier_ones() -> None:
-    """As for a request that goes on elsewhere after the loss of a replica."""
+    """This happens when a request continues on another replica."""
     (request,) = processor(byte_level()).process("hello", task="token_embed")
     outputs = OutputProcessor(None)
     outputs.add(request)

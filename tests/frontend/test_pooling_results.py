@@ -136,7 +136,7 @@ def sigmoid(rows: np.ndarray) -> np.ndarray:
     ],
 )
 def test_vectors_become_results(pooling: Pooling, params: dict[str, Any], expected: np.ndarray) -> None:
-    """They are cut first; a request may leave out the model's activation, or ask for it."""
+    """Vectors are cut first. A request may disable or require the model's activation."""
     rows = ROWS[:, : expected.shape[1]] if pooling.task == CLASSIFY and pooling is not JUDGES else ROWS
     rows = ROWS[:, :2] if pooling is JUDGES else rows
     found = PoolingTask(pooling.task, pooling, PoolingParams(**params), 4).finish(rows)
@@ -230,7 +230,7 @@ def test_without_a_tokenizer_only_token_ids_are_pooled() -> None:
 
 
 def ended(requests: Sequence[Any], rows: Sequence[Any], cached: Sequence[int | None] = ()) -> list[RunningPooling]:
-    """Requests that have ended, each with these rows of values."""
+    """Return finished requests with these rows of values."""
     found = []
     for request, values, num_cached in itertools.zip_longest(requests, rows, cached):
         running, data = RunningPooling(request), np.atleast_2d(np.array(values, "<f4"))

@@ -17,7 +17,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 def following(output: Any, n: int = 1) -> tuple[RequestStreams, RequestStream]:
-    """A request of `n` completions, with the ids 0-0, 0-1 and so on."""
+    """Start a request of `n` completions, with the ids 0-0, 0-1 and so on."""
     inputs = InputProcessor(None, RequestLimits(100, 50, 50), frozenset())
     params = SamplingParams(max_tokens=9, n=n, detokenize=False)
     (request,) = inputs.process(parse_prompts([1, 2]), params)
@@ -30,7 +30,7 @@ def say(streams: RequestStreams, *tokens: int, of: str = "0", finish: str | None
 
 
 def read(stream: RequestStream) -> RequestOutput:
-    """What a reader gets, who must not have to wait."""
+    """Return the next output, which must be ready."""
     return asyncio.run(asyncio.wait_for(stream.next(), 5))
 
 

@@ -14,7 +14,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def run(stops: Sequence[str], pieces: Sequence[str], include: bool = False) -> tuple[list[str], str | None]:
-    """What each piece releases, what the flush does, and the stop string found."""
+    """Return the text that each piece and the flush release, and the stop string found."""
     watcher = StopStrings(stops, include_in_output=include)
     released = []
     for piece in pieces:
@@ -26,7 +26,7 @@ def run(stops: Sequence[str], pieces: Sequence[str], include: bool = False) -> t
 
 
 def first_stop(stops: Sequence[str], text: str) -> tuple[int, int, str] | None:
-    """(end, start, stop): the one that is complete first, the longest of those."""
+    """Return (end, start, stop) of the stop string that is complete first, the longest of those."""
     found = [
         (end, end - len(stop), stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)
     ]
@@ -48,7 +48,7 @@ def test_the_first_stop_string_is_found_however_the_text_is_cut(
 
 
 def longest_beginning(stops: Sequence[str], text: str) -> str:
-    """The longest end of the text that is the beginning of a stop string, and not all of it."""
+    """Return the longest suffix of the text that is a proper prefix of a stop string."""
     ends = [text[start:] for start in range(len(text) + 1)]
     return next(end for end in ends if any(stop.startswith(end) and stop != end for stop in stops))
 

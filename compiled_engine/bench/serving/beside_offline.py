@@ -1,4 +1,4 @@
-"""The price of HTTP: the same requests through the engine's own API, and through its server with streaming."""
+"""Measure the cost of HTTP: the same requests through the engine's own API and through its streaming server."""
 
 from __future__ import annotations
 
@@ -25,27 +25,24 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class HttpPlan:
-    """options: of the engine; arguments: the same as on a command line. servers: of each that is to be measured, its
-    further arguments. share: of the saturating rate at which latencies are measured. starts: how often engine and
-    server are started again, for the time of a start."""
+    """The plan of the comparison."""
 
-    options: Mapping[str, Any]
-    arguments: Sequence[str]
+    options: Mapping[str, Any]  # engine options
+    arguments: Sequence[str]  # the same options as command line arguments
     workload: HttpWorkload
-    servers: Sequence[Sequence[str]]
-    share: float
+    servers: Sequence[Sequence[str]]  # further arguments of each server to measure
+    share: float  # share of the saturating rate at which latencies are measured
     repeats: int
-    starts: int
+    starts: int  # restarts of engine and server, for the time of a start
     processes: int
 
 
 def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
-    """The result; `say` gets it after each part, so that a part that fails loses none before it.
+    """Run the plan and return the result. `say` receives it after each part, so that a failure loses no earlier part.
 
-    {"benchmark": "http", "offline": output_throughput (median, spread), mixed_step_ms; "servers": of each its
-    arguments, output_throughput and its ratio to offline, runs (the figures of `bench serve`), cpu_s (processor time of
-    each process in the repeats); "ready_s": of offline and server, "start_difference_s"; date, machine, versions,
-    model}. Raises ProcessError.
+    The keys are benchmark ("http"); offline: output_throughput (median, spread) and mixed_step_ms; servers: for each,
+    arguments, output_throughput, its ratio to offline, runs (figures of `bench serve`) and cpu_s (CPU time of each
+    process during the repeats); ready_s of offline and server; date, machine, versions, model. Raises ProcessError.
     """
     with progress.stage("offline", total=1) as advance:
         found = run_worker(plan.options, plan.workload.task(plan.repeats), name=ENGINE)
@@ -73,7 +70,7 @@ def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
 
 
 def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) -> dict[str, Any]:
-    """Engine and server in turn, in seconds; `servers`: what is known already."""
+    """Measure starts of engine and server in turn, in seconds. `servers` has those measured already."""
     engines: list[float] = []
     with progress.stage("starts", total=plan.starts) as advance:
         for number in range(plan.starts):
@@ -88,7 +85,7 @@ def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) ->
 def _measure_server(
     plan: HttpPlan, arguments: Sequence[str], started: Ready, beside: Mapping[str, Any], progress: Progress
 ) -> dict[str, Any]:
-    """All at once, repeated; then a share of the rate at which the server is saturated."""
+    """Measure repeats with all requests at once, then a run at a share of the saturating rate."""
     generator = random.Random(plan.workload.seed + 1)
     before = started.cpu_s()
     runs = []
@@ -120,7 +117,7 @@ def _measure_server(
 def _load(
     plan: HttpPlan, url: str, prompts: RandomPrompts | tuple[PlannedRequest, ...], rates: tuple[Rate, ...]
 ) -> LoadPlan:
-    """Streams in which every part has token ids: each token is an event, whether or not it is text yet."""
+    """Return a plan of streams in which every part has token ids, so that each token is an event even without text."""
     target = parse_target(url, None, [])
     count = plan.workload.num_requests
     return LoadPlan(

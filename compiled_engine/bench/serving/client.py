@@ -1,10 +1,10 @@
-"""The process that sends requests and reads answers: nothing else runs in it, so that its times are reliable.
+"""The process that sends requests and reads answers. Nothing else runs in it, so that its times are reliable.
 
-It reads a job, a line of JSON, reports that it is ready, waits for a line with the time to start, reports how many
+It reads a job as a line of JSON, reports that it is ready, waits for a line with the start time, reports how many
 requests have ended, and finally writes its result, including its own delay.
 
-Connections are asyncio's protocols with httptools' parser: a load test that reads thousands of streams through a client
-library measures that library.
+Connections are asyncio protocols with httptools' parser: with thousands of streams, a client library would dominate the
+measurement.
 """
 
 from __future__ import annotations
@@ -26,22 +26,17 @@ KEPT_TEXT = 300
 
 
 class Record(msgspec.Struct):
-    """A request and its answer. Times are seconds from the start of the run; None if the request was not sent.
-
-    due: when it should be sent. sent: when it was. chunk_times: of the parts of the answer with output. end: of its
-    last byte. output_tokens: counted by `counted_by`: usage (the server's own count), token_ids, or chunks, if the
-    server counts nothing. error: the kind of failure, for counting; message: the text of the first.
-    """
+    """A request and its answer. Times are seconds from the start of the run."""
 
     index: int
-    due: float
-    sent: float | None = None
-    end: float | None = None
-    chunk_times: list[float] = []
+    due: float  # when it should be sent
+    sent: float | None = None  # None if it was not sent
+    end: float | None = None  # last byte of the answer
+    chunk_times: list[float] = []  # parts of the answer with output
     prompt_tokens: int | None = None
     output_tokens: int = 0
-    counted_by: str = "chunks"
-    error: str | None = None
+    counted_by: str = "chunks"  # usage (the server's count), token_ids, or chunks, if the server reports neither
+    error: str | None = None  # the kind of failure
     message: str | None = None
 
 
@@ -78,7 +73,7 @@ class _Chunk(msgspec.Struct):
 
 
 class AnswerReader:
-    """Takes the body of one answer, in any pieces, and fills in its record. start: of the run, monotonic."""
+    """Parses the body of one answer, in any pieces, into its record. `start` is the run's, monotonic."""
 
     def __init__(self, record: Record, start: float) -> None:
         self._record = record
@@ -91,7 +86,7 @@ class AnswerReader:
         self._all_have_ids = True
 
     def feed(self, data: bytes, now: float) -> None:
-        """A piece that came at `now`."""
+        """Add a piece that arrived at `now`."""
         if len(self._beginning) < KEPT_TEXT:
             self._beginning += data[:KEPT_TEXT]
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -100,7 +95,7 @@ class AnswerReader:
                 self._take(line[5:].strip(), now)
 
     def finish(self, status: int, now: float) -> None:
-        """The answer is over."""
+        """Complete the record at the end of the answer."""
         record = self._record
         record.end = now - self._start
         if status != 200:
@@ -114,7 +109,7 @@ class AnswerReader:
             record.output_tokens = self._num_ids if record.counted_by == "token_ids" else len(record.chunk_times)
 
     def fail(self, kind: str, message: str) -> None:
-        """The first failure counts."""
+        """Record a failure, unless there is one already."""
         if self._record.error is None:
             self._record.error, self._record.message = kind, message[:KEPT_TEXT]
 
@@ -141,12 +136,12 @@ class AnswerReader:
             record.prompt_tokens = chunk.usage.prompt_tokens
 
 
-# A part of an answer's body, and the time at which it arrived.
+# Receives a part of an answer's body, and the time of its arrival.
 OnBody = Callable[[bytes, float], None]
 
 
 class ConnectionLost(Exception):
-    """The server has closed the connection before the answer was complete. had_begun: some of it was there."""
+    """The server closed the connection before the answer was complete. `had_begun`: part of it had arrived."""
 
     def __init__(self, reason: str, had_begun: bool) -> None:
         super().__init__(reason)
@@ -167,7 +162,7 @@ class Connection(asyncio.Protocol):
         self._begun = False
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """The answer's status; its body goes to `on_body`. Raises ConnectionLost."""
+        """Send a request and return the answer's status. Its body goes to `on_body`. Raises ConnectionLost."""
         self._parser = httptools.HttpResponseParser(self)
         self._on_body, self._begun, self.status = on_body, False, 0
         self._answered = asyncio.get_running_loop().create_future()
@@ -187,7 +182,7 @@ class Connection(asyncio.Protocol):
         return self.status
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the connection. May be called repeatedly."""
         self.is_open = False
         self._transport.close()
 
@@ -226,7 +221,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """Connections to one server, reused after their request."""
+    """A pool of connections to one server."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -234,7 +229,7 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """Call `Connection.ask`. Raises OSError too, if no connection can be made.
+        """Send a request as `Connection.ask` does. Also raises OSError if no connection can be made.
 
         An idle connection that the server has closed is replaced.
         """
@@ -269,34 +264,31 @@ PROGRESS_S = 0.2
 
 
 class Outgoing(msgspec.Struct):
-    """A request: its number in the whole run, when it is due, in seconds from the start, and its body."""
+    """A request to send."""
 
-    index: int
-    due: float
+    index: int  # its number in the whole run
+    due: float  # seconds from the start
     body: msgspec.Raw
 
 
 class Job(msgspec.Struct):
-    """requests: in the order in which they are due. concurrency: how many may be under way; None for any number.
-    timeout_s: of a request, from sending to its last byte."""
+    """The work of one process."""
 
     target: Target
     endpoint: str
-    requests: list[Outgoing]
-    concurrency: int | None
-    timeout_s: float
+    requests: list[Outgoing]  # ordered by due time
+    concurrency: int | None  # most requests at a time; None for no bound
+    timeout_s: float  # of a request, from sending to its last byte
 
 
 class Report(msgspec.Struct):
-    """cpu_s: processor time of the run, wall_s: its time. lags_s: of ticks every TICK_S seconds, how late each was: so
-    late this process may have read what had arrived. late_s: of each request, how late it was sent, apart from what
-    waited for `concurrency`."""
+    """The records of a process, and its own load."""
 
     records: list[Record]
-    cpu_s: float
-    wall_s: float
-    lags_s: list[float]
-    late_s: list[float]
+    cpu_s: float  # CPU time of the run
+    wall_s: float  # duration of the run
+    lags_s: list[float]  # Delay of each tick of TICK_S seconds. Arrived data may have been read this late.
+    late_s: list[float]  # delay of each sending, without waiting for `concurrency`
 
 
 class Sender:
@@ -309,7 +301,7 @@ class Sender:
         self._connections = Connections(job.target)
         self._late: list[float] = []
         self._lags: list[float] = []
-        self._freed = start  # when a place was free again, after there was none
+        self._freed = start  # when a slot became free after all were taken
 
     async def run(self) -> Report:
         """Send each request when it is due; return when all have ended."""
@@ -370,7 +362,7 @@ def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     gc.collect()
     gc.freeze()
-    gc.disable()  # a collection would stop the clock of all streams
+    gc.disable()  # a collection would delay all streams
     _say({"ready": True})
     start = float(sys.stdin.buffer.readline())
     ended, said = 0, time.monotonic()

@@ -1,8 +1,8 @@
-"""Texts and tokens per second of models that pool: the engine, its variants, transformers, and servers, in one run.
+"""Texts and tokens per second of pooling models: the engine, its variants, transformers, and servers, in one run.
 
-All embed the same token ids. They take turns, so that a change of the machine's speed meets all of them. Transformers
-does as sentence-transformers does: texts sorted by length, batches that are padded to their longest text, attention by
-scaled_dot_product_attention, the mean of each text, normalised. Other ways of pooling take about as long.
+All embed the same token ids and take turns, so that changes of the machine's speed affect all alike. transformers runs
+as in sentence-transformers: texts sorted by length, batches padded to their longest text, scaled_dot_product_attention,
+mean pooling, normalised. Other pooling takes about as long.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("32x16", "8x512", "64x512", "2000x512")
 BESIDE = ("transformers",)
-# Texts of a batch of transformers, sentence-transformers' default; texts of a request, and requests at a time.
+# Batch size of transformers (sentence-transformers' default); texts per request, and concurrent requests.
 BATCH, PER_REQUEST, AT_ONCE = 32, 32, 16
 
 Texts = list[list[int]]
 Contender = Callable[[Texts], int]
-"""Embeds texts, and returns how many vectors came."""
+"""Embeds texts and returns the number of vectors."""
 
 
 @dataclass(frozen=True)
 class EmbedWorkload:
-    """`texts` texts of `tokens` tokens; ragged: of 1 to `tokens` tokens, each number as likely."""
+    """`texts` texts of `tokens` tokens each."""
 
     texts: int
     tokens: int
-    ragged: bool = False
+    ragged: bool = False  # lengths uniform from 1 to `tokens`
 
     @classmethod
     def of(cls, name: str, *, ragged: bool) -> EmbedWorkload:
-        """From TEXTSxTOKENS. Raises ValueError for anything else."""
+        """Parse TEXTSxTOKENS. Raises ValueError for anything else."""
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)
         if found is None:
             raise ValueError(f"workload is {name!r}; allowed: TEXTSxTOKENS, such as {', '.join(WORKLOADS)}")
@@ -55,11 +55,11 @@ class EmbedWorkload:
 
     @property
     def name(self) -> str:
-        """The number of texts and of tokens, as it is written."""
+        """TEXTSxTOKENS, with "ragged" if it is."""
         return f"{self.texts}x{self.tokens}{' ragged' if self.ragged else ''}"
 
     def make(self, vocab_size: int) -> Texts:
-        """Random texts, the same ones each time."""
+        """Return random texts, equal for each call."""
         generator = random.Random(self.name)
         lens = (generator.randint(1, self.tokens) if self.ragged else self.tokens for _ in range(self.texts))
         return [[generator.randrange(vocab_size) for _ in range(length)] for length in lens]
@@ -75,13 +75,15 @@ def measure(
     progress: Progress,
     variants: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure every workload, each contender in turn, `repeats` times after a warm-up.
+    """Measure every workload with each contender in turn, `repeats` times after a warm-up.
 
-    options: of the engine, with the model. beside: of BESIDE. targets: OpenAI-compatible servers by name, whose model
-    has at least the vocabulary. variants: names of `bench ablation`'s, each an engine of its own in this process.
-    Result: results, a list of workload, texts, tokens, ratio (of the engine's best to the best of all others but its
-    variants), and for each contender texts_per_s and tokens_per_s with median and spread. Raises ValueError for an
-    option that is wrong, RuntimeError if a contender returns another number of vectors.
+    `options` are the engine's, with the model. `beside` has names in BESIDE. `targets` are OpenAI-compatible servers by
+    name, whose model has at least the engine's vocabulary. `variants` are names of `bench ablation`'s, each run as
+    another engine in this process.
+
+    Returns results, a list of workload, texts, tokens, ratio (the engine's best to the best of all others, variants
+    excluded) and contenders: texts_per_s and tokens_per_s with median and spread. Raises ValueError for an invalid
+    option, RuntimeError if a contender returns a wrong number of vectors.
     """
     for name in beside:
         if name not in BESIDE:
@@ -157,7 +159,7 @@ def _engine(llm: LLM, texts: Texts) -> int:
 
 
 def _transformers(llm: LLM) -> Contender:
-    """The same architecture with random weights."""
+    """Return a contender with the same architecture and random weights."""
     import torch
     from transformers import AutoConfig, AutoModel
 

@@ -1,9 +1,9 @@
-"""The figures of a run, from its records: rates, latencies, goodput, errors, and the client's delay.
+"""Figures of a run from its records: rates, latencies, goodput, errors, and the client's delay.
 
-The latencies have their usual meanings, for complete answers. TTFT: from sending, connecting included, to the first
-part with output. E2EL: to the last one. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: between two parts with output.
-If a part holds several tokens, ITL is the time between parts, not tokens: `tokens_per_chunk` shows it, and TPOT does
-not depend on it.
+Latencies have their usual meanings, for complete answers. TTFT: from sending, including connecting, to the first part
+with output. E2EL: to the last part. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: between two parts with output. If a
+part holds several tokens, which `tokens_per_chunk` shows, ITL is the time between parts, not tokens; TPOT is not
+affected.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from compiled_engine.bench.serving.client import Record, Report
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (90.0, 95.0, 99.0)
 TIMELINE_POINTS = 60
-# Beyond one of these the client may have measured itself: share of a core, and seconds late at the 99th percentile.
+# Beyond either, the client may be the limit: share of a core, and seconds late at the 99th percentile.
 BUSY = 0.85
 LATE_S = 0.02
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """Bounds in ms by metric. Raises ValueError naming what is allowed."""
+    """Return bounds in ms by metric. Raises ValueError with what is allowed."""
     bounds: dict[str, float] = {}
     for part in (part for text in texts for part in text.replace(",", " ").split()):
         name, _, value = part.replace("=", ":").partition(":")
@@ -41,9 +41,10 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
 
 
 def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percentiles: Sequence[float]) -> dict[str, Any]:
-    """Figures of a run. Latencies in ms, times in s; None where there is nothing to measure.
+    """Return the figures of a run, with latencies in ms and times in s; None where there is nothing to measure.
 
-    duration_s: from the first request to the last answer's end. goodput: whole answers within all bounds.
+    duration_s is from the first request to the end of the last answer. goodput counts complete answers within all
+    bounds.
     """
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     whole = [record for record in records if record.error is None]
@@ -83,7 +84,7 @@ def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percenti
 
 
 def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
-    """Return the client's load and delay. is_suspect: its own limits may affect the figures."""
+    """Return the client's load and delay. `is_suspect`: its own limits may have affected the figures."""
     lags = np.array([lag for report in reports for lag in report.lags_s] or [0.0])
     late = np.array([each for report in reports for each in report.late_s] or [0.0])
     busy = max((report.cpu_s / report.wall_s for report in reports if report.wall_s > 0), default=0.0)
@@ -99,7 +100,7 @@ def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """Each request and its end, in order, without the times of its parts."""
+    """Return each request with its outcome, in order, without the times of its parts."""
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     return [
         {
@@ -116,7 +117,7 @@ def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def _latencies(record: Record) -> dict[str, Any]:
-    """The latencies of an answer in ms; tpot is None for a single token."""
+    """Return an answer's latencies in ms. tpot is None for a single token."""
     sent, times = record.sent or 0.0, np.array(record.chunk_times)
     first, last = float(times[0]) - sent, float(times[-1]) - sent
     tokens = record.output_tokens
@@ -138,7 +139,7 @@ def _is_good(latencies: Mapping[str, Any], goodput: Mapping[str, float]) -> bool
 
 
 def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, Any] | None:
-    """quantiles: of each percent from 0 to 100, for plots."""
+    """Return statistics; quantiles has the 101 whole percentiles, for plots."""
     if not len(values):
         return None
     array = np.array(values)
@@ -153,7 +154,7 @@ def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict
 
 
 def _timeline(whole: Sequence[Record], duration: float) -> dict[str, Any]:
-    """Over time, in equal parts: tokens a second, and requests under way in the middle of each part."""
+    """Return tokens per second and running requests over time, in equal intervals."""
     if not whole or duration <= 0:
         return {"seconds": [], "output_throughput": [], "concurrency": []}
     width = duration / TIMELINE_POINTS
@@ -182,7 +183,7 @@ def _first_messages(records: Sequence[Record]) -> dict[str, str]:
     return messages
 
 
-# More tokens a part than this are worth a word.
+# Above this number of tokens per part, a note is added.
 SEVERAL = 1.005
 
 

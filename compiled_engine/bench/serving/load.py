@@ -1,4 +1,4 @@
-"""A load test from its plan to its result: one run for each rate, one after the other, sent by its own processes."""
+"""Run a load test from its plan to its result: one run for each rate, sent by separate processes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,15 @@ from compiled_engine.process.progress import Progress
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load test; see `compiled-engine bench serve --help`.
-
-    prompts: random ones, drawn for each run, or those of a dataset, the same for each. fields: of every request's body,
-    besides its prompt and length. wanted: requests of a run. goodput: bounds of latencies in ms.
-    """
+    """A load test; see `compiled-engine bench serve --help`."""
 
     target: Target
     model: str
     endpoint: Endpoint
+    # random prompts, drawn for each run, or those of a dataset, the same for each run
     prompts: RandomPrompts | tuple[PlannedRequest, ...]
-    wanted: int
-    fields: Mapping[str, Any]
+    wanted: int  # requests per run
+    fields: Mapping[str, Any]  # of every request's body, besides prompt and length
     rates: tuple[Rate, ...]
     concurrency: int | None
     timeout_s: float
@@ -45,7 +42,7 @@ class LoadPlan:
     ramp: Ramp | None = None
     burstiness: float = 1.0
     warm_ups: int = 0
-    goodput: Mapping[str, float] = field(default_factory=dict)
+    goodput: Mapping[str, float] = field(default_factory=dict)  # bounds of latencies in ms
     percentiles: tuple[float, ...] = PERCENTILES
     detailed: bool = False
 
@@ -56,12 +53,12 @@ class LoadPlan:
         return self.prompts
 
     def body(self, request: PlannedRequest) -> bytes:
-        """A request as JSON."""
+        """Return a request as JSON."""
         prompt = {"prompt" if self.endpoint == "completions" else "messages": request.prompt}
         return msgspec.json.encode({"model": self.model, **prompt, "max_tokens": request.output_len, **self.fields})
 
     def settings(self) -> dict[str, Any]:
-        """The load as a result states it."""
+        """Return the description of the load for the result."""
         if isinstance(self.prompts, RandomPrompts):
             workload: dict[str, Any] = {
                 "input_len": self.prompts.input_len.text,
@@ -85,9 +82,9 @@ class LoadPlan:
 
 
 def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
-    """{"benchmark": "serve", "runs": figures of each rate with `rate` (None for inf, or a ramp), ...}.
+    """Run the plan. Returns {"benchmark": "serve", "runs": figures with `rate` (None for inf or a ramp), ...}.
 
-    Raises ProcessError, and ValueError if the server answers no request of the warm-up, or none of a run at inf that
+    Raises ProcessError, and ValueError if the server answers no warm-up request, or no request of a run at inf that
     other rates are relative to.
     """
     generator = np.random.default_rng(plan.seed)
@@ -136,7 +133,6 @@ def _outgoing(plan: LoadPlan, due: Sequence[float], generator: np.random.Generat
 
 
 def _warm_up(plan: LoadPlan, generator: np.random.Generator, progress: Progress) -> None:
-    """A few requests, one after the other, that do not count."""
     requests = _outgoing(plan, [0.0] * plan.wanted, generator)[: plan.warm_ups]
     reports = send(Job(plan.target, plan.endpoint, requests, 1, plan.timeout_s), 1, "warm-up", progress)
     figures = figures_of(reports, {}, ())
@@ -146,12 +142,12 @@ def _warm_up(plan: LoadPlan, generator: np.random.Generator, progress: Progress)
 
 
 SENDER = "compiled_engine.bench.serving.client"
-# From the last sender's readiness to the start: its line must have reached all of them.
+# From the last sender's readiness to the start, for the start line to reach all senders.
 LEAD_S = 0.05
 
 
 def shared_out(job: Job, processes: int) -> list[Job]:
-    """The job in as many parts, requests in turn, and the concurrency in parts that differ by one at most."""
+    """Split a job evenly over processes, with requests dealt in turn."""
     parts = []
     for number in range(processes):
         concurrency = job.concurrency
@@ -162,8 +158,10 @@ def shared_out(job: Job, processes: int) -> list[Job]:
 
 
 def send(job: Job, processes: int, name: str, progress: Progress) -> list[Report]:
-    """Return a report of each process; all start at the same time. Raises ProcessError if a process ends without
-    one."""
+    """Run a job on several processes, which start at the same time, and return their reports.
+
+    Raises ProcessError if a process ends without a report.
+    """
     with ExitStack() as stack, progress.stage(name, total=len(job.requests)) as advance:
         senders = []
         for part in shared_out(job, processes):
@@ -188,13 +186,13 @@ class _Sender:
         self._report: bytes | None = None
 
     def read_until(self, key: str) -> None:
-        """Read up to the line that has this key, or to the end."""
+        """Read up to the line with this key, or to the end."""
         for line in self._lines():
             if key in line:
                 return
 
     def follow(self, advance: Any) -> None:
-        """Read to the end, and report how many requests have ended."""
+        """Read to the end, reporting how many requests have ended."""
         ended = 0
         for line in self._lines():
             if "ended" in line:

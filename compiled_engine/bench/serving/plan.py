@@ -1,4 +1,4 @@
-"""The plan of a load test, from the user's options: everything is checked before the first request."""
+"""Turn the user's options into the plan of a load test. Everything is checked before the first request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_REQUESTS = 100
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of `compiled-engine bench serve`, as they were given."""
+    """The options of `compiled-engine bench serve` as given."""
 
     url: str
     endpoint: str
@@ -64,7 +64,7 @@ class Asked:
 
 
 def make_plan(asked: Asked) -> LoadPlan:
-    """Make the plan. Raises ValueError naming the option if it is impossible; the server is queried last."""
+    """Return the plan. Raises ValueError with the invalid option. The server is queried last."""
     endpoint = _endpoint(asked.endpoint)
     if not (asked.burstiness > 0 and math.isfinite(asked.burstiness)):
         raise ValueError(f"burstiness is {asked.burstiness}; allowed: above 0")
@@ -105,7 +105,6 @@ def make_plan(asked: Asked) -> LoadPlan:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Find an endpoint by its name or its path."""
     for name in get_args(Endpoint):
         if text in (name, f"/v1/{name}", f"/v1/{name}/completions"):
             return name  # type: ignore[no-any-return]
@@ -113,7 +112,7 @@ def _endpoint(text: str) -> Endpoint:
 
 
 def _prompts(asked: Asked, endpoint: Endpoint) -> tuple[RandomPrompts | tuple[PlannedRequest, ...], int]:
-    """Return the prompts, and the tokens that the longest request may have as far as they are known, else 0."""
+    """Return the prompts, and the tokens of the longest possible request; 0 if unknown."""
     output_len = parse_lengths("output_len", asked.output_len or DEFAULT_LENGTH)
     if asked.dataset is not None:
         return _of_dataset(asked, asked.dataset, endpoint, output_len)
@@ -134,7 +133,6 @@ def _of_dataset(
 
 
 def _fields(asked: Asked) -> dict[str, Any]:
-    """The fields of every request's body."""
     fields: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if asked.ignore_eos:
         fields["ignore_eos"] = True

@@ -1,9 +1,8 @@
 """The requests of a load test, and when they are due.
 
-Prompts are random, of drawn lengths, or the lines of a JSONL file. Requests arrive in a gamma process of a constant
-rate, or at a rate that ramps from one value to another. Burstiness is the shape of the gamma distribution of the gaps:
-1 is a Poisson process, less comes in bursts, more is even. The gaps of a constant rate are scaled so that all requests
-together have exactly this rate.
+Prompts are random with drawn lengths, or the lines of a JSONL file. Requests arrive in a gamma process with a constant
+or ramping rate. Burstiness is the shape of the gamma distribution of gaps: 1 is a Poisson process, less is burstier,
+more is more even. Gaps of a constant rate are scaled so that the requests together have exactly this rate.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ ALLOWED = f"a number of tokens, or {', '.join(FORMS.values())}"
 
 @dataclass(frozen=True)
 class Lengths:
-    """kind: fixed, or a key of FORMS. centre, spread: mean and deviation of a normal, median and sigma (of the natural
-    logarithm) of a lognormal distribution. What falls outside least to most becomes the nearer of the two.
-    """
+    """A distribution of lengths in tokens. Values outside least to most are clipped."""
 
     text: str
-    kind: str
+    kind: str  # "fixed", or a key of FORMS
     least: int
     most: int
-    centre: float = 0.0
-    spread: float = 0.0
+    centre: float = 0.0  # mean of a normal, median of a lognormal distribution
+    spread: float = 0.0  # standard deviation of a normal, sigma (natural logarithm) of a lognormal distribution
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths."""
+        """Return `count` lengths."""
         if self.kind == "uniform":
             drawn = generator.integers(self.least, self.most, count, endpoint=True).astype(float)
         elif self.kind == "normal":
@@ -52,7 +49,7 @@ class Lengths:
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """The distribution that `text` describes. Raises ValueError naming the option and what is allowed."""
+    """Parse a distribution. Raises ValueError with the option and what is allowed."""
     kind, _, rest = text.partition(":")
     error = ValueError(f"{name} is {text!r}; allowed: {ALLOWED}, with LEAST from 1 and at most MOST")
     try:
@@ -82,7 +79,7 @@ def _shape(kind: str, numbers: Sequence[float]) -> Sequence[float]:
 
 
 Endpoint = Literal["completions", "chat"]
-# Short words, each of which is a token of its own in most vocabularies; for endpoints that take text alone.
+# Short words, each a single token in most vocabularies, for endpoints that only take text.
 WORDS = (
     *("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as", "his"),
     *("they", "at", "be", "this", "have", "from", "or", "one", "had", "by", "word", "but", "not", "what", "all"),
@@ -95,28 +92,24 @@ WORDS = (
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
-    """prompt: token ids or text, or the messages of a conversation. output_len: tokens to ask for."""
+    """A request of the test."""
 
-    prompt: Any
-    output_len: int
+    prompt: Any  # token ids, text, or messages
+    output_len: int  # tokens to request
 
 
 @dataclass(frozen=True)
 class RandomPrompts:
-    """input_len: tokens of each prompt's own part. shared_prefix: tokens that come before it, which `num_prefixes`
-    groups of requests have in common. vocab_size: token ids are below it.
+    """Random prompts. Chats get words in place of ids, about one token each; the server reports the exact number."""
 
-    Chats get words of text instead of ids: about a token each, and how many exactly is for the server to say.
-    """
-
-    input_len: Lengths
+    input_len: Lengths  # tokens of each prompt's own part
     output_len: Lengths
-    shared_prefix: int
+    shared_prefix: int  # tokens before it, shared within each of `num_prefixes` groups
     num_prefixes: int
-    vocab_size: int
+    vocab_size: int  # upper bound of token ids, exclusive
 
     def requests(self, endpoint: Endpoint, count: int, generator: np.random.Generator) -> list[PlannedRequest]:
-        """`count` requests; others with each state of the generator."""
+        """Return `count` requests drawn with the generator."""
         own, outputs = self.input_len.draw(generator, count), self.output_len.draw(generator, count)
         prefixes = [self._ids(endpoint, self.shared_prefix, generator) for _ in range(self.num_prefixes)]
         requests = []
@@ -127,13 +120,13 @@ class RandomPrompts:
         return requests
 
     def _ids(self, endpoint: Endpoint, length: int, generator: np.random.Generator) -> list[int]:
-        """Token ids, or places in WORDS."""
+        """Return token ids, or indices into WORDS."""
         most = self.vocab_size if endpoint == "completions" else len(WORDS)
         return [int(each) for each in generator.integers(0, most, length)]
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=False):
-    """A line of a dataset; the last three are names of the same thing."""
+    """A line of a dataset. The last three fields are aliases; the first one present counts."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -145,9 +138,9 @@ class Line(msgspec.Struct, forbid_unknown_fields=False):
 def read_dataset(
     path: Path, endpoint: Endpoint, count: int | None, output_len: Lengths, generator: np.random.Generator
 ) -> list[PlannedRequest]:
-    """The first `count` lines, or all; fewer lines are used again from the first. output_len: of lines without one.
+    """Return requests from the first `count` lines, or from all; lines repeat if there are fewer.
 
-    Raises ValueError naming the file and the line.
+    `output_len` applies to lines without a length. Raises ValueError with the file and the line.
     """
     if not path.is_file():
         raise ValueError(f"dataset is {str(path)!r}; allowed: a file with a JSON object a line")
@@ -167,7 +160,7 @@ def read_dataset(
 def _read_line(
     where: str, text: bytes, decoder: msgspec.json.Decoder[Line], endpoint: Endpoint
 ) -> tuple[Any, int | None]:
-    """The prompt as this endpoint takes it, and the output length if there is one."""
+    """Return the prompt in the endpoint's form, and the output length, if given."""
     try:
         line = decoder.decode(text)
     except msgspec.DecodeError as error:
@@ -191,7 +184,7 @@ def _message(text: str) -> dict[str, str]:
 
 
 def longest(requests: Sequence[PlannedRequest]) -> int:
-    """Tokens of the longest request that is given as token ids, prompt and output together; 0 if none is."""
+    """Return the tokens, prompt and output, of the longest request with token ids; 0 if there is none."""
     return max((len(each.prompt) + each.output_len for each in requests if _is_ids(each.prompt)), default=0)
 
 
@@ -205,7 +198,7 @@ ALLOWED_RAMP = "START:END in requests per second, or exponential:START:END"
 
 @dataclass(frozen=True)
 class Rate:
-    """Requests per second, inf for all at once; if `is_share`, the share of the rate that a run at inf completed."""
+    """Requests per second; inf for all at once. With `is_share`, a share of the rate that a run at inf completed."""
 
     value: float
     is_share: bool = False
@@ -216,14 +209,14 @@ class Rate:
 
 @dataclass(frozen=True)
 class Ramp:
-    """A ramp from `start` to `end` requests per second: by equal steps from request to request, or by equal factors."""
+    """A rate that changes from `start` to `end` requests per second, linearly or exponentially."""
 
     start: float
     end: float
     is_exponential: bool
 
     def rate_at(self, place: float) -> float:
-        """place: 0 for the first request, 1 for the last."""
+        """Return the rate at `place`, from 0 for the first request to 1 for the last."""
         if self.is_exponential:
             return self.start * (self.end / self.start) ** place
         return self.start + (self.end - self.start) * place
@@ -233,7 +226,7 @@ class Ramp:
 
 
 def parse_rates(texts: Sequence[str]) -> list[Rate]:
-    """Rates, each alone or several with commas between. Raises ValueError naming what is allowed."""
+    """Parse rates, given singly or separated by commas. Raises ValueError with what is allowed."""
     rates = [_parse_rate(part.strip()) for text in texts for part in text.split(",")]
     for place, rate in enumerate(rates):
         if rate.is_share and not any(math.isinf(earlier.value) for earlier in rates[:place]):
@@ -242,7 +235,7 @@ def parse_rates(texts: Sequence[str]) -> list[Rate]:
 
 
 def parse_ramp(text: str) -> Ramp:
-    """Raises ValueError naming what is allowed."""
+    """Parse a ramp. Raises ValueError with what is allowed."""
     kind, *numbers = text.split(":") if text.startswith("exponential:") else ("linear", *text.split(":"))
     try:
         start, end = (_positive(number) for number in numbers)
@@ -254,10 +247,7 @@ def parse_ramp(text: str) -> Ramp:
 def arrival_times(
     count: int, rate: float, burstiness: float, ramp: Ramp | None, generator: np.random.Generator
 ) -> list[float]:
-    """Seconds from the start at which each request is due, rising; the first is due at once.
-
-    A ramp takes the place of the rate.
-    """
+    """Return when each request is due, in ascending seconds from the first. A ramp replaces the rate."""
     if ramp is None and math.isinf(rate):
         return [0.0] * count
     places = np.arange(1, count) / max(count - 1, 1)

@@ -1,4 +1,4 @@
-"""The server under test: its address, and its own description before the load begins."""
+"""The server under test: its address, and queries before the load begins."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POLL_S = 0.05
 
 
 class Target(msgspec.Struct, frozen=True):
-    """path: of the API, such as /v1. headers: of every request, without its length."""
+    """A server's address."""
 
     scheme: str
     host: str
     port: int
-    path: str
-    headers: tuple[tuple[str, str], ...]
+    path: str  # of the API, such as /v1
+    headers: tuple[tuple[str, str], ...]  # of every request, except content-length
 
     @property
     def url(self) -> str:
@@ -32,17 +32,17 @@ class Target(msgspec.Struct, frozen=True):
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context; None for plain HTTP. Certificates are checked."""
+        """Return the TLS context, which checks certificates; None for plain HTTP."""
         return ssl.create_default_context() if self.scheme == "https" else None
 
     def request(self, path: str, body: bytes) -> bytes:
-        """A whole POST request."""
+        """Return a complete POST request."""
         lines = [f"POST {self.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers)]
         lines.append(f"content-length: {len(body)}")
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of a GET; `path` is below the server's root. Raises OSError or HTTPException."""
+        """Return status and body of a GET; `path` is below the server's root. Raises OSError or HTTPException."""
         connect = HTTPSConnection if self.scheme == "https" else HTTPConnection
         connection = connect(self.host, self.port, timeout=TIMEOUT_S)
         try:
@@ -54,7 +54,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Target:
-    """url: with or without /v1 at its end. headers: NAME=VALUE each. Raises ValueError naming the option."""
+    """Parse `url`, which may end with /v1, and NAME=VALUE headers. Raises ValueError with the option."""
     error = ValueError(f"url is {url!r}; allowed: http://HOST:PORT or https://HOST:PORT")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -78,11 +78,10 @@ def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Targe
 
 
 def find_model(target: Target, model: str | None, ready_timeout_s: float) -> tuple[str, int | None]:
-    """Return the model's name, by default the server's first, and its longest request in tokens, if the server reports
-    it.
+    """Return the model's name, by default the server's first, and its context length, if reported.
 
-    Waits `ready_timeout_s` seconds for a server that does not answer yet. Raises ValueError if it does not answer, or
-    has no model of this name.
+    Waits up to `ready_timeout_s` seconds for the server to answer. Raises ValueError if it does not, or has no model
+    with this name.
     """
     deadline = time.monotonic() + ready_timeout_s
     while True:

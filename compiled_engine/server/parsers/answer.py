@@ -1,18 +1,18 @@
-"""An answer of a chat: its text, read by the parsers that the request needs, one after the other."""
+"""Parse a chat answer with a reasoning parser and a tool call parser, one after the other."""
 
 from __future__ import annotations
 
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, TextParser
 
-# Characters that the parsers get at once. Each mark makes a copy of what follows it.
+# Characters parsed at once. Each mark copies the text behind it, so longer parts cost more.
 LONGEST_PART = 4096
 
 
 class AnswerParser:
-    """Reasoning is looked for first, and calls in what is no reasoning. None: there is none of it to be found, or the
-    other parser reads it too.
+    """Splits an answer into pieces: reasoning first, then calls in the remaining text.
 
-    one_call: only the first call is given out (parallel_tool_calls is false).
+    A parser is None if there is nothing for it to find, or the other parser reads both. `one_call` drops all calls but
+    the first (parallel_tool_calls is false).
     """
 
     def __init__(self, reasoning: TextParser | None, tools: TextParser | None, *, one_call: bool = False) -> None:
@@ -49,7 +49,7 @@ class AnswerParser:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces with neighbours of a kind made one."""
+    """Merge adjacent pieces of the same kind."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None

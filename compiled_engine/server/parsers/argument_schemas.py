@@ -1,4 +1,4 @@
-"""Arguments that a model writes as text: the types that a tool's schema allows for them, and their JSON."""
+"""Convert arguments that a model writes as text to JSON, by the types that the tool's schema allows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BRANCHES = ("allOf", "anyOf", "oneOf")
 
 
 class ArgumentSchemas:
-    """The schema of a tool's arguments. properties: the schemas of each, which are several if branches of the schema
-    have the same property. required: those that must be given. closed: no others may be."""
+    """The schemas of a tool's arguments."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.root = schema
+        # The schemas of each argument; several if branches of the schema define it more than once.
         self.properties: dict[str, list[Any]] = {}
         for part in _parts(schema, schema, BRANCHES):
             for name, given in _mapping(part.get("properties")).items():
@@ -27,23 +27,26 @@ class ArgumentSchemas:
         always = list(_parts(schema, schema, ("allOf",)))
         required = [part.get("required") for part in always]
         self.required = {name for names in required if isinstance(names, list) for name in names if type(name) is str}
+        # No other arguments are allowed.
         self.closed = any(part.get("additionalProperties") is False for part in always)
 
     def of(self, name: str) -> list[Any]:
-        """Return the schemas of an argument, of which it has to follow one."""
+        """Return an argument's schemas, one of which it must follow."""
         return self.properties.get(name) or [_mapping(self.root.get("additionalProperties"))]
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the types that an argument may have, any where the schema says nothing. A number may be an integer."""
+        """Return the types that an argument may have, by default all. "number" includes "integer"."""
         known: dict[str, frozenset[str]] = {}
         try:
             return frozenset[str]().union(*(_types(each, self.root, known) for each in self.of(name))) or ANY_TYPE
-        except RecursionError:  # references or branches, thousands deep
+        except RecursionError:  # thousands of nested references or branches
             return ANY_TYPE
 
     def branches(self, name: str) -> list[Mapping[str, Any]]:
-        """Return the schemas of which an argument has to follow one: with at most one type each, or none, and without
-        references or branches of their own."""
+        """Return alternative schemas, one of which an argument must follow.
+
+        Each has at most one type, and no references or branches of its own.
+        """
         found: list[Mapping[str, Any]] = []
         seen: set[str] = set()
         waiting = list(reversed(self.of(name)))
@@ -67,8 +70,10 @@ class ArgumentSchemas:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of an argument with one of these types. Of several types a string is the last; a text that fits
-    none is a string all the same."""
+    """Return an argument's JSON as one of these types.
+
+    "string" is the last choice among several types, and the fallback for text that fits none.
+    """
     if "string" not in types:
         text = text.strip()
     if text in NULLS and ("null" in types or "string" not in types):
@@ -84,12 +89,12 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def may_be_null(text: str) -> bool:
-    """Return whether a text is null, or the beginning of it."""
+    """Return whether the text is null, or its beginning."""
     return any(null.startswith(text) for null in NULLS)
 
 
 def referred(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the schema to which a reference within the document points; an empty one if there is none."""
+    """Return the schema that a reference within the document points to; {} if there is none."""
     found: Any = root
     path = reference.removeprefix("#")
     for name in path.split("/")[1:] if path != reference else [""]:
@@ -106,13 +111,12 @@ def _is_number(text: str, *, whole: bool) -> bool:
 
 
 def _container(text: str, types: frozenset[str]) -> str | None:
-    """Return the JSON of a text that is an object or an array."""
+    """Return the text if it is a JSON object or array of an allowed type, otherwise None."""
     kinds = {"{": "object", "[": "array"}
     return text if kinds.get(text[:1]) in types and _loaded(text) is not None else None
 
 
 def _loaded(text: str) -> Any:
-    """Return the value of JSON; None if the text is none."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -120,12 +124,12 @@ def _loaded(text: str) -> Any:
 
 
 def _refuse(text: str) -> Any:
-    """Refuse NaN and infinities, which are no JSON."""
+    """Reject NaN and infinities, which are not JSON."""
     raise ValueError(text)
 
 
 def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and those that it refers to or branches into, each reference once."""
+    """Yield a schema and all that it references or branches into, each reference once."""
     seen: set[str] = set()
     waiting = [schema]
     while waiting:
@@ -141,7 +145,7 @@ def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> I
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
-    """known: the types of references, so that each is followed once."""
+    """Return the types that a schema allows. `known` caches the types of references."""
     schema, found = _mapping(schema), ANY_TYPE
     given = schema.get("type")
     names = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}
@@ -153,7 +157,7 @@ def _types(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]
     reference = schema.get("$ref")
     if isinstance(reference, str):
         if reference not in known:
-            known[reference] = ANY_TYPE  # what a schema says that refers to itself
+            known[reference] = ANY_TYPE  # the result for a reference to itself
             known[reference] = _types(referred(root, reference), root, known)
         found &= known[reference]
     for key in BRANCHES:

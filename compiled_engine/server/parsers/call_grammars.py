@@ -1,7 +1,7 @@
-"""Calls as grammars: what a model may write where it must call a tool, or where its calls must follow their schemas.
+"""Grammars of tool calls, for required calls and for calls that must follow their schemas.
 
-Each grammar gives rules of Lark: `calls`, one or several, and `free`, an answer in which calls may occur. The arguments
-are JSON whatever the format, since a schema is followed in JSON alone; all parsers read JSON too.
+Each grammar defines two Lark rules: `calls`, one call or several, and `free`, an answer that may contain calls.
+Arguments are JSON in every format, since schemas are enforced on JSON only; all parsers read JSON too.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from compiled_engine.server.parsers import deepseek, gemma, harmony, kimi_k2, ll
 from compiled_engine.server.parsers.call_marks import CallMarks
 
 Literal = Callable[[str], str]
-"""How Lark writes a text that may be a special token of the model."""
+"""Writes a text as a Lark literal, by id if it is a special token."""
 
 
 @dataclass(frozen=True)
 class CallableTool:
-    """schema: of its arguments, JSON as text."""
+    """A tool that may be called."""
 
     name: str
-    schema: str
+    schema: str  # JSON text of its arguments' schema
 
 
 @dataclass(frozen=True)
 class CallRules:
-    """calls, free: see above; each with all rules that it needs, except those of `shared`."""
+    """The rules of a call grammar. `calls` and `free` include all rules they need except those of `shared`."""
 
     calls: str
     free: str
@@ -36,13 +36,13 @@ class CallRules:
 
 
 CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
-"""Given the tools, how literals are written, the chat template, and whether there may be several calls."""
+"""Makes the rules, given the tools, the literal writer, the chat template, and whether several calls are allowed."""
 
 
 def free_text(marks: Sequence[str], literal: Literal) -> str:
-    """The rule `free`: text without the marks, and in it calls, which are the first mark and the rule `rest`."""
+    """Return the rule `free`: text without the marks, and calls, each the first mark and the rule `rest`."""
     start = literal(marks[0])
-    if start == quoted(marks[0]):  # text, so a text in front of it has to end where it begins
+    if start == quoted(marks[0]):  # plain text, so text before it must end where it begins
         rules = f"free: (said rest)* TEXT?\nsaid[suffix={start}]: /(?s:.*)/{without(marks)}"
     else:
         rules = f"free: TEXT? ({start} rest TEXT?)*"
@@ -50,23 +50,25 @@ def free_text(marks: Sequence[str], literal: Literal) -> str:
 
 
 def without(marks: Sequence[str]) -> str:
-    """The part of a terminal that keeps it from holding one of the marks."""
+    """Return the part of a terminal that excludes texts with one of the marks."""
     found = "|".join(re.escape(mark).replace("\\\n", r"\n").replace("/", r"\/") for mark in marks)
     return f" & ~/(?s:.*)({found})(?s:.*)/"
 
 
-# Answers that do not begin with a list.
+# An answer that does not begin with a list.
 NO_LIST = r"\s*[^\s\[](?s:.*)"
 
 
 def quoted(text: str) -> str:
-    """A text in Lark."""
+    """Return a text as a quoted Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def text_until(mark: str, literal: Literal, name: str) -> str:
-    """A rule for any text with a mark at its end. A special token is in no text, so it ends one; any other mark has to
-    be looked for."""
+    """Return a rule for any text followed by a mark.
+
+    No text contains a special token, which therefore ends it; any other mark must be searched for.
+    """
     written = literal(mark)
     if written == quoted(mark):
         return f"{name}[suffix={written}]: /(?s:.*)/"
@@ -75,16 +77,12 @@ def text_until(mark: str, literal: Literal, name: str) -> str:
 
 @dataclass(frozen=True)
 class MarkedGrammar:
-    """The grammar of calls between marks.
-
-    before: returns, in Lark, what precedes the arguments of a call of the tool with this name. after: the text that
-    follows them. between: the text between two calls.
-    """
+    """Makes the grammar of calls between marks."""
 
     marks: CallMarks
-    before: Callable[[str, Literal], str]
-    after: str = ""
-    between: str = ""
+    before: Callable[[str, Literal], str]  # returns, in Lark, what precedes the arguments of a call of the named tool
+    after: str = ""  # text after the arguments
+    between: str = ""  # text between two calls
 
     def __call__(self, tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
         marks = self.marks
@@ -114,43 +112,43 @@ class MarkedGrammar:
 
 
 def object_begin(name: str, literal: Literal, key: str = "arguments") -> str:
-    """The beginning of a call that is an object."""
+    """Return the beginning of a call as a JSON object."""
     return quoted(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
 
 
 def line_of_object(name: str, literal: Literal) -> str:
-    """The same, on a line of its own."""
+    """Return the beginning of a call as a JSON object on its own line."""
     return f'"\\n" {object_begin(name, literal)}'
 
 
 def kimi_begin(name: str, literal: Literal) -> str:
-    """The beginning of a call with an id."""
+    """Return the beginning of a Kimi K2 call, which has an id."""
     return f"{quoted(f'functions.{name}:')} /[0-9]{{1,3}}/ {literal(kimi_k2.ARGUMENTS)}"
 
 
 def fenced_begin(name: str, literal: Literal) -> str:
-    """The beginning of a call of DeepSeek's, with arguments between fences."""
+    """Return the beginning of a DeepSeek V3 call, whose arguments are fenced."""
     before = f"{name}\n{deepseek.FENCE}\n"
     return f"{quoted(deepseek.KIND)} {literal(deepseek.SEPARATOR)} {quoted(before)}"
 
 
 def separated_begin(name: str, literal: Literal) -> str:
-    """The same without fences."""
+    """Return the beginning of a DeepSeek V3.1 call, without fences."""
     return f"{quoted(name)} {literal(deepseek.SEPARATOR)}"
 
 
 def gemma_begin(name: str, literal: Literal) -> str:
-    """The beginning of a call of Gemma's."""
+    """Return the beginning of a Gemma call."""
     return quoted(gemma.KIND + name)
 
 
 def python_begin(name: str, literal: Literal) -> str:
-    """The beginning of a call in Python, whose arguments are given as a dictionary."""
+    """Return the beginning of a Python call, whose arguments are a dictionary."""
     return quoted(f"{name}(**")
 
 
 def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """An answer that is no call does not begin with a brace, nor with the tag."""
+    """Return the rules of Llama 3. An answer without a call begins neither with a brace nor with the tag."""
     tag, text = literal(llama3_json.TAG), r"/\s*[^\s{](?s:.*)/"
     if tag == quoted(llama3_json.TAG):
         text += rf" & ~/\s*{re.escape(llama3_json.TAG)}(?s:.*)/"
@@ -162,7 +160,7 @@ def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
 
 
 def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """A list of objects, or names and arguments where the template has a token between these."""
+    """Return the rules of Mistral: a list of objects, or names and arguments if the template has a token between."""
     marker = literal(mistral.MARKER)
     if mistral.ARGUMENTS in template:
         named = [
@@ -178,7 +176,7 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
 
 
 def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """One call, as it ends the answer. `free` uses the rule `thought` of harmony's reasoning."""
+    """Return the rules of gpt-oss, with one call at the end. `free` uses the reasoning grammar's rule `thought`."""
     start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
     calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
     for index, tool in enumerate(tools):
@@ -206,7 +204,7 @@ def _choice(tools: Sequence[CallableTool]) -> list[str]:
 
 
 def _objects(tools: Sequence[CallableTool], key: str) -> str:
-    """`tool`: an object with the name of one and arguments that follow its schema."""
+    """Return the rule `tool`: an object with a tool's name and arguments that follow its schema."""
     rules = [
         f'tool_{index}: {object_begin(tool.name, quoted, key)} arguments_{index} "}}"'
         for index, tool in enumerate(tools)

@@ -1,4 +1,4 @@
-"""The texts that families of models write around their calls, as data."""
+"""The texts that model families write around their calls."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CallMarks:
-    """opening: before a call, or before several. lead: before the first opening of several; it may be missing.
-    closing: what may follow, in this order; each may be missing. The last one belongs to the lead, if there is one.
+    """The texts around calls. An answer's calls may lack the lead and the closing texts."""
 
-    calls: what follows the opening: one call, calls on lines, or a list in brackets with commas between its calls.
-    bare: an answer may also begin with the list, without the opening.
-    """
-
-    opening: str
-    closing: tuple[str, ...] = ()
-    lead: str = ""
-    calls: Literal["one", "lines", "list"] = "one"
-    bare: bool = False
+    opening: str  # before one call or several
+    closing: tuple[str, ...] = ()  # after calls, in this order; the last belongs to the lead, if there is one
+    lead: str = ""  # before the first opening
+    calls: Literal["one", "lines", "list"] = "one"  # one call, one per line, or a bracketed list
+    bare: bool = False  # An answer may also begin with the list, without the opening.
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All of them."""
+        """All texts."""
         return tuple(filter(None, (self.lead, self.opening, *self.closing)))
 
 

@@ -1,4 +1,4 @@
-"""A call as a JSON object, such as {"name": "add", "arguments": {"a": 1}}, read character by character."""
+"""Read a call that is a JSON object, such as {"name": "add", "arguments": {"a": 1}}, character by character."""
 
 from __future__ import annotations
 
@@ -14,32 +14,29 @@ WHITESPACE = " \t\r\n"
 
 
 class CallObject:
-    """Reads one object, with keys in any order, and returns its arguments as they arrive.
-
-    name: of the tool, once `begun`. begun: it is certainly a call: its name and the beginning of its arguments are
-    known, or the object is complete and has no arguments. closed: the object is complete. failed: it is no call (or, if
-    it has begun, no object any more); the character that shows this is not part of it. raw: all its characters until it
-    has begun.
-    """
+    """Reads one object with keys in any order, and streams its arguments."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """names: those of the tools that may be called; None for any."""
-        self.name: str | None = None
+        """`names` are the tools that may be called; None for any."""
+        self.name: str | None = None  # the tool's name, once `begun`
+        # It is certainly a call: the name and the beginning of the arguments are known, or the object is complete
+        # without arguments.
         self.begun = False
-        self.closed = False
+        self.closed = False  # The object is complete.
+        # It is not a call or, once begun, no longer valid. The character that shows this is not part of it.
         self.failed = False
-        self.raw = ""
+        self.raw = ""  # its text until it has begun
         self._names = names
         self._expected = "object"
         self._key = ""
-        self._text = ""  # of the key or value that is being read
+        self._text = ""  # the current key or value
         self._value = JsonValue()
-        self._arguments: str | None = None  # not given out yet; None until they begin
+        self._arguments: str | None = None  # not emitted yet; None until they begin
 
     def read(self, text: str, index: int, pieces: list[Piece]) -> str:
-        """Read on until the text ends, or the object does (`closed` or `failed`); what follows the object.
+        """Read to the end of the text or of the object (`closed` or `failed`); return the text after the object.
 
-        pieces: gets what is certain of the call, under this index.
+        What is certain of the call is appended to `pieces` under this index.
         """
         for place, character in enumerate(text):
             had_begun = self.begun
@@ -55,7 +52,7 @@ class CallObject:
         return ""
 
     def _push(self, character: str) -> str:
-        """Read a character; return the text of the arguments that it completes."""
+        """Read a character; return the arguments' text that it completes."""
         taken = getattr(self, f"_in_{self._expected}")(character)
         if not taken:
             self.failed = True
@@ -75,7 +72,7 @@ class CallObject:
         return character == "{" or character in WHITESPACE
 
     def _in_key_start(self, character: str) -> bool:
-        if character == "}":  # also behind a comma, which some models write after the last value
+        if character == "}":  # also after a trailing comma, which some models write
             return self._close()
         if character == '"':
             self._expected = "key"
@@ -136,7 +133,7 @@ class CallObject:
         self._value.ends_with(character)
 
     def _settle(self) -> bool:
-        """Use a complete value; return whether the object may still be a call. Only the first of equal keys counts."""
+        """Use a complete value; return whether the object may still be a call. The first of equal keys counts."""
         if self._key == "name" and self.name is None:
             name = decoded(self._text)
             if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
@@ -155,7 +152,7 @@ class CallObject:
 
 
 def is_whole(arguments: str) -> bool:
-    """Return whether the arguments of a call are JSON: an answer may end within them."""
+    """Return whether a call's arguments are complete JSON; an answer may end within them."""
     return decoded(arguments) is not None
 
 
@@ -163,7 +160,7 @@ NULL = ("null",)  # the result of `decoded` for null, since None means that the 
 
 
 def decoded(text: str) -> Any:
-    """The value of a JSON text; None if it is none, or a text with half a character, which no answer could hold."""
+    """Return the value of JSON text; None if it is invalid, or a string with an unpaired surrogate."""
     try:
         value = json.loads(text)
         if isinstance(value, str):

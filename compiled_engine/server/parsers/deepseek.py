@@ -1,4 +1,4 @@
-"""Calls as DeepSeek writes them: V3 and R1 have the arguments between fences, and V3.1 directly behind the name."""
+"""DeepSeek's calls: V3 and R1 fence the arguments, V3.1 writes them directly after the name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments as Gemma writes them, such as {city:<|"|>Paris<|"|>,days:3}, made JSON while they arrive."""
+"""Convert arguments in Gemma's syntax, such as {city:<|"|>Paris<|"|>,days:3}, to JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from compiled_engine.server.parsers.call_object import WHITESPACE
 from compiled_engine.server.parsers.marker_search import JsonValue
 
 CLOSING = {"{": "}", "[": "]"}
-# Templates write Python's words into prompts, so models write them too.
+# Templates write Python literals into prompts, so models write them too.
 WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class GemmaArguments:
-    """Reads an object, from its brace on. Its keys have no quotes, and texts have the family's own. JSON is read too.
-
-    closed: the object is complete. failed: the last character cannot be part of it.
-    """
+    """Reads an object with unquoted keys and the family's own string quotes. Also accepts JSON."""
 
     def __init__(self, quote: str) -> None:
+        # closed: the object is complete. failed: the last character cannot be part of it.
         self.closed = self.failed = False
         self._quote = quote
         self._open: list[str] = []  # brackets
         self._is_key = False
-        self._owes_value = False  # a key has come
+        self._owes_value = False  # a key was read
         self._comma = ""  # due before the next key or value
-        self._seen = ""  # of a quote, or of a key or value without quotes
+        self._seen = ""  # the current quote, or unquoted key or value
         self._json = JsonValue()
         self._read = self._in_start
 
     def push(self, character: str) -> str:
-        """Return the JSON that the character completes."""
+        """Read a character; return the JSON that it completes."""
         return self._read(character)
 
     def _in_start(self, character: str) -> str:
-        """State where a key or a value begins, or the object or list ends."""
+        """State before a key or value, or the end of an object or list."""
         if character in WHITESPACE:
             return ""
         if self._open and character == CLOSING[self._open[-1]] and not self._owes_value:
@@ -63,7 +61,7 @@ class GemmaArguments:
             return '"' + self._after_part()
         if self._quote.startswith(self._seen):
             return ""
-        # The character is none of the quote that seemed to begin; but another one may begin with it.
+        # The quote did not continue, but another may begin with this character.
         text = self._seen[:-1] if character == self._quote[0] else self._seen
         self._seen = self._seen[len(text) :]
         return json.dumps(text, ensure_ascii=False)[1:-1]
@@ -82,7 +80,6 @@ class GemmaArguments:
         return text + self._after_part() + self._read(character)
 
     def _after_part(self) -> str:
-        """Go on behind a key or a value."""
         self._seen, self._read = "", self._in_colon if self._is_key else self._in_comma
         return ""
 
@@ -93,7 +90,6 @@ class GemmaArguments:
         return "" if character in WHITESPACE else self._fail()
 
     def _in_comma(self, character: str) -> str:
-        """State behind a value."""
         if character == ",":
             self._comma, self._read = ", ", self._in_start
             self._is_key = self._open[-1] == "{"
@@ -118,7 +114,7 @@ class GemmaArguments:
 
 
 def _json_of(word: str) -> str:
-    """The JSON of a value without quotes: a number or a word of JSON, and a text otherwise."""
+    """Return the JSON of an unquoted value: a number or JSON literal, otherwise a string."""
     word = WORDS.get(word, word)
     try:
         json.loads(word, parse_constant=_refuse)

@@ -1,7 +1,7 @@
-"""Answers in gpt-oss's format: messages, each behind a header that names its channel and to whom it is addressed.
+"""Answers of gpt-oss in the harmony format: messages with headers that name a channel and a recipient.
 
-<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add
-<|constrain|>json<|message|>{"a": 1}<|call|>, on one line. The prompt ends with the first <|start|>assistant.
+Example, on one line: <|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary
+to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>. The prompt ends with the first <|start|>assistant.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MARKUP = START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = (
     *("<|end|>", "<|call|>", "<|return|>"),
 )
 AUTHOR, FUNCTIONS = "assistant", "functions."
-# Characters of a header; each further one is compared with all before it.
+# Maximum characters of a header, each of which is matched together with all before it.
 LONGEST_HEADER = 512
 _MARKER = re.compile("|".join(map(re.escape, MARKUP)))
 _CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w*)")
-# What may stand between the author, with which the prompt ends, and the next marker: a recipient.
+# A recipient, which may follow the author at the prompt's end.
 _RECIPIENT = re.compile(r"\s*(t|to|to=\S*\s*)?")
 
 Kind: TypeAlias = "type[Content] | type[Reasoning] | type[CallArguments]"
@@ -30,25 +30,25 @@ Kind: TypeAlias = "type[Content] | type[Reasoning] | type[CallArguments]"
 class HarmonyParser:
     """Reads reasoning, content and calls.
 
-    Messages to a function are calls. Reasoning are those of the channel `analysis`, those to other recipients, and
-    those of other authors; the rest is content. Each message begins a new line of its kind. Text without a header is
-    content; so is a header without end. A header that the answer's end cuts off is dropped.
+    Messages to a function are calls. Messages in the channel `analysis`, to other recipients, or by other authors are
+    reasoning; the rest is content. Each message begins a new line of its kind. Text without a header, and a header
+    without end, are content. A header cut off by the end of the answer is dropped.
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """names: those of the tools; None if the request has none, so that messages to functions are reasoning."""
+        """`names` are the request's tools; None without any, and messages to functions are then reasoning."""
         self._names = names
-        self._held = ""  # may be the beginning of a marker
+        self._held = ""  # possible beginning of a marker
         self._header: str | None = ""  # None within a message
         self._marked = False  # the header has a marker
-        self._kind: Kind | None = None  # of the message, or of the one before its header
+        self._kind: Kind | None = None  # kind of the current or previous message
         self._wrote = False  # the message has text
         self._said: set[Kind] = set()
         self._count = 0
 
     @classmethod
     def behind(cls, prompt: str, continued: str | None, names: Collection[str] | None) -> HarmonyParser:
-        """The parser of what follows a prompt. continued: the message that the text continues, which is content."""
+        """Return a parser for the text after a prompt. `continued` is a message that the text continues, as content."""
         parser = cls(None)
         if continued is not None:
             parser._begin(Content, "", [])
@@ -63,7 +63,7 @@ class HarmonyParser:
 
     @property
     def within(self) -> Kind | None:
-        """The kind of the message that the next text is part of; None where a header comes."""
+        """The kind of the message that the next text belongs to; None if a header comes next."""
         return self._kind if self._header is None else None
 
     def push(self, text: str) -> list[Piece]:
@@ -98,7 +98,7 @@ class HarmonyParser:
             self._begin(Content, _MARKER.sub("", self._header), pieces)
 
     def _read_marker(self, marker: str, pieces: list[Piece]) -> None:
-        """A message may end by the beginning of another; other markers within it are dropped."""
+        """Process a marker. The beginning of a message ends the previous one; other markers in it are dropped."""
         if self._header is None and marker not in (MESSAGE, CONSTRAIN):
             self._end(pieces)
             self._header = ""
@@ -113,12 +113,12 @@ class HarmonyParser:
             self._header, self._marked = self._header + marker, True
 
     def _function(self, header: str) -> str | None:
-        """The name of the function that a message is addressed to, if it may be called."""
+        """Return the name of the function that a message calls, or None."""
         recipient = header.partition("to=")[2]
         if self._names is None or _author(header) != AUTHOR:
             return None
         after = recipient.removeprefix(FUNCTIONS)
-        for name in sorted(self._names, key=len, reverse=True):  # which may hold spaces
+        for name in sorted(self._names, key=len, reverse=True):  # names may contain spaces
             if after.startswith(name) and after[len(name) : len(name) + 1] in ("", " ", "<"):
                 return name
         return re.split(r"[\s<]", after, maxsplit=1)[0] or None if after != recipient else None
@@ -143,7 +143,7 @@ class HarmonyParser:
         self._wrote = self._wrote or bool(text)
 
     def _end(self, pieces: list[Piece]) -> None:
-        """End a message. A call of a function without arguments may have no text."""
+        """End a message. A call without arguments may have no text."""
         if self._kind is CallArguments:
             if not self._wrote:
                 pieces.append(CallArguments(self._count, "{}"))
@@ -155,13 +155,12 @@ def _author(header: str) -> str:
 
 
 def _kind(header: str) -> Kind:
-    """The kind of a message that calls no function."""
     is_analysis = _CHANNEL_NAME.findall(header)[-1:] == ["analysis"]
     return Reasoning if is_analysis or "to=" in header or _author(header) != AUTHOR else Content
 
 
 def _beginning(text: str) -> int:
-    """Length of the longest end of the text that a marker begins with."""
+    """Return the length of the longest suffix that begins a marker."""
     place = text.rfind("<")
     end = text[place:] if place >= 0 else ""
     return len(end) if any(marker.startswith(end) and marker != end for marker in MARKUP) else 0

@@ -1,4 +1,4 @@
-"""Calls as Kimi K2 writes them, with an id such as `functions.add:0` that holds the tool's name."""
+"""Calls of Kimi K2, whose ids contain the tool's name, such as `functions.add:0`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
 
 
 class KimiK2Parser(MarkedCalls):
-    """Reads `<|tool_call_begin|>id<|tool_call_argument_begin|>{...}<|tool_call_end|>`, also outside of a section.
+    """Reads `<|tool_call_begin|>id<|tool_call_argument_begin|>{...}<|tool_call_end|>`, with or without a section.
 
-    An id is given out as the model wrote it, since its template shows results under the ids of their calls. An id that
-    an earlier call of the answer has is left out.
+    Ids are passed on as written, since the template shows results under their calls' ids. A repeated id is dropped.
     """
 
     def __init__(self) -> None:

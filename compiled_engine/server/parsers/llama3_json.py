@@ -1,4 +1,4 @@
-"""Calls as Llama 3 writes them: an answer that is one JSON object, or several with semicolons between them."""
+"""Calls of Llama 3: an answer that is one JSON object, or several separated by semicolons."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser:
-    """An object is a call if it names a tool of the request: any other JSON is an answer.
+    """Reads calls as JSON objects that name a tool of the request; any other JSON is content.
 
-    A tag may precede the first object. From the first text that is no call on, all is content.
+    A tag may precede the first object. From the first text that is not a call, everything is content.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -21,7 +21,7 @@ class Llama3JsonParser:
         self._call: CallObject | None = None
         self._count = 0
         self._plain = False
-        self._held = ""  # what came before the object that is expected: whitespace, and the tag or a semicolon
+        self._held = ""  # text before an expected object: whitespace, and the tag or a semicolon
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -41,7 +41,7 @@ class Llama3JsonParser:
         return [Content(held)] if held else []
 
     def _read_before(self, text: str) -> str:
-        """Read on where an object may begin; the text from there on."""
+        """Read up to where an object begins; return the text from there."""
         separator = ";" if self._count else TAG
         for place, character in enumerate(text):
             seen = self._held.strip()

@@ -1,4 +1,4 @@
-"""Calls between marks, one by one or in a list, in text that arrives in chunks."""
+"""Parse calls between marks, one by one or in a list, from text that arrives in chunks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from compiled_engine.server.parsers.call_object import WHITESPACE
 from compiled_engine.server.parsers.marker_search import MarkerSearch
 from compiled_engine.server.parsers.pieces import Content, Piece
 
-# What models write too much of behind a call, and up to how much of it is no text.
+# Surplus characters that models write after a call, and how many of them are dropped.
 SURPLUS, MOST_SURPLUS = "}],", 16
 
 
 class CallReader(Protocol):
-    """Reads one call. See `CallObject` for the meaning of its fields."""
+    """Reads one call. The fields are those of `CallObject`."""
 
     begun: bool
     closed: bool
@@ -23,27 +23,27 @@ class CallReader(Protocol):
     raw: str
 
     def read(self, text: str, index: int, pieces: list[Piece]) -> str:
-        """Read on until the text ends, or the call does (`closed` or `failed`); return what follows the call."""
+        """Read to the end of the text or of the call (`closed` or `failed`); return the text after the call."""
         ...
 
 
 class MarkedCalls:
-    """Text outside of calls is content, as is an invalid call, with its marks.
+    """Splits text into calls and content. An invalid call, with its marks, is content.
 
-    Whitespace around a call belongs to its marks, and so do surplus brackets and commas before its first closing mark.
-    A call is still one if its closing mark, the end of its list, or commas of the list are missing.
+    Whitespace around a call belongs to its marks, as do surplus brackets and commas before the first closing mark. A
+    call may lack its closing mark, the end of its list, or the list's commas.
     """
 
     def __init__(self, marks: CallMarks, make_call: Callable[[], CallReader]) -> None:
-        """make_call: makes the reader of a call, which begins behind the opening mark."""
+        """`make_call` creates the reader of a call, which begins after the opening mark."""
         self._marks = marks
         self._make_call = make_call
         self._search = MarkerSearch(*filter(None, [marks.opening]), lead=marks.lead)
         self._call = make_call()
         self._count = 0
-        self._held = ""  # of the markup, until it is known whether it is any
+        self._held = ""  # possible markup, until decided
         self._closing: list[str] = []  # marks that may still follow
-        self._surplus = ""  # what came before the first of them
+        self._surplus = ""  # surplus characters before the first closing mark
         self._read = self._read_bracket if marks.bare else self._read_content
 
     def push(self, text: str) -> list[Piece]:
@@ -102,7 +102,7 @@ class MarkedCalls:
         return text
 
     def _read_separator(self, text: str, pieces: list[Piece]) -> str:
-        """State after a call of several, where another one or the end follows, also behind a comma."""
+        """State after one of several calls: another call or the end follows."""
         for place, character in enumerate(text):
             if character == "]" and self._marks.calls == "list":
                 self._read = self._read_closing
@@ -113,7 +113,7 @@ class MarkedCalls:
         return ""
 
     def _read_closing(self, text: str, pieces: list[Piece]) -> str:
-        """State after a call, where whitespace, surplus and the closing marks say nothing."""
+        """State after a call: whitespace, surplus characters and closing marks are dropped."""
         for place, character in enumerate(text):
             if not self._held and character in WHITESPACE:
                 continue
@@ -137,7 +137,7 @@ class MarkedCalls:
         return is_first and not marks.bare and len(self._surplus) < MOST_SURPLUS
 
     def _give_up(self, rest: str, pieces: list[Piece]) -> str:
-        """Return the markup that was held as content."""
+        """Emit the held-back markup as content; return the rest."""
         if self._held:
             pieces.append(Content(self._held))
         self._read, self._held = self._read_content, ""

@@ -1,16 +1,14 @@
-"""Finding a marker, such as <tool_call>, in text that arrives in chunks."""
+"""Find markers, such as <tool_call>, and the ends of JSON values in text that arrives in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# Where a JSON value ends in text that arrives character by character.
-
 
 class JsonValue:
-    """Follows a string, an object or an array from its first character on; other values have no end of their own.
+    """Finds the end of a JSON string, object or array, fed from its first character on.
 
-    Brackets are counted and strings are skipped; whether the text between them is JSON is not checked.
+    Brackets are counted and strings skipped; validity is not checked. Other values do not mark their own end.
     """
 
     def __init__(self) -> None:
@@ -40,23 +38,20 @@ class JsonValue:
 
 
 class MarkerSearch:
-    """Lets text through up to a marker, the first of several. The whitespace before it belongs to it and is left out.
+    """Passes text up to the first marker, without the whitespace before it.
 
-    What may turn out to be whitespace before the marker, or its beginning, is held back until it is known not to be.
-    lead: a text that belongs to the marker where it precedes it, and is any other text elsewhere. found: the marker
-    that was found last, as it was written, with its lead and the whitespace before it.
+    Text is held back while it may be whitespace before a marker, or a marker's beginning.
     """
 
     def __init__(self, *markers: str, lead: str = "") -> None:
-        """markers: without any, all text is let through."""
+        """`lead` belongs to a marker right after it, and is plain text elsewhere. Without markers, all text passes."""
         self._markers = markers
         self._lead = lead
         self._held = ""
-        self.found = ""
+        self.found = ""  # the last marker found, as written, with its lead and the whitespace before it
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that certainly precedes the marker, and the text after it; None for the latter until it is
-        found."""
+        """Return the text that certainly precedes the marker, and the text after it, None until it is found."""
         self._held += text
         if found := first_of(self._held, self._markers):
             place, marker = found
@@ -70,7 +65,7 @@ class MarkerSearch:
         return released, None
 
     def flush(self) -> str:
-        """Return the text that was held back, when the marker can no longer follow."""
+        """Return the held-back text, when no marker can follow."""
         held, self._held = self._held, ""
         return held
 
@@ -80,13 +75,13 @@ class MarkerSearch:
 
 
 def first_of(text: str, markers: Collection[str]) -> tuple[int, str] | None:
-    """Return the place of the marker that comes first, and the marker; None if there is none."""
+    """Return the position and text of the marker that comes first, or None."""
     found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
     return min(found, default=None)
 
 
 def beginning_of(text: str, markers: Collection[str]) -> int:
-    """Return the length of the longest end of the text with which one of the markers begins."""
+    """Return the length of the longest suffix that begins a marker."""
     for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
         if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
             return length

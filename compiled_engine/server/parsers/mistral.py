@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them: [TOOL_CALLS] and a list of objects, or for each call its name and arguments."""
+"""Calls of Mistral's models: [TOOL_CALLS] and a list of objects, or a name and arguments for each call."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Cont
 
 MARKER = "[TOOL_CALLS]"
 CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
-# Characters of a name with its tags and id; each further one is compared with all before it.
+# Maximum characters of a name with tags and id, each of which is matched together with all before it.
 LONGEST_BEFORE = 512
 MARKUP = (MARKER, CALL_ID, ARGUMENTS)
 
 
 class MistralParser:
-    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` as well as `[TOOL_CALLS]name{...}`, with optional
-    [CALL_ID], an id, and [ARGS] between the name and the arguments.
+    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` and `[TOOL_CALLS]name{...}`.
 
-    Text before the marker, or after a call, is content; so is an invalid call. Whitespace around calls belongs to their
-    markup.
+    Between name and arguments there may be [CALL_ID] with an id, and [ARGS]. Text before the marker or after a call is
+    content, and so is an invalid call. Whitespace around calls belongs to the markup.
     """
 
     def __init__(self) -> None:
         self._search = MarkerSearch(MARKER)
         self._read = self._read_content
-        self._held = ""  # of the markup, until it is known what it is
+        self._held = ""  # possible markup, until decided
         self._call = CallObject()
         self._value = JsonValue()
         self._count = 0
@@ -51,7 +50,7 @@ class MistralParser:
         return rest
 
     def _read_form(self, text: str, pieces: list[Piece]) -> str:
-        """State after the marker: a list, or a name follows."""
+        """State after the marker: a list or a name follows."""
         for place, character in enumerate(text):
             if character == "[":
                 self._call, self._read = CallObject(), self._read_object
@@ -74,7 +73,7 @@ class MistralParser:
         return text
 
     def _read_separator(self, text: str, pieces: list[Piece]) -> str:
-        """State after an object of the list: another one or the end follows, also behind a comma."""
+        """State after an object of a list: another object or the end follows."""
         for place, character in enumerate(text):
             if character == "{":
                 self._call, self._read = CallObject(), self._read_object
@@ -107,14 +106,14 @@ class MistralParser:
         return ""
 
     def _read_after(self, text: str, pieces: list[Piece]) -> str:
-        """State after the calls: whitespace is ignored."""
+        """State after the calls: whitespace is dropped."""
         rest = text.lstrip(WHITESPACE)
         if rest:
             self._read = self._read_content
         return rest
 
     def _give_up(self, raw: str, rest: str, pieces: list[Piece]) -> str:
-        """Return the text of an invalid call as content."""
+        """Emit an invalid call as content; return the rest."""
         if self._held + raw:
             pieces.append(Content(self._held + raw))
         self._read, self._held = self._read_content, ""
@@ -138,7 +137,7 @@ def _may_precede_arguments(text: str) -> bool:
 
 
 def _name_before_arguments(text: str) -> str | None:
-    """Return the name in what can begin a call, see above; None if its name, a tag or the id is missing or cut off."""
+    """Return the name in the text before arguments; None if its name, a tag or the id is incomplete."""
     name, bracket, rest = text.removesuffix(ARGUMENTS).partition("[")
     is_whole = not bracket or (bracket + rest).removeprefix(CALL_ID).isalnum()
     return name if name and is_whole else None

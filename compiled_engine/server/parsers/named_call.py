@@ -1,4 +1,4 @@
-"""A call as a head with the name of a tool, and its arguments, such as `add<｜tool▁sep｜>{"a": 1}`."""
+"""Read a call with the tool's name before its arguments, such as `add<｜tool▁sep｜>{"a": 1}`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ LONGEST_NAME = 300
 
 
 class Arguments(Protocol):
-    """Reads arguments character by character, from their brace on.
+    """Reads arguments character by character, from the opening brace on."""
 
-    closed: they are complete. failed: the last character cannot be part of them.
-    """
-
-    closed: bool
-    failed: bool
+    closed: bool  # They are complete.
+    failed: bool  # The last character cannot be part of them.
 
     def push(self, character: str) -> str:
-        """Return the JSON that the character completes."""
+        """Read a character; return the JSON that it completes."""
         ...
 
 
 class JsonArguments:
-    """Arguments that are JSON already."""
+    """Reads arguments that are JSON."""
 
     failed = False
 
@@ -42,10 +39,10 @@ class JsonArguments:
 
 
 class NamedCall:
-    """Reads one call, with whitespace between its parts, and returns its arguments as they arrive.
+    """Reads one call with optional whitespace between its parts, and streams its arguments.
 
-    begun, closed, failed, raw: see `CallObject`. A head that fails is returned with what follows it, since the mark of
-    another call may be in it.
+    The fields are those of `CallObject`. An invalid head is returned with the text after it, since it may contain the
+    mark of another call.
     """
 
     def __init__(
@@ -54,13 +51,15 @@ class NamedCall:
         make_arguments: Callable[[], Arguments] = JsonArguments,
         call_of: Callable[[str], tuple[str, str | None]] = lambda written: (written, None),
     ) -> None:
-        """head: the texts before the arguments, with NAME in place of the name. call_of: returns the tool's name, and
-        the call's id if there is one, of what is written there."""
+        """`head` has the texts before the arguments, with NAME for the name.
+
+        `call_of` returns the tool's name and the call's id, if any, given the text in that place.
+        """
         self.begun = self.closed = self.failed = False
         self.raw = ""
         self._head = head
-        self._place = 0  # in the head
-        self._seen = ""  # of the part at this place
+        self._place = 0  # index of the current part of the head
+        self._seen = ""  # text read of this part
         self._name, self._id = "", None  # type: str, str | None
         self._arguments = make_arguments()
         self._call_of = call_of

@@ -1,4 +1,4 @@
-"""The pieces of a model's text once its markup is parsed: content, reasoning, and tool calls."""
+"""Pieces of a model's parsed output: content, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model wrote for itself, before its answer."""
+    """Reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The model calls a tool; `index` counts the calls of an answer from 0. id: as the model wrote it; None if its
-    format has no ids."""
+    """The start of a tool call."""
 
-    index: int
+    index: int  # counts an answer's calls from 0
     name: str
-    id: str | None = None
+    id: str | None = None  # as the model wrote it; None if its format has no ids
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of a call's arguments: JSON as the model wrote it, an object once all parts are joined."""
+    """The next part of a call's arguments, as written by the model. The joined parts are a JSON object."""
 
     index: int
     text: str
@@ -42,12 +41,12 @@ Piece: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
 
 class TextParser(Protocol):
-    """Reads text that arrives in chunks. The joined output depends on the whole text, not on the chunks."""
+    """Parses text that arrives in chunks. The joined output does not depend on the chunks."""
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain once `text` has followed what came before."""
+        """Add text; return the pieces that are now certain."""
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the text that was held back, at the end. Nothing may be pushed afterwards."""
+        """Return the held-back text at the end. Nothing may be pushed afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""A call as Python has it, such as `add(a=1, b="x")`."""
+"""Read a call in Python syntax, such as `add(a=1, b="x")`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from compiled_engine.server.parsers.call_object import WHITESPACE, decoded
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Piece
 
 KEY = re.compile(r"[\w.-]+")
-# Values that models write as JSON does.
+# JSON literals that models write.
 WORDS = {"true": True, "false": False, "null": None}
-# Python's texts cannot hold these characters; models write them all the same.
+# Characters that models write into Python strings, which cannot contain them unescaped.
 ESCAPED = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 
 
 class PythonCall:
-    """Reads one call of a tool with named arguments, whose values are literals, or with all of them as `**{...}`, JSON.
+    """Reads one call with named literal arguments, or with JSON arguments as `**{...}`.
 
-    begun, closed, failed, raw: see `CallObject`. A call begins once it is complete, since it may turn out to be no
-    call until then.
+    The fields are those of `CallObject`. A call begins when it is complete, since it may turn out to be invalid until
+    then.
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        """names: those of the tools that may be called."""
+        """`names` are the tools that may be called."""
         self.begun = self.closed = self.failed = False
         self.raw = ""
         self._names = names
-        self._seen = ""  # of the name
-        self._name: str | None = None  # None until its bracket has come
+        self._seen = ""  # the name so far
+        self._name: str | None = None  # None until its bracket was read
         self._arguments = [""]
         self._depth = 0
-        self._quote = ""  # of the text that is being read
+        self._quote = ""  # quote of the current string
         self._escaped = False
 
     def read(self, text: str, index: int, pieces: list[Piece]) -> str:
@@ -56,7 +56,7 @@ class PythonCall:
         return ""
 
     def _in_name(self, character: str) -> bool:
-        """Read a character of the name, behind whitespace; return whether it may be one."""
+        """Read a character before the bracket; return whether it may be part of a name."""
         if character == "(" and self._seen in self._names:
             self._name = self._seen
             return True
@@ -66,7 +66,7 @@ class PythonCall:
         return any(name.startswith(self._seen) for name in self._names)
 
     def _ends_with(self, character: str) -> bool:
-        """Read a character of the arguments; return whether it is the bracket that ends them."""
+        """Read a character of the arguments; return whether it is the closing bracket."""
         if self._quote:
             if self._escaped:
                 self._escaped = False
@@ -92,8 +92,8 @@ class PythonCall:
 
 
 def _joined(arguments: list[str]) -> str | None:
-    """The arguments of a call as JSON; None if they are none."""
-    if not arguments[-1].strip():  # there are none, or a comma follows the last one
+    """Return a call's arguments as JSON, or None if they are invalid."""
+    if not arguments[-1].strip():  # no arguments, or a trailing comma
         arguments = arguments[:-1]
     if len(arguments) == 1 and (text := arguments[0].strip()).startswith("**"):
         text = text.removeprefix("**").strip()
@@ -110,7 +110,7 @@ def _joined(arguments: list[str]) -> str | None:
     try:
         text = json.dumps(found, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except UnicodeEncodeError:  # halves of a character, which Python does not join
+    except UnicodeEncodeError:  # surrogate pairs, which Python does not join
         return json.dumps(found)
     except (ValueError, TypeError, RecursionError):
         return None
@@ -118,17 +118,16 @@ def _joined(arguments: list[str]) -> str | None:
 
 
 def _value_of(text: str) -> Any:
-    """Return the value of a literal. Raises ValueError, TypeError, SyntaxError, RecursionError or MemoryError for any
-    other text."""
+    """Return the value of a literal. Raises any error of `ast.literal_eval` for other text."""
     if text in WORDS:
         return WORDS[text]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        warnings.simplefilter("ignore")  # about invalid escapes
         return ast.literal_eval(_WithoutWords().visit(ast.parse(text, mode="eval")))
 
 
 class _WithoutWords(ast.NodeTransformer):
-    """Replaces JSON's words by Python's."""
+    """Replaces JSON literals by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.copy_location(ast.Constant(WORDS[node.id]), node) if node.id in WORDS else node

@@ -1,4 +1,4 @@
-"""Reasoning between two tags, such as <think> and </think>, before the answer."""
+"""Parse reasoning between two tags, such as <think> and </think>, before the answer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from compiled_engine.server.parsers.pieces import Content, Piece, Reasoning, Tex
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """opening, closing: the tags. label: a word behind the opening one that belongs to it. inside: whether a model of
-    the format reasons from its first token on, unless the prompt has closed the tag. until: a text of the answer that
-    ends the reasoning too, without the closing tag. around: tags around the answer, which are no part of it."""
+    """The tags of a family's reasoning."""
 
     opening: str = "<think>"
     closing: str = "</think>"
-    label: str = ""
-    inside: bool = False
-    until: str = ""
-    around: tuple[str, str] | None = None
+    label: str = ""  # a word after the opening tag that belongs to it
+    inside: bool = False  # The model reasons from its first token on, unless the prompt has the closing tag.
+    until: str = ""  # text of the answer that also ends the reasoning, without the closing tag
+    around: tuple[str, str] | None = None  # tags around the answer, which are dropped
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All that may be special tokens."""
+        """All texts that may be special tokens."""
         return tuple(filter(None, (self.opening, self.closing, self.until, *(self.around or ()))))
 
     @property
@@ -33,18 +31,20 @@ class ReasoningTags:
 
 
 class ThinkParser:
-    """Only the beginning of an answer can be reasoning. Whitespace around the tags belongs to them.
+    """Splits an answer that may begin with reasoning. Whitespace around the tags belongs to them.
 
-    inside: the reasoning begins with the first character, as the prompt has the opening tag already. The tag may come
-    all the same. Reasoning that never ends is reasoning to the end of the text. begun: the prompt has text behind the
-    tag too, so that whitespace that comes is of the reasoning.
+    Reasoning without an end goes on to the end of the text.
     """
 
     def __init__(self, tags: ReasoningTags, *, inside: bool, begun: bool = False) -> None:
+        """With `inside`, the prompt has the opening tag, which the answer may repeat.
+
+        With `begun`, the prompt also has text after the tag, so that leading whitespace belongs to the reasoning.
+        """
         self._tags = tags
         self._inside = inside
-        self._begins = not begun  # nothing but whitespace, or a part of the opening tag, has come
-        self._trims = False  # whitespace is dropped, as a tag has just come
+        self._begins = not begun  # only whitespace, or part of the opening tag, was read
+        self._trims = False  # drops whitespace after a tag
         self._answers = False
         self._held = ""
         self._search = MarkerSearch(tags.closing, *filter(None, [tags.until]))
@@ -97,12 +97,12 @@ class ThinkParser:
 
 
 class TaggedAnswer:
-    """Leaves out the tags around an answer, with the whitespace within them. Either may be missing."""
+    """Drops the tags around an answer and the whitespace within them. Either tag may be missing."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening = opening
         self._search = MarkerSearch(closing)
-        self._held = ""  # whitespace and a part of the opening tag, until it is known not to be one
+        self._held = ""  # whitespace and possibly part of the opening tag
         self._begins = True
         self._trims = False
 
@@ -131,8 +131,10 @@ class TaggedAnswer:
 
 
 def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
-    """Return whether the text after `prompt` is reasoning from its first character on; None if none can follow, as it
-    is closed. continued: the message that the text continues, whose last tag decides; the prompt's end does without."""
+    """Return whether the text after `prompt` begins as reasoning; None if the reasoning is closed already.
+
+    The last tag decides: in `continued`, the message that the text continues, or else at the prompt's end.
+    """
     if continued and continued.strip():
         return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None
     end = prompt.rstrip()
@@ -140,7 +142,7 @@ def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bo
 
 
 def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
-    """Make the parser of what follows `prompt`; None if it is the answer alone. continued: see `begins_inside`."""
+    """Return the parser for the text after `prompt`; None if that is only the answer. See `begins_inside`."""
     inside = begins_inside(tags, prompt, continued)
     if inside is None:
         return None if tags.around is None else TaggedAnswer(*tags.around)

@@ -1,4 +1,4 @@
-"""Reasoning as a grammar: what a model may write before an answer that has a form."""
+"""Grammars of reasoning, for models that reason before an answer with a required format."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from compiled_engine.server.parsers.reasoning import ReasoningTags, begins_insid
 
 @dataclass(frozen=True)
 class ReasoningRules:
-    """before: the part before anything else of an answer, in a rule of Lark. before_text, before_message: further parts
-    before its text, and before a call that is a message next to the text. rules: all that these need."""
+    """The grammar of the reasoning before an answer, as parts of Lark rules."""
 
-    before: str
-    rules: str
-    before_text: str = ""
-    before_message: str = ""
+    before: str  # precedes everything else in an answer
+    rules: str  # all rules that the parts need
+    before_text: str = ""  # precedes the answer's text
+    before_message: str = ""  # precedes a call that is a message beside the text
 
 
 ReasoningGrammar = Callable[[str, "str | None", Literal, "int | None"], "ReasoningRules | None"]
-"""Given the prompt, the message that the answer continues, how literals are written, and the most tokens of reasoning,
-if there is a bound; None if no reasoning can follow."""
+"""Makes the rules, given the prompt, the message that the answer continues, the literal writer and the bound on
+reasoning tokens; None if no reasoning can follow."""
 
 
 def think_rules(
     tags: ReasoningTags, prompt: str, continued: str | None, literal: Literal, budget: int | None = None
 ) -> ReasoningRules | None:
-    """Return the rules for tags; None if the reasoning is closed already. continued: see `begins_inside`. budget: most
-    tokens of the reasoning, where a token closes it, which no text holds."""
+    """Return the rules for reasoning between tags; None if it is closed already.
+
+    `continued`: see `begins_inside`. `budget` bounds the tokens of reasoning; the closing tag must then be a special
+    token.
+    """
     inside = begins_inside(tags, prompt, continued)
     if inside is None:
         return None
     opening = literal(tags.opening) + (f" {quoted(tags.label)}" if tags.label else "")
     before = "thought GAP? " if inside else f"({opening} thought GAP?)? "
     thought = text_until(tags.closing, literal, "thought")
-    if budget is not None:  # the token that closes is all that is allowed behind the last one of the budget
+    if budget is not None:  # after the budget only the closing token is allowed
         bounded = f"thought: bounded? {literal(tags.closing)}\nbounded[max_tokens={budget}]: /(?s:.+)/"
         thought = bounded if budget else f"thought: {literal(tags.closing)}"
     return ReasoningRules(before, f"{thought}\nGAP: /\\s{{1,8}}/")
 
 
 def harmony_rules(prompt: str, continued: str | None, literal: Literal) -> ReasoningRules:
-    """Return the rules for messages: any number of the channel `analysis`, then one of the answer."""
+    """Return the rules for harmony messages: any number in the channel `analysis`, then one answer."""
     start, channel, message = literal(harmony.START), literal(harmony.CHANNEL), literal(harmony.MESSAGE)
     header = f'{channel} "final" {message} '
     rules = (

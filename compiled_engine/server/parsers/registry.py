@@ -1,8 +1,8 @@
-"""The parsers by name, and the choice of parsers by a checkpoint's chat template.
+"""The parsers by name, and their selection by a checkpoint's chat template.
 
-A new format is a file with a `TextParser`, a function in call_grammars.py and a row here. One whose calls stand between
-marks, and are objects, calls in Python, or names and arguments, is a row of call_marks.py and a row here. One that
-writes calls as tags is a row of xml_markup.py and a row here.
+A new format needs a file with a `TextParser`, a function in call_grammars.py and a row here. If its calls are between
+marks, and are objects, Python calls, or names with arguments, a row in call_marks.py and a row here suffice; for calls
+as XML tags, a row in xml_markup.py and a row here.
 """
 
 from __future__ import annotations
@@ -72,35 +72,30 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The format in which a family of models writes calls.
+    """A model family's format of tool calls."""
 
-    parser: makes a parser, given the schemas of arguments of the request's tools, by the tools' names. grammar: its
-    calls as a grammar. marks: rows of texts; a chat template for this format contains all of one row. markup: texts
-    that may be special tokens. call_id_length: of the ids that the family's templates accept; None for any.
-    reasoning: the format of reasoning whose parser reads these calls too, as they are no part of the answer's text.
-    """
-
+    # makes a parser, given the argument schemas by tool name
     parser: Callable[[Mapping[str, Mapping[str, Any]]], TextParser]
     grammar: CallGrammar
-    marks: tuple[tuple[str, ...], ...]
-    markup: tuple[str, ...]
-    call_id_length: int | None = None
+    marks: tuple[tuple[str, ...], ...]  # A chat template of this format contains all texts of one row.
+    markup: tuple[str, ...]  # texts that may be special tokens
+    call_id_length: int | None = None  # length of ids that the family's templates accept; None for any
+    # the reasoning format whose parser reads these calls too, as they are not in the answer's text
     reasoning: str | None = None
 
     def call_id(self) -> str:
-        """A new id for a call."""
+        """Return a new call id."""
         if self.call_id_length is None:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(ALPHANUMERIC) for _ in range(self.call_id_length))
 
 
 def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
-    """Calls as tags."""
     return ToolFormat(partial(XmlParser, markup), partial(xml_calls, markup), (marks,), markup.tags)
 
 
 def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -> ToolFormat:
-    """Calls that are objects. Names are looked at where any answer may begin with a list."""
+    """Return a format with calls as JSON objects. With `bare` marks, only objects that name a tool are calls."""
     begin, after, between = (line_of_object, "}\n", "\n") if on_lines else (object_begin, "}", ", ")
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: CallObject(frozenset(names) if marks.bare else None)),
@@ -111,7 +106,6 @@ def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -
 
 
 def _python(marks: CallMarks, *rows: tuple[str, ...]) -> ToolFormat:
-    """Calls in Python."""
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: PythonCall(frozenset(names))),
         MarkedGrammar(marks, python_begin, ")", "\n" if marks.calls == "lines" else ", "),
@@ -121,7 +115,6 @@ def _python(marks: CallMarks, *rows: tuple[str, ...]) -> ToolFormat:
 
 
 def _gemma(marks: CallMarks, quote: str) -> ToolFormat:
-    """Calls with arguments in Gemma's form."""
     grammar = MarkedGrammar(marks, gemma_begin)
     return ToolFormat(lambda names: GemmaParser(marks, quote), grammar, ((marks.opening,),), (*marks.texts, quote))
 
@@ -170,24 +163,20 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The format in which a family of models reasons.
+    """A model family's format of reasoning."""
 
-    parser: makes the parser of what follows a prompt, given the prompt, the message that the answer continues, and the
-    names of tools whose calls it reads too; None if no reasoning can follow. grammar: its reasoning as a grammar.
-    marks, markup: as those of `ToolFormat`. ends: special tokens that end an answer, also where the checkpoint's
-    generation_config.json does not name them. closing: the tag that ends reasoning whose tokens may have a bound.
-    """
-
+    # Makes a parser, given the prompt, the message that the answer continues, and the tools whose calls it reads too;
+    # returns None if no reasoning can follow.
     parser: Callable[[str, str | None, Collection[str] | None], TextParser | None]
     grammar: ReasoningGrammar
-    marks: tuple[tuple[str, ...], ...]
-    markup: tuple[str, ...]
-    ends: tuple[str, ...] = ()
-    closing: str | None = None
+    marks: tuple[tuple[str, ...], ...]  # as in `ToolFormat`
+    markup: tuple[str, ...]  # as in `ToolFormat`
+    ends: tuple[str, ...] = ()  # special tokens that end an answer even if generation_config.json lacks them
+    closing: str | None = None  # the tag after reasoning whose tokens can be bounded
 
 
 def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
-    """Reasoning between tags. marks: of a template; without any, all texts of the tags."""
+    """Return a format with reasoning between tags. `marks` are the template's, by default the texts of the tags."""
     return ReasoningFormat(
         lambda prompt, continued, names: think_parser(tags, prompt, continued),
         partial(think_rules, tags),
@@ -197,7 +186,7 @@ def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
     )
 
 
-# The first whose marks a template has is that of its model.
+# The first format whose marks a template contains is chosen.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     HARMONY: ReasoningFormat(
         HarmonyParser.behind,
@@ -214,15 +203,15 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "hunyuan_a13b": _think(ReasoningTags(around=("<answer>", "</answer>"))),
     "ernie45": _think(ReasoningTags(around=("<response>", "</response>"))),
     "qwen3": _think(ReasoningTags()),
-    # A template that searches only for the end of the reasoning belongs to a model with answers that begin with it.
+    # A template that only searches for the closing tag belongs to a model whose answers begin with reasoning.
     "deepseek_r1": _think(ReasoningTags(inside=True), ReasoningTags().closing),
 }
 
 
 def tool_format_of(template: str) -> str | None:
-    """Return the name of the format that a chat template uses; None if it uses no known format.
+    """Return the name of the call format that a chat template uses, or None.
 
-    Some formats have their own marks within those of another one, so the longest row decides.
+    Some formats' marks contain those of another, so the longest row decides.
     """
     found = [
         (len("".join(row)), name)
@@ -234,7 +223,7 @@ def tool_format_of(template: str) -> str | None:
 
 
 def reasoning_format_of(template: str) -> str | None:
-    """The same for reasoning."""
+    """Return the name of the reasoning format that a chat template uses, or None."""
     for name, reasoning in REASONING_FORMATS.items():
         if any(all(mark in template for mark in row) for row in reasoning.marks):
             return name
@@ -244,6 +233,9 @@ def reasoning_format_of(template: str) -> str | None:
 def reasoning_parser(
     name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
 ) -> TextParser | None:
-    """A parser for what follows `prompt`; None if the reasoning is closed already. continued: the message that the text
-    continues. names: of the tools whose calls it reads too, if the format's parser does."""
+    """Return the parser for the text after `prompt`; None if the reasoning is closed already.
+
+    `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
+    format includes them.
+    """
     return REASONING_FORMATS[name].parser(prompt, continued, names)

@@ -1,4 +1,4 @@
-"""Calls as tags, with each argument between tags of its own, in the markup of a family."""
+"""Parse calls written as XML tags, with tags around each argument."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Cont
 from compiled_engine.server.parsers.xml_markup import XmlMarkup
 
 NAME = re.compile(r"[^\s<>]*")
-LONGEST_NAME = 512  # of a tool or an argument; a longer text is no name
+LONGEST_NAME = 512  # characters of a tool's or an argument's name
 
 
 class XmlParser:
-    """Text outside of calls is content, as is an invalid call, with its markup.
+    """Splits text into calls and content. An invalid call, with its markup, is content.
 
-    It is a call once its name and the beginning or the end of its arguments are known. A call without the tag before
-    it is one if its name is that of a tool. A call without its closing tags is still a call; one with something else
-    between its arguments ends there. Of arguments with the same name the first counts.
+    A call begins once its name and the beginning or end of its arguments are known. Without the enclosing tag, the name
+    must be a known tool's. A call may lack its closing tags, and ends at anything unexpected between its arguments. The
+    first of several arguments with the same name counts.
     """
 
     def __init__(self, markup: XmlMarkup, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -37,8 +37,8 @@ class XmlParser:
         self._schemas = schemas
         self._read = self._in_content
         self._held = ""  # not read yet
-        self._raw = ""  # read, and content if this is no call
-        self._enclosed = False  # the tag before the call has come
+        self._raw = ""  # text read, which is content if this is not a call
+        self._enclosed = False  # the enclosing tag was read
         self._name = ""
         self._begun = False
         self._count = 0
@@ -57,7 +57,7 @@ class XmlParser:
         rest = "" if self._begun else self._raw + self._held
         return [Content(rest)] if rest else []
 
-    # Each state reads on and returns whether the next one may; it does not where more text has to come.
+    # Each state returns True when the next state can continue, and False when more text is needed.
 
     def _in_content(self, pieces: list[Piece]) -> bool:
         found = first_of(self._held, self._markup.starts)
@@ -165,7 +165,7 @@ class XmlParser:
         return found is not None
 
     def _after_call(self, pieces: list[Piece]) -> bool:
-        """State where the closing tag, or another call between the same tags, follows."""
+        """State before the closing tag, or another call within the same tags."""
         tag = self._tag(self._markup.closing, self._markup.call)
         self._raw = tag or ""
         if tag == self._markup.call:
@@ -175,14 +175,14 @@ class XmlParser:
         return tag != ""
 
     def _after_calls(self, pieces: list[Piece]) -> bool:
-        """State in which whitespace is none of the content."""
+        """State after calls: whitespace is dropped."""
         self._raw, self._held = "", self._held.lstrip(WHITESPACE)
         if self._held:
             self._read = self._in_content
         return self._held != ""
 
     def _tag(self, *tags: str) -> str | None:
-        """Read the tag that follows whitespace. Returns "" if it has not come whole, None if something else comes."""
+        """Read one of the tags after whitespace. Returns "" if it is incomplete, None if something else follows."""
         self._take_whitespace()
         for tag in tags:
             if tag and self._held.startswith(tag):
@@ -198,7 +198,7 @@ class XmlParser:
         self._held = self._held[length:]
 
     def _give_up(self, pieces: list[Piece]) -> bool:
-        """End a call that has begun; what is none is content, with its markup."""
+        """End a call that has begun; otherwise emit its text as content."""
         raw = self._raw.lstrip() if self._begun else self._raw
         if self._begun:
             self._close(pieces)
@@ -215,20 +215,18 @@ class XmlParser:
 
 
 class _Value:
-    """The text of an argument, made JSON as it comes if it can only be a string.
-
-    before: JSON in front of it; empty if the argument has been given before, so that this text counts for nothing.
-    """
+    """Converts an argument's text to JSON, while it arrives if it can only be a string."""
 
     def __init__(self, before: str, types: frozenset[str]) -> None:
+        """`before` is the JSON before the value; empty for a repeated argument, whose text is dropped."""
         self._before = before
         self._types = types
-        self._trimmed: bool | None = None  # a line break at the beginning was dropped; None until a text has come
-        self._text: list[str] = []  # of a value with a type that only its end shows
-        self._is_string = False  # it has begun as one
+        self._trimmed: bool | None = None  # whether a leading line break was dropped; None before any text
+        self._text: list[str] = []  # text of a value whose type is known only at its end
+        self._is_string = False  # it was begun as a string
 
     def push(self, text: str, *, trims: bool) -> str:
-        """Return the JSON that is certain once more of the text has come."""
+        """Add text; return the JSON that is now certain."""
         text = self._without_line_break(text, trims)
         if not text:
             return ""
@@ -243,7 +241,7 @@ class _Value:
         return self._given(f'{self._before}"{_escaped("".join(self._text))}')
 
     def end(self, text: str, *, trims: bool) -> str:
-        """Return the JSON of the rest."""
+        """Add the last text; return the remaining JSON."""
         text = self._without_line_break(text, trims)
         if self._trimmed:
             text = text.removesuffix("\n")

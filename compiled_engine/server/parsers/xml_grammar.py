@@ -1,4 +1,4 @@
-"""Calls as tags, as a grammar."""
+"""The grammar of calls written as XML tags."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from compiled_engine.server.parsers.argument_schemas import ArgumentSchemas
 from compiled_engine.server.parsers.call_grammars import CallableTool, CallRules, Literal, free_text, quoted, without
 from compiled_engine.server.parsers.xml_markup import XmlMarkup
 
-# Keywords of a schema that say nothing about its values.
+# Schema keywords that do not constrain values.
 NOTES = ("description", "title", "default", "examples")
 REFERENCE = re.compile(r'"\$ref"')
-# A schema below which only definitions are referred to can be used without what is around it.
+# A reference outside the definitions: its schema cannot be used apart from its document.
 ELSEWHERE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
-# Longer texts are not counted: a grammar's size grows with the count.
+# Larger length bounds are ignored: a grammar's size grows with the count.
 MOST_COUNTED = 10_000
-# What a text of JSON begins with, and is.
+# First characters of JSON values by type, and the literals of the other types.
 BEGINNINGS = {"object": "{", "array": r"\[", "integer": "-0-9", "number": "-0-9"}
 WORDS = {"null": ("null",), "boolean": ("true", "false")}
-# Parts of an expression that are written in another way between slashes.
+# Parts of a regular expression that must be escaped between slashes.
 PART = re.compile(r"\\.|[/\n]", re.DOTALL)
 ESCAPES = {"/": r"\/", "\n": r"\n"}
-# Where a tool names no arguments.
+# Argument names of a tool whose schema lists none.
 ANY_NAME = r"""NAME: /[^\s<>"']{1,64}/"""
 
 
 def xml_calls(
     markup: XmlMarkup, tools: Sequence[CallableTool], literal: Literal, template: str, several: bool
 ) -> CallRules:
-    """Arguments come in the order of the schema. A text is what the parser reads as one: without what would end it."""
+    """Return the rules. Arguments follow the schema's order; texts exclude whatever would end them for the parser."""
     grammar = _XmlGrammar(markup, literal)
     start = literal(markup.starts[0])
     rules = [grammar.call(index, tool) for index, tool in enumerate(tools)]
@@ -46,7 +46,7 @@ def xml_calls(
 
 
 class _XmlGrammar:
-    """values: the rules of arguments' texts with their closing tags, each once for all arguments that share it."""
+    """Builds the rules of calls. `values` has the rules of argument values, shared by arguments with equal schemas."""
 
     def __init__(self, markup: XmlMarkup, literal: Literal) -> None:
         self._markup = markup
@@ -58,7 +58,7 @@ class _XmlGrammar:
         return [rule for _, rule in self._rules.values()]
 
     def call(self, index: int, tool: CallableTool) -> str:
-        """The rule of a tool's calls: from its name on to the tag that ends them."""
+        """Return the rule of a tool's calls, from the name to the closing tag."""
         markup, arguments = self._markup, ArgumentSchemas(json.loads(tool.schema))
         head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
         parts = [quoted((markup.call if markup.opening else "") + head), "LINE?"]
@@ -79,7 +79,7 @@ class _XmlGrammar:
         return f"({before} {opening} {value} LINE?){count}"
 
     def _plain(self, *parts: str) -> str:
-        """Tags and other texts: special tokens apart, and what is between them in one."""
+        """Join tags and texts: special tokens stay separate, and text between them is one literal."""
         found = [""]
         for part in parts:
             written = self._literal(part)
@@ -90,10 +90,10 @@ class _XmlGrammar:
         return " ".join(part if place % 2 else quoted(part) for place, part in enumerate(found) if part)
 
     def _value(self, name: str, arguments: ArgumentSchemas) -> str:
-        """The text of an argument with its closing tag.
+        """Return the rule of an argument's value with its closing tag.
 
-        Texts are one terminal, and JSON is apart from it: a terminal goes on as long as it can, so that no text may
-        begin as JSON does.
+        Strings are one terminal and JSON is separate. A terminal matches as much as it can, so a string must not begin
+        like JSON.
         """
         texts: list[str] = []
         values: list[Any] = []
@@ -118,25 +118,25 @@ class _XmlGrammar:
         return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
 
     def _terminal(self, text: str) -> str:
-        """The name of the rule for a text, which is nothing that would end it earlier."""
+        """Return the name of the rule for a text, which excludes whatever would end it early."""
         markup, closing = self._markup, self._literal(self._markup.value_end)
         name = f"text_{len(self._rules)}"
         body = f"({text or _text({})}){without(markup.value_ends)}"
-        if closing == quoted(markup.value_end):  # text, so the argument has to end where it begins
+        if closing == quoted(markup.value_end):  # plain text, so the argument must end where it begins
             rule = f"{name}[suffix={quoted(markup.gap + markup.value_end)}]: {body}"
         else:
             rule = f"{name}: {name.upper()} {closing}\n{name.upper()}: {body}"
         return self._rules.setdefault(text, (name, rule))[0]
 
     def _json(self, schema: str) -> str:
-        """The name of the rule for JSON of a schema."""
+        """Return the name of the rule for JSON of a schema."""
         name = f"value_{len(self._rules)}"
         end = self._plain(self._markup.gap, self._markup.value_end)
         return self._rules.setdefault(schema, (name, f"{name}: {name}_json {end}\n{name}_json: %json {schema}"))[0]
 
 
 def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
-    """Schemas of an argument, with all that they refer to."""
+    """Combine schemas of an argument with all definitions that they refer to."""
     schema: dict[str, Any] = values[0] if len(values) == 1 else {"anyOf": values}
     below = ["x-guidance"]
     if REFERENCE.search(json.dumps(schema)):
@@ -147,13 +147,11 @@ def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
 
 
 def _written(schema: Mapping[str, Any]) -> list[str]:
-    """The texts of the values that a schema lists."""
     values = [schema["const"]] if "const" in schema else schema["enum"]
     return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    """The terminal of a string."""
     least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
     counted = f"/(?s:.{{{least},{'' if most is None else most}}})/"
     pattern = schema.get("pattern")

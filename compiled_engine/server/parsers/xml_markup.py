@@ -1,4 +1,4 @@
-"""Families of models that write a call as tags, with each argument between tags of its own."""
+"""The XML tags of calls, by model family."""
 
 from __future__ import annotations
 
@@ -7,44 +7,37 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class XmlMarkup:
-    """The tags of a family's calls.
+    """The tags of a family's calls."""
 
-    opening, closing: around calls; empty if the tags of a call stand alone. call, name_end: before and behind a call's
-    name. call_end: behind its arguments. key, key_end: before and behind an argument's name. value, value_end: the same
-    for its text; `value` is empty if the text follows the name at once. quote: around names. gap: between the tags and
-    the text of an argument. trims: a line break behind the tag, and then one before the closing tag, are none of the
-    text. reads_json: JSON of any type is read as such where a schema leaves the type open, not only objects and arrays.
-    """
-
-    opening: str
+    opening: str  # Enclose one call or several; opening and closing are empty if a call's own tags stand alone.
     closing: str
-    call: str
+    call: str  # call and name_end: before and after a call's name
     name_end: str
-    call_end: str
-    key: str
+    call_end: str  # after the arguments
+    key: str  # key and key_end: before and after an argument's name
     key_end: str
-    value: str
+    value: str  # value and value_end: before and after its text; `value` is empty if the text follows the name directly
     value_end: str
-    quote: str = ""
-    gap: str = ""
-    trims: bool = True
-    reads_json: bool = False
+    quote: str = ""  # around names
+    gap: str = ""  # between an argument's tags and its text
+    trims: bool = True  # A line break after the tag is dropped, and then one before the closing tag.
+    reads_json: bool = False  # Without a type in the schema, JSON of any type is parsed, not only objects and arrays.
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The whole tags, each of which may be a token."""
+        """The complete tags, each of which may be a special token."""
         given = (self.opening, self.closing, self.call, self.call_end, self.key, self.key_end)
         written = (*given, self.value, self.value_end)
         return tuple(tag for tag in written if tag.startswith("<") and tag.endswith(">"))
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The tags with which calls may begin."""
+        """The tags that may begin calls."""
         return (self.opening, self.call) if self.opening else (self.call,)
 
     @property
     def value_ends(self) -> tuple[str, ...]:
-        """The tags that end an argument's text: its own, or where that is missing, what is written behind it."""
+        """The texts that end an argument's text: its closing tag or, if that is missing, what follows it."""
         end = f"{self.call_end}\n{self.closing}" if self.closing else self.call_end
         return (self.value_end, f"\n{self.key}", f"\n{end}")
 
