@@ -1,4 +1,4 @@
-"""Sizes and allocates the KV cache."""
+"""Decides how many blocks the KV cache has, and allocates its tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CPU_LIMIT_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The KV cache's number of blocks, and the sizes in bytes that determine it."""
+    """The number of KV cache blocks, and the sizes in bytes that determine it."""
 
     num_blocks: int
     block_bytes: int
     # gpu_memory_utilization's share of the device, less weights, CUDA context and other processes; None without CUDA.
     left_bytes: int | None
-    activation_bytes: int  # measured peak of a step beyond that
+    activation_bytes: int  # measured peak memory of a step, weights excluded
     graph_bytes: int  # predicted memory of CUDA graphs
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
@@ -35,20 +35,22 @@ class CacheSize:
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Bytes of one block over these layers, keys and values with their scales; None for all. Those of models beside the
-    engine's are counted too."""
+    """Return the bytes of one block: keys and values with their scales, draft models included.
+
+    layers: the layers to count; None for all.
+    """
     shapes = _shapes(config, 1, layers)
     return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
 
 
 def blocks_wanted(config: EngineConfig) -> int:
-    """Return the blocks with which all running requests can reach max_model_len; more only help the prefix cache."""
+    """Return how many blocks let all running requests reach max_model_len; more only help the prefix cache."""
     per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
     return per_request * config.max_running
 
 
 def bytes_left(config: EngineConfig) -> int | None:
-    """Return the free bytes of gpu_memory_utilization's share of the device; None without CUDA."""
+    """Return how much of gpu_memory_utilization's share of the device is free, in bytes; None without CUDA."""
     if config.device.type != "cuda":
         return None
     free, total = _free_and_total(config.device)
@@ -66,11 +68,11 @@ def size_cache(
 ) -> CacheSize:
     """Determine the number of blocks: the requested number, or what the memory budget allows.
 
-    reserved_bytes: reserved for later allocations. layers: see block_bytes. Others: see CacheSize.
+    reserved_bytes: memory to leave free for later allocations. layers: see block_bytes. Other arguments: see CacheSize.
 
-    Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. A `num_blocks` given by the
-    user may be smaller, as requests that cannot fit are then refused individually, or larger, as long as the device has
-    the memory.
+    Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. If the user sets num_blocks,
+    it may be smaller, as requests that cannot fit are refused one by one; the error then only means that the device
+    lacks the memory.
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
