@@ -34,35 +34,6 @@ class CacheSize:
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
 
-def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Return the bytes of one block: keys and values with their scales, draft models included.
-
-    layers: the layers to count; None for all.
-    """
-    shapes = _shapes(config, 1, layers)
-    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
-
-
-def blocks_wanted(config: EngineConfig) -> int:
-    """Return how many blocks let all running requests reach max_model_len; more only help the prefix cache."""
-    per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
-    return per_request * config.max_running
-
-
-def bytes_left(config: EngineConfig) -> int | None:
-    """Return how much of gpu_memory_utilization's share of the device is free, in bytes; None without CUDA."""
-    if config.device.type != "cuda":
-        return None
-    free, total = _free_and_total(config.device)
-    return int(total * config.cache.gpu_memory_utilization) - (total - free)
-
-
-def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) bytes of a GPU; idle memory of the allocator counts as free."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
-
-
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, reserved_bytes: int, layers: range | None = None
 ) -> CacheSize:
@@ -115,6 +86,35 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
     if config.device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=config.device) for shape in shapes]
     return [_untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
+
+
+def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
+    """Return the bytes of one block: keys and values with their scales, draft models included.
+
+    layers: the layers to count; None for all.
+    """
+    shapes = _shapes(config, 1, layers)
+    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
+
+
+def blocks_wanted(config: EngineConfig) -> int:
+    """Return how many blocks let all running requests reach max_model_len; more only help the prefix cache."""
+    per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
+    return per_request * config.max_running
+
+
+def bytes_left(config: EngineConfig) -> int | None:
+    """Return how much of gpu_memory_utilization's share of the device is free, in bytes; None without CUDA."""
+    if config.device.type != "cuda":
+        return None
+    free, total = _free_and_total(config.device)
+    return int(total * config.cache.gpu_memory_utilization) - (total - free)
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    """Return (free, total) bytes of a GPU; idle memory of the allocator counts as free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
 def _untouched(size: int) -> torch.Tensor:

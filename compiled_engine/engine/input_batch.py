@@ -40,6 +40,175 @@ NOT_TAKEN, NO_ROW = -1, -1000
 
 
 @dataclass(frozen=True)
+class InputBatch:
+    """The rows of a step, padded. Host arrays have an entry for each real row, in batch order.
+
+    Unless `rows_of_requests` is set, each request has one row.
+    """
+
+    request_ids: list[str]
+    rows: np.ndarray  # rows of the states, int32
+    query_starts: np.ndarray  # query_start_loc_R1
+    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with rows_of_requests per row, in batch order
+    samples: np.ndarray  # whether the row samples, bool
+    num_tokens: int
+    key: GraphKey | None  # the graph that the batch is padded for, or None
+    decodes_only: bool  # attention and kernels may rely on one token per row
+    num_rows: int  # padding included, like padded_tokens
+    padded_tokens: int
+    host: tuple[int, int, int]  # AttentionInputs.host_3
+    order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
+    rows_of_requests: RowsOfRequests | None = None  # set if requests may have several rows
+    variant: str = ""  # the forward's variant, see StepFeature
+    numbered: bool = False  # see the module's docstring
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def has_decode_graph(self) -> bool:
+        """Whether the graph holds the whole step, sampling included."""
+        return self.key is not None and self.key.is_decode
+
+    @cached_property
+    def num_computed(self) -> np.ndarray:
+        """The number of each row's tokens with K and V in the cache before the step, int32 [R]."""
+        num_computed_R = np.array(self.step_starts, np.int32)
+        return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
+
+
+class RowsOfRequests(Protocol):
+    """The assignment of rows to requests in a batch whose requests may have several rows."""
+
+    def result(
+        self,
+        request_ids: Sequence[str],
+        tokens_R: np.ndarray,
+        logprobs: BatchLogprobs | None,
+        extras: dict[str, dict[str, Any]],
+    ) -> RunnerOutput:
+        """Combine the rows' results into the step's output. request_ids, tokens_R: one per row, in batch order."""
+        ...
+
+
+def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
+    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
+
+    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention outside
+    of a graph gets only the real rows; padding tokens follow them. Decodes are ordered by descending context, as the
+    longest attention should not start last.
+    """
+    count, lens = len(step.request_ids), step.counts
+    request_ids, order = step.request_ids, None
+    samples_R = np.ones(count, bool) if all(step.samples) else np.array(step.samples)
+    num_tokens = sum(lens)
+    decodes_only = num_tokens == count and (key is None or key.is_decode)
+    padded_tokens = key.num_tokens if key else num_tokens
+    if decodes_only:
+        num_rows = padded_tokens
+        decodes = buffers.decodes
+        if decodes is None or not decodes.is_of(request_ids, states.generation, num_rows):
+            decodes = _longest_first(step, states, num_rows)
+            buffers.stage_decodes(decodes)
+        request_ids, rows_R, order = decodes.request_ids, decodes.rows, decodes.order
+        if order is not None:
+            samples_R = _reordered(samples_R, order)
+        starts_R1 = np.arange(count + 1, dtype=np.int32)
+        host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
+    else:
+        rows_R = states.rows(request_ids)
+        lens_R = np.array(lens, np.int32)
+        starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
+        if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
+            num_rows = key.num_requests
+            padding = np.full(num_rows - count, -1, np.int32)
+            ends = np.full(num_rows - count, padded_tokens, np.int32)
+            # Full graphs also serve numbered batches, so the row numbers must be set.
+            numbers_R = None if buffers.row_numbers_R is None else np.zeros(num_rows, np.int32)
+            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
+        else:
+            num_rows = count
+            buffers.stage_batch(rows_R, starts_R1)
+        host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
+    return InputBatch(
+        request_ids,
+        rows_R,
+        starts_R1,
+        step.starts,
+        samples_R,
+        num_tokens,
+        key,
+        decodes_only,
+        num_rows,
+        padded_tokens,
+        host,
+        order,
+    )
+
+
+def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
+    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else these values."""
+    if key is not None and key.kind is GraphKind.FULL:
+        return key.num_decodes, key.max_query_len, key.max_seq_len
+    return num_decodes, longest_query, longest_context
+
+
+def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
+    """Order a step's decodes by descending context. All contexts grow equally, so the order holds for later steps."""
+    lens_R = np.array(step.starts, np.int32)
+    request_ids, order = step.request_ids, None
+    if (lens_R[:-1] < lens_R[1:]).any():
+        longest_first_R = np.argsort(-lens_R, kind="stable")
+        request_ids = [request_ids[i] for i in longest_first_R.tolist()]
+        order = np.argsort(longest_first_R)
+    return StagedDecodes(step.request_ids, states.generation, num_rows, request_ids, states.rows(request_ids), order)
+
+
+def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Permute a step's values into the batch's order."""
+    reordered_R = np.empty_like(values_R)
+    reordered_R[order] = values_R
+    return reordered_R
+
+
+def empty_batch(
+    buffers: InputBuffers,
+    num_tokens: int,
+    num_rows: int,
+    host: tuple[int, int, int],
+    key: GraphKey | None = None,
+    *,
+    variant: str = "",
+) -> InputBatch:
+    """Return and stage a batch of padding, which has no side effects. variant: used unless the key has one."""
+    starts_R1 = padding_starts(num_tokens, num_rows)
+    no_rows = np.full(num_rows, -1, np.int32)
+    decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
+    if decodes_only:
+        buffers.stage_decodes(StagedDecodes.padding(num_rows))
+    else:
+        buffers.stage_batch(no_rows, starts_R1)
+    variant = (key and key.variant) or variant
+    batch = InputBatch(
+        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
+    )
+    numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
+    return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
+
+
+def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
+    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
+
+    All rows have one token, or all have the same larger number. If there are too few tokens, the last rows are empty;
+    tokens left over belong to no row. The lengths must be equal, because for requests without keys flash-attn 2 assumes
+    that each has the largest length, at least two, and writes out of bounds if the total exceeds the tokens.
+    """
+    each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
+    return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
+
+
+@dataclass(frozen=True)
 class StagedDecodes:
     """A batch of decodes, reused by later steps with the same requests while the states' generation is unchanged."""
 
@@ -159,6 +328,42 @@ class InputBuffers:
     def forget_staged(self) -> None:
         """Forget which batch was staged, because it did not reach the device."""
         self.decodes = self.numbered = None
+
+
+def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
+    """Return a batch's step tensors by name, padding included, as views of the buffers."""
+    sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
+    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
+    step = {
+        "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
+        "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
+    }
+    for name, first_dim, tensor in buffers.step[batch.variant]:
+        step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
+    return step
+
+
+def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
+    """Compute the batch's inputs on the device. Its staged writes must have been applied."""
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, numbered=batch.numbered)
+    if asked := buffers.asked[batch.variant]:
+        _fill(batch, states, buffers, asked)
+
+
+def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
+    """Fill the step tensors that passes declare. Raises ValueError if a pass returns values of the wrong shape."""
+    step = step_of_batch(batch, buffers)
+    step["rows_R"] = buffers.rows_R[: batch.num_rows]
+    real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
+    for tensor in asked:
+        if tensor.fill is None:
+            continue  # a feature writes this tensor
+        values, into = tensor.fill(step, states), step[tensor.name]
+        if values.shape != into.shape:
+            shapes = f"{list(values.shape)} instead of {list(into.shape)}"
+            raise ValueError(f"step tensor {tensor.name}: its fill has returned values of shape {shapes}")
+        real_rows = real[str(tensor.dims[0])].view(-1, *[1] * (into.dim() - 1))
+        into.copy_(torch.where(real_rows, values, tensor.padding))
 
 
 def prepare_inputs(
@@ -284,213 +489,8 @@ def prepare_reference(
     buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R
 
 
-class RowsOfRequests(Protocol):
-    """The assignment of rows to requests in a batch whose requests may have several rows."""
-
-    def result(
-        self,
-        request_ids: Sequence[str],
-        tokens_R: np.ndarray,
-        logprobs: BatchLogprobs | None,
-        extras: dict[str, dict[str, Any]],
-    ) -> RunnerOutput:
-        """Combine the rows' results into the step's output. request_ids, tokens_R: one per row, in batch order."""
-        ...
-
-
-@dataclass(frozen=True)
-class InputBatch:
-    """The rows of a step, padded. Host arrays have an entry for each real row, in batch order.
-
-    Unless `rows_of_requests` is set, each request has one row.
-    """
-
-    request_ids: list[str]
-    rows: np.ndarray  # rows of the states, int32
-    query_starts: np.ndarray  # query_start_loc_R1
-    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with rows_of_requests per row, in batch order
-    samples: np.ndarray  # whether the row samples, bool
-    num_tokens: int
-    key: GraphKey | None  # the graph that the batch is padded for, or None
-    decodes_only: bool  # attention and kernels may rely on one token per row
-    num_rows: int  # padding included, like padded_tokens
-    padded_tokens: int
-    host: tuple[int, int, int]  # AttentionInputs.host_3
-    order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
-    rows_of_requests: RowsOfRequests | None = None  # set if requests may have several rows
-    variant: str = ""  # the forward's variant, see StepFeature
-    numbered: bool = False  # see the module's docstring
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.request_ids)
-
-    @property
-    def has_decode_graph(self) -> bool:
-        """Whether the graph holds the whole step, sampling included."""
-        return self.key is not None and self.key.is_decode
-
-    @cached_property
-    def num_computed(self) -> np.ndarray:
-        """The number of each row's tokens with K and V in the cache before the step, int32 [R]."""
-        num_computed_R = np.array(self.step_starts, np.int32)
-        return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
-
-
-def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
-
-    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention outside
-    of a graph gets only the real rows; padding tokens follow them. Decodes are ordered by descending context, as the
-    longest attention should not start last.
-    """
-    count, lens = len(step.request_ids), step.counts
-    request_ids, order = step.request_ids, None
-    samples_R = np.ones(count, bool) if all(step.samples) else np.array(step.samples)
-    num_tokens = sum(lens)
-    decodes_only = num_tokens == count and (key is None or key.is_decode)
-    padded_tokens = key.num_tokens if key else num_tokens
-    if decodes_only:
-        num_rows = padded_tokens
-        decodes = buffers.decodes
-        if decodes is None or not decodes.is_of(request_ids, states.generation, num_rows):
-            decodes = _longest_first(step, states, num_rows)
-            buffers.stage_decodes(decodes)
-        request_ids, rows_R, order = decodes.request_ids, decodes.rows, decodes.order
-        if order is not None:
-            samples_R = _reordered(samples_R, order)
-        starts_R1 = np.arange(count + 1, dtype=np.int32)
-        host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
-    else:
-        rows_R = states.rows(request_ids)
-        lens_R = np.array(lens, np.int32)
-        starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
-        if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
-            num_rows = key.num_requests
-            padding = np.full(num_rows - count, -1, np.int32)
-            ends = np.full(num_rows - count, padded_tokens, np.int32)
-            # Full graphs also serve numbered batches, so the row numbers must be set.
-            numbers_R = None if buffers.row_numbers_R is None else np.zeros(num_rows, np.int32)
-            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
-        else:
-            num_rows = count
-            buffers.stage_batch(rows_R, starts_R1)
-        host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
-    return InputBatch(
-        request_ids,
-        rows_R,
-        starts_R1,
-        step.starts,
-        samples_R,
-        num_tokens,
-        key,
-        decodes_only,
-        num_rows,
-        padded_tokens,
-        host,
-        order,
-    )
-
-
-def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else these values."""
-    if key is not None and key.kind is GraphKind.FULL:
-        return key.num_decodes, key.max_query_len, key.max_seq_len
-    return num_decodes, longest_query, longest_context
-
-
-def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """Order a step's decodes by descending context. All contexts grow equally, so the order holds for later steps."""
-    lens_R = np.array(step.starts, np.int32)
-    request_ids, order = step.request_ids, None
-    if (lens_R[:-1] < lens_R[1:]).any():
-        longest_first_R = np.argsort(-lens_R, kind="stable")
-        request_ids = [request_ids[i] for i in longest_first_R.tolist()]
-        order = np.argsort(longest_first_R)
-    return StagedDecodes(step.request_ids, states.generation, num_rows, request_ids, states.rows(request_ids), order)
-
-
-def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Permute a step's values into the batch's order."""
-    reordered_R = np.empty_like(values_R)
-    reordered_R[order] = values_R
-    return reordered_R
-
-
 def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the masks, int32 [M, W] with M at least 1, and each request's mask index, int32 [R], -1 for none."""
     place = {request_id: index for index, request_id in enumerate(masks.request_ids)}
     index_R = np.fromiter((place.get(request_id, -1) for request_id in request_ids), np.int32, len(request_ids))
     return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R
-
-
-def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
-
-    All rows have one token, or all have the same larger number. If there are too few tokens, the last rows are empty;
-    tokens left over belong to no row. The lengths must be equal, because for requests without keys flash-attn 2 assumes
-    that each has the largest length, at least two, and writes out of bounds if the total exceeds the tokens.
-    """
-    each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
-    return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
-
-
-def empty_batch(
-    buffers: InputBuffers,
-    num_tokens: int,
-    num_rows: int,
-    host: tuple[int, int, int],
-    key: GraphKey | None = None,
-    *,
-    variant: str = "",
-) -> InputBatch:
-    """Return and stage a batch of padding, which has no side effects. variant: used unless the key has one."""
-    starts_R1 = padding_starts(num_tokens, num_rows)
-    no_rows = np.full(num_rows, -1, np.int32)
-    decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
-    if decodes_only:
-        buffers.stage_decodes(StagedDecodes.padding(num_rows))
-    else:
-        buffers.stage_batch(no_rows, starts_R1)
-    variant = (key and key.variant) or variant
-    batch = InputBatch(
-        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
-    )
-    numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
-    return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
-
-
-def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
-    """Return a batch's step tensors by name, padding included, as views of the buffers."""
-    sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
-    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
-    step = {
-        "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
-        "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
-    }
-    for name, first_dim, tensor in buffers.step[batch.variant]:
-        step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
-    return step
-
-
-def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
-    """Compute the batch's inputs on the device. Its staged writes must have been applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, numbered=batch.numbered)
-    if asked := buffers.asked[batch.variant]:
-        _fill(batch, states, buffers, asked)
-
-
-def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
-    """Fill the step tensors that passes declare. Raises ValueError if a pass returns values of the wrong shape."""
-    step = step_of_batch(batch, buffers)
-    step["rows_R"] = buffers.rows_R[: batch.num_rows]
-    real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
-    for tensor in asked:
-        if tensor.fill is None:
-            continue  # a feature writes this tensor
-        values, into = tensor.fill(step, states), step[tensor.name]
-        if values.shape != into.shape:
-            shapes = f"{list(values.shape)} instead of {list(into.shape)}"
-            raise ValueError(f"step tensor {tensor.name}: its fill has returned values of shape {shapes}")
-        real_rows = real[str(tensor.dims[0])].view(-1, *[1] * (into.dim() - 1))
-        into.copy_(torch.where(real_rows, values, tensor.padding))

@@ -19,14 +19,6 @@ OutputExtras = Callable[[Request, dict[str, Any]], dict[str, Any]]
 """The type of PlanFeature.output_extras."""
 
 
-def all_but(indices: Iterable[int], count: int) -> list[bool]:
-    """Return a mask of `count` entries, False at `indices`."""
-    chosen = [True] * count
-    for index in indices:
-        chosen[index] = False
-    return chosen
-
-
 @dataclass(slots=True)
 class Shares:
     """Requests and their shares of a step, in lists of equal length; see SchedulerOutput."""
@@ -245,3 +237,11 @@ def no_token(
         for ends in nothing_allowed:
             finish = ends(request) or finish
     return finish
+
+
+def all_but(indices: Iterable[int], count: int) -> list[bool]:
+    """Return a mask of `count` entries, False at `indices`."""
+    chosen = [True] * count
+    for index in indices:
+        chosen[index] = False
+    return chosen
