@@ -124,7 +124,7 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Drop the oldest adapters beyond max_cpu_loras that were read but not loaded; their requests may have ended."""
+        """Drop the oldest adapters beyond max_cpu_loras that were read but never loaded: their requests may be over."""
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
             del self._reading[digest]
