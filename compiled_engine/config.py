@@ -360,7 +360,8 @@ class SpeculationConfig:
     def rare(self) -> tuple[int, ...]:
         """The `query_lens` of rare steps, which have graphs of fewer sizes.
 
-        With a fixed number of drafts these are steps without drafts; with an adaptive one, all but none and the most.
+        If the number of drafts is fixed, steps without drafts are rare. If it adapts, the numbers between none and the
+        most are rare.
         """
         if self.adapts:
             return self.verified[:-1]

@@ -237,10 +237,11 @@ class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """Scheduler to runner: one step of R requests, in lists of R entries, decodes first.
+    """Scheduler to runner: one step of R requests, in lists of R entries.
 
-    Request i computes `counts[i]` tokens from position `starts[i]` on. The last of them may be the token that the
-    previous step samples, whose id the scheduler does not know yet.
+    Requests with as many tokens as a decode, usually one, come first. Request i computes `counts[i]` tokens from
+    position `starts[i]` on. The last of them may be the token that the previous step samples, whose id the scheduler
+    does not know yet.
 
     In an engine whose steps may yield several tokens per request, a decode computes its newest token and guesses of the
     tokens ahead of it. Then `starts[i]` is an upper bound while a step in flight samples the request: only the device
@@ -257,8 +258,8 @@ class SchedulerOutput:
     # Additional blocks in each KV group, for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     samples_late: bool = False  # sampling awaits the step's TokenMasks
-    # A single step: each request has one row, without guesses, and yields exactly one token; these requests have no
-    # guesses in later steps either.
+    # A single step: each request has one row, without guesses, and yields one token if it samples. Its requests have
+    # no guesses in later steps either.
     single: bool = False
     extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
 

@@ -163,7 +163,7 @@ class Request:
 
     @property
     def yields_single_tokens(self) -> bool:
-        """Whether `yield_single_tokens` has taken effect on a request that would otherwise have drafts."""
+        """Whether the request has stopped drafting, see `yield_single_tokens`."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:

@@ -15,7 +15,7 @@ from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 
 
 class GraphKind(Enum):
-    """What a graph holds. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
+    """The content of a graph. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
 
     FULL = "full"  # the whole forward, attention included
     PIECEWISE = "piecewise"  # the compiled pieces between attention ops

@@ -206,7 +206,7 @@ def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
 
 
 class Fallback(Enum):
-    """Why a batch runs without a graph although graphs are enabled."""
+    """Reasons why a batch runs without a graph although graphs are enabled."""
 
     NO_SUCH_GRAPH = "the mode captures only decodes"
     TOO_LARGE = "larger than every captured size"

@@ -50,7 +50,7 @@ class DraftingRows:
 
 
 class DraftingSteps:
-    """Finds the drafting rows of steps; reuses those of the previous step while the same requests decode."""
+    """Finds the drafting rows of steps, and reuses them while the same requests decode."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states

@@ -1,4 +1,4 @@
-"""The device parts of speculation: the feature that verifies drafts, and the choice of the one that makes them."""
+"""The device parts of speculation: a feature that verifies drafts, and the choice of a feature that makes them."""
 
 from __future__ import annotations
 
