@@ -1,10 +1,10 @@
 """The KV cache manager: gives requests their blocks and other resources, and shares the blocks of common prefixes.
 
 Only full blocks are shared. A block can be found once the step that fills it is scheduled and its tokens are known.
-Requests admitted to that same step (copies of one prompt, for example) only find blocks filled by prompt chunks: a step
-with such a chunk writes K and V of all tokens before any query attends, whereas a step of decodes may write and attend
-in one kernel, in any order of requests. A block completed by a decode can therefore be found from the next step on;
-`Scheduler.schedule` keeps this rule.
+Requests admitted to that same step (copies of one prompt, for example) only find blocks filled by chunks longer than a
+decode: a step with such a chunk writes K and V of all tokens before any query attends, whereas a step of decodes may
+write and attend in one kernel, in any order of requests. A block completed by a decode, or a chunk as short, can
+therefore be found from the next step on; `Scheduler.schedule` keeps this rule.
 
 Blocks are released at once, although steps in flight may still write to them. Steps run in the order they were
 scheduled in, so a block's next holder writes later and reads only its own writes. A write in flight cannot spoil a

@@ -172,7 +172,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
 
 
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Return the batches that the warm-up runs: not decodes with a graph that have several rows or short contexts.
+    """Return the batches that the warm-up runs: all but decodes with a graph and several rows or short contexts.
 
     Other decodes are warmed up although they have graphs, because a step with prompts computes the logits of equally
     many rows without a graph.
@@ -344,7 +344,7 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 @torch.inference_mode()
 def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
-    """Dry-run the forwards that serve a batch: the one that ends at hidden states, and the one that ends at logits."""
+    """Dry-run a batch's forwards: to hidden states, and to logits if the forward for few tokens ends there."""
     for variant in forward.model.variants:
         asked = forward.buffers.asked[variant]
         empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
