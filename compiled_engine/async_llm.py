@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine for many callers of one event loop, its core in a process of its own."""
+"""`AsyncLLM`: the engine for many concurrent callers on an event loop, with its core in a separate process."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ _POLL_S = 0.01
 CoreKind = Literal["process", "in_process"]
 CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
 _EXIT_S = 30.0
-# How often the core is asked whether an adapter has been read.
+# Interval at which the core is asked whether an adapter has been read.
 _ADAPTER_POLL_S = 0.02
 Prepared = TypeVar("Prepared")
 
 
 class AsyncLLM:
-    """An engine with a model loaded, compiled and ready, for thousands of requests at once.
+    """An engine with a model loaded, compiled and ready, for thousands of concurrent requests.
 
-    model, options, progress: as for `LLM`. core: "process", a process of its own, or "in_process", a thread of this
-    one. Token masks need "in_process", and so do logits processors that are not given as "package.module:Name". Or a
-    CoreChild, which can be made before this class is imported, so that both processes import at the same time.
+    model, options, progress: see `LLM`. core: "process" runs the core in a separate process, "in_process" in a thread.
+    Token masks need "in_process", and so do logits processors that are not given as "package.module:Name". A CoreChild
+    is a process that was started before this class was imported, so that both processes import at the same time.
 
     Raises what `LLM` raises; EngineDeadError if the core's process ends before it is ready. The constructor waits for
     the core; `await AsyncLLM.start(...)` does not block the event loop. Make all calls on one event loop at a time.
@@ -108,7 +108,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> AsyncLLM:
-        """Construct an engine as scripts for vLLM do, from `EngineArgs`."""
+        """Construct an engine from `EngineArgs`, like scripts for vLLM do."""
         return cls(**engine_args.keywords())
 
     @classmethod
@@ -129,8 +129,8 @@ class AsyncLLM:
         self._numbers = count()
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
-        self._has_vocabulary = False  # the core, of the tokenizer
-        self._loaded_adapters: set[str] = set()  # that the core has, as far as is known, by digest
+        self._has_vocabulary = False  # the core has the tokenizer's vocabulary
+        self._loaded_adapters: set[str] = set()  # digests of adapters that the core probably has
 
     def generate(
         self,
@@ -142,11 +142,12 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt, given as for `LLM.generate`; the last output has `finished`.
+        """Complete one prompt; yields outputs, of which the last has `finished`. prompt: see `LLM.generate`.
 
-        request_id: the outputs' request_id; None for a new one. lora_request: its adapter, where enable_lora is True.
-        output: "cumulative": all so far, whenever it has grown; "delta": what is new since the output before, of those
-            completions that have grown (cumulative_logprob stays cumulative); "final": only the end.
+        request_id: the outputs' request_id; None for a new one. lora_request: its adapter; requires enable_lora.
+        output: "cumulative": outputs have the whole completions so far; "delta": only the new part of completions that
+            have grown since the previous output (cumulative_logprob stays cumulative); "final": there is one output, at
+            the end.
 
         Cancelling or closing the iterator ends the request. A slow reader gets several tokens at once. The first
         output raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
@@ -177,7 +178,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one conversation, given as for `LLM.chat`; otherwise as `generate`."""
+        """Continue one conversation. Arguments of the conversation: see `LLM.chat`; others: see `generate`."""
 
         def render(is_stopped: Stopped) -> Prompt:
             tokenizer = self._require_tokenizer()
@@ -206,9 +207,9 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool one or many prompts, as `LLM.encode`. Cancelling it ends its requests, and work on their texts.
+        """Compute vectors like `LLM.encode`. Cancelling the call ends its requests and the preparation of their texts.
 
-        Raises TimeoutError or ValueError for what is beyond the bounds.
+        Raises TimeoutError or ValueError if the work exceeds the bounds.
         """
         return results(
             await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority, bounds, lora_request)
@@ -217,13 +218,13 @@ class AsyncLLM:
     async def embed(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt, as `LLM.embed`; others: prompt_name, priority and lora_request."""
+        """Return embeddings like `LLM.embed`. others: prompt_name, priority and lora_request."""
         return embeddings(await self._encoded(prompts, pooling_params, "embed", **others))
 
     async def classify(
         self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
     ) -> list[ClassificationRequestOutput]:
-        """Probabilities of each label for each prompt, as `LLM.classify`; others: priority and lora_request."""
+        """Return probabilities of labels like `LLM.classify`. others: priority and lora_request."""
         return classifications(await self._encoded(prompts, pooling_params, "classify", **others))
 
     async def score(
@@ -238,8 +239,10 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """A score for each pair, as `LLM.score`. cache_salt: only pairs of one salt share a cached prefix. Cancelling
-        it, and bounds: as for `encode`."""
+        """Return scores of pairs like `LLM.score`. Cancelling the call, and bounds: see `encode`.
+
+        cache_salt: only pairs with the same salt share a cached prefix.
+        """
         processor = self._pooler()
 
         def prepare(is_stopped: Stopped) -> Scoring:
@@ -265,9 +268,9 @@ class AsyncLLM:
                 self._client.set_vocabulary(vocabulary)
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
-        """Have the core read an adapter into host memory, as its first request would; returns its digest.
+        """Have the core load an adapter into host memory, before its first request does; returns its digest.
 
-        Raises TypeError, ValueError or OSError for what is no adapter, or does not fit the model.
+        Raises TypeError, ValueError or OSError if it is no adapter, or does not fit the model.
         """
         self._attach()
         adapter = await asyncio.to_thread(self._parts.inputs.adapters.find, lora_request)
@@ -275,13 +278,13 @@ class AsyncLLM:
         return adapter.digest
 
     async def unload_adapter(self, digest: str) -> None:
-        """Drop an adapter from host memory, once no request uses it any more."""
+        """Drop an adapter from host memory when no request uses it any more."""
         self._attach()
         self._loaded_adapters.discard(digest)
         await self._client.call("unload_adapter", digest=digest)
 
     async def _find_adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None) -> None:
-        """Read what was not read yet, each in a thread of its own, since it may take long."""
+        """Read the adapters that were not read yet, each in a separate thread, since that may take long."""
         adapters = self._parts.inputs.adapters
         requests: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
         for request in requests:
@@ -293,7 +296,7 @@ class AsyncLLM:
             await self._load_adapter(adapter)
 
     async def _load_adapter(self, adapter: AdapterRef) -> None:
-        """An error of a request that was sent would come as its output. Later requests load it again by themselves."""
+        """Load an adapter before its request is sent, so that an error is raised here instead of ending the request."""
         if adapter.digest in self._loaded_adapters:
             return
         try:
@@ -307,36 +310,36 @@ class AsyncLLM:
         self._loaded_adapters.add(adapter.digest)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its iterator gives a last output with finish_reason "abort". Nothing if it is not known."""
+        """End a request: its iterator yields a last output with finish_reason "abort". An unknown id has no effect."""
         self._owner.require_here()
         self._client.abort(self._streams.abort(request_id))
 
     async def metrics(self) -> dict[str, Any]:
-        """The core's metrics since its start, as in `LLM.metrics`, and api_processes, the number of its clients."""
+        """Return the metrics of `LLM.metrics`, and api_processes, the number of the core's clients."""
         self._attach()
         metrics: dict[str, Any] = await self._client.call("metrics")
         return metrics
 
     async def reset_prefix_cache(self) -> None:
-        """Forget which prompts the KV cache holds; requests under way go on as they are."""
+        """Empty the prefix cache; running requests are not affected."""
         self._attach()
         await self._client.call("reset_prefix_cache")
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if the core has ended."""
+        """Raise EngineDeadError if the core has ended."""
         self._attach()
         if self.errored is not None:
             raise EngineDeadError(self.errored)
 
     async def wait_dead(self) -> str:
-        """Wait until the core ends, or `shutdown`; the reason."""
+        """Wait until the core ends, or `shutdown` is called; returns the reason."""
         self._attach()
         return await self._client.wait_dead()
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Take no more requests, and wait until those under way have ended; after `timeout_s` abort them.
+        """Refuse new requests with RuntimeError, and wait for the unfinished ones; abort them after timeout_s.
 
-        Returns how many were aborted. `generate` raises RuntimeError from now on.
+        Returns the number of aborted requests.
         """
         self._owner.require_here()
         self._draining = True
@@ -348,9 +351,9 @@ class AsyncLLM:
         return left
 
     async def shutdown(self) -> None:
-        """End the core and free the device; requests under way get EngineDeadError. May be called again.
+        """End the core and free the device; unfinished requests get EngineDeadError. May be called again.
 
-        In a fork of the process that made it nothing happens: the core is the other's.
+        Does nothing in a fork of the process that made the engine, because the core belongs to that process.
         """
         if not self._owner.is_here:
             return
@@ -361,7 +364,7 @@ class AsyncLLM:
 
     @property
     def errored(self) -> str | None:
-        """Why the engine is of no use any more; None while it is."""
+        """The reason why the engine no longer works; None while it does."""
         return self._client.dead
 
     @property
@@ -371,13 +374,14 @@ class AsyncLLM:
 
     @property
     def limits(self) -> RequestLimits:
-        """The limits of a request."""
+        """The engine's limits on requests."""
         return self._parts.limits
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None with skip_tokenizer_init, or if the checkpoint has none. `tokenizer.hf` is transformers'
-        object.
+        """The tokenizer; None with skip_tokenizer_init or if the checkpoint has none.
+
+        `tokenizer.hf` is transformers' object.
         """
         return self._parts.tokenizer
 
@@ -388,11 +392,11 @@ class AsyncLLM:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests of this object that are under way."""
+        """Number of this object's unfinished requests."""
         return self._streams.num_unfinished
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of what is used when no sampling_params are given, to be changed and given."""
+        """Return a copy of the parameters that are used when no sampling_params are given."""
         return self._parts.default_sampling_params.clone()
 
     async def _run(
@@ -442,8 +446,10 @@ class AsyncLLM:
     async def _prepared(
         self, size: int, prepare: Callable[[Stopped], Prepared], *, apart: bool = False, seconds: float | None = None
     ) -> Prepared:
-        """Return the result of prepare, run in a thread if texts are long, or `apart`. size: their characters. In a
-        thread the work ends with its time, or if this is cancelled."""
+        """Return the result of `prepare`, which runs in a thread if the texts are long or `apart` is set.
+
+        size: characters of the texts. seconds: time limit of the thread's work. Cancelling the call ends the work, too.
+        """
         if not apart and size < LONG_TEXT:
             return prepare(never)
         is_over = threading.Event()
@@ -479,7 +485,7 @@ class AsyncLLM:
         return await self._pooled(await self._prepared(num_characters(prompts), prepare, seconds=bounds.seconds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
-        """Run requests together; they themselves as they have ended, in their order."""
+        """Run pooling requests together; returns them in their order when all have ended."""
         await self._load_adapters(requests)
         streams = [self._streams.add(request, "final") for request in requests]
         try:
@@ -491,7 +497,7 @@ class AsyncLLM:
         return ended
 
     def _leave(self, streams: Sequence[RequestStream]) -> None:
-        """Stop following requests, and end them; in a fork they go on, for their reader in the other process."""
+        """Stop reading requests, and end them. In a fork they continue, for their reader in the original process."""
         left = [request_id for stream in streams for request_id in self._streams.remove(stream)]
         if self._owner.is_here:
             self._client.abort(left)
@@ -508,7 +514,7 @@ class AsyncLLM:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)
 
     def _attach(self) -> None:
-        """Serve the running event loop; requests of an earlier, ended loop end."""
+        """Attach to the running event loop. Requests of an earlier loop that has ended are ended."""
         self._owner.require_here()
         loop = asyncio.get_running_loop()
         before = self._client.loop
@@ -534,7 +540,7 @@ class AsyncLLM:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """`token_masks`: where a request's mask is put before the request is sent; None if the core is elsewhere."""
+    """The parts of an AsyncLLM."""
 
     core: RunningCore
     client: CoreClient
@@ -545,6 +551,7 @@ class EngineParts:
     inputs: InputProcessor
     pooling: PoolingProcessor | None
     default_sampling_params: SamplingParams
+    # Requests' masks, put here before a request is sent; None unless the core is in this process.
     token_masks: dict[str, TokenMask] | None = None
 
 
@@ -582,8 +589,9 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
 
 
 def join_engine(address: str | os.PathLike[str]) -> EngineParts:
-    """Connect to a core that another process has started. Raises OSError, or EngineDeadError if it ends during the
-    connection.
+    """Connect to a core that another process has started.
+
+    Raises OSError, or EngineDeadError if the core ends meanwhile.
     """
     running = ForeignCore(address)
     try:
@@ -634,7 +642,7 @@ def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer
 
 
 def _names(logits_processors: tuple[Any, ...]) -> tuple[str, ...]:
-    """Raises ValueError unless all are given by their names."""
+    """Return the names of logits processors. Raises ValueError if one is not given by its name."""
     for index, given in enumerate(logits_processors):
         if not isinstance(given, str):
             raise ValueError(

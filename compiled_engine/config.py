@@ -1,6 +1,6 @@
-"""The resolved configuration: frozen, complete, and never rewritten; and how its values are written as JSON.
+"""The resolved configuration, which is frozen, complete and never rewritten, and its representation in JSON.
 
-`resolve/` computes these values from a user's options; every part of the engine reads them here.
+`resolve/` computes it from the user's options (options.py), and every part of the engine reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RopeConfig:
 
     @property
     def angle_scale(self) -> float:
-        """The factor of cos and sin; other than 1 in YaRN (Peng et al., 2023) alone."""
+        """The factor of cos and sin; it is 1 except in YaRN (Peng et al., 2023)."""
 
         def magnitude(mscale: float) -> float:
             return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -53,18 +53,14 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks that compute each layer together, one per device, and their executor: in_process, multiprocess, or ray,
-    where a cluster has the replicas, and each replica uses one of the other executors.
+    """How the model is distributed over devices and processes."""
 
-    data_parallel_size: replicas of the whole, each with separate devices and requests. stage_layers: number of layers
-    (attentions) in each pipeline stage; empty for a single stage. collectives: auto or nccl, without symmetric memory.
-    """
-
-    tensor_parallel_size: int
+    tensor_parallel_size: int  # ranks that compute each layer together, one per device
+    # in_process, multiprocess, or ray: replicas in a cluster, each of which uses one of the other executors
     executor: str
-    data_parallel_size: int = 1
-    stage_layers: tuple[int, ...] = ()
-    collectives: str = "auto"
+    data_parallel_size: int = 1  # replicas, each with separate devices and requests
+    stage_layers: tuple[int, ...] = ()  # number of layers (attentions) in each pipeline stage; empty for a single stage
+    collectives: str = "auto"  # auto, or nccl: without symmetric memory
 
     @property
     def num_stages(self) -> int:
@@ -72,30 +68,29 @@ class ParallelConfig:
 
     @property
     def has_replicas(self) -> bool:
-        """Return whether requests are divided among cores in separate processes, here or elsewhere."""
+        """Whether requests are divided among cores in separate processes, on this host or others."""
         return self.data_parallel_size > 1 or self.executor == "ray"
 
     @property
     def devices_per_replica(self) -> int:
-        """Devices that a replica runs on."""
+        """Number of devices of a replica."""
         return self.tensor_parallel_size * self.num_stages
 
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A model with transformers' code of this version; `config` is the text of its config.json."""
+    """A model that runs transformers' code."""
 
-    version: str
-    config: str
+    version: str  # of transformers
+    config: str  # text of the model's config.json
 
 
 @dataclass(frozen=True)
 class RowState:
-    """A state of a layer's recurrence, of which each running request has one; `name`, `dtype`: of the tensor of all, a
-    buffer of the model; `shape`: of one."""
+    """A recurrent state of a layer. A buffer of the model has a row of it for each running request."""
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the buffer
+    shape: tuple[int, ...]  # of a row
     dtype: str
 
     @property
@@ -106,52 +101,43 @@ class RowState:
 
 @dataclass(frozen=True)
 class Recurrences:
-    """The states of a model's recurrences. Their tensors have `num_rows` rows, as many as requests may run, and behind
-    them `num_snapshots` for the prefix cache; 0: it is off."""
+    """The states of a model's recurrences."""
 
     states: tuple[RowState, ...]
-    num_rows: int = 0
-    num_snapshots: int = 0
+    num_rows: int = 0  # rows of each state, one per running request
+    num_snapshots: int = 0  # further rows, for the prefix cache; 0: no prefix caching
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all states of a request, or of a snapshot."""
+        """Bytes of all states of a request or a snapshot."""
         return sum(state.row_bytes for state in self.states)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture of experts in the place of an MLP: each token goes to `per_token` of `count` experts, gated MLPs of
-    `intermediate_size`. renormalise: the weights of the chosen ones add up to 1. `dense_layers` have an MLP instead.
-    A model without experts has a count of 0.
-    """
+    """Mixture of experts in place of an MLP: each token goes to `per_token` of `count` gated MLPs."""
 
-    count: int = 0
+    count: int = 0  # 0: a model without experts
     per_token: int = 0
     intermediate_size: int = 0
-    renormalise: bool = False
-    dense_layers: tuple[int, ...] = ()
+    renormalise: bool = False  # the chosen experts' weights add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP instead
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head that drafts from hidden states of another model (EAGLE-3).
+    """A head that drafts from hidden states of the engine's model (EAGLE-3)."""
 
-    It reads `num_aux_layers` of them at each position, `target_size` elements each. vocab_size: of its logits, at most
-    that of the model. norm_before_residual: its layer adds to the norm of what it reads, instead of to what it reads.
-    norm_before_fc: the hidden states are normalised together first.
-    """
-
-    target_size: int
-    num_aux_layers: int
-    vocab_size: int
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
+    target_size: int  # elements of a hidden state
+    num_aux_layers: int  # hidden states read at each position
+    vocab_size: int  # of its logits, at most the model's
+    norm_before_residual: bool = False  # the residual is the normed input of its layer, instead of the input
+    norm_before_fc: bool = False  # the concatenated hidden states are normed first
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Query heads and K/V heads of a layer, and the elements of each; all 0 in a layer without attention."""
+    """The heads of a layer; all values are 0 in a layer without attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -160,29 +146,11 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a transformer as its checkpoint states it, and how it is run.
-
-    `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
-    `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
-    `transformers`: set where transformers' code is run; None for a textbook model. `rope`, biases, `rms_norm_eps` and
-    `intermediate_size` say nothing then.
-    `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
-    and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
-    attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
-    `quantisation`: None where weights are in dtype.
-    `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
-    `wrapper`: the multimodal architecture whose checkpoint the text model is part of; None for a checkpoint of its own.
-    `pooling`: None for a model that generates. `recurrences`: None where every layer attends and does nothing else.
-    `causal`: False for an encoder, whose tokens see later ones too, so that a text is computed in one step and nothing
-    is cached; its windows count the keys on either side. `token_types`: how many types its tokens may have, 0 where
-    they have none. `merged_adapter`: folder of an adapter that is merged into the weights while they are loaded.
-    `head`: set for a head that drafts, whose `vocab_size` is that of its embedding.
-    `overrides`: values in the place of those in config.json, as JSON; empty for none.
-    """
+    """The shape of a transformer as its checkpoint states it, and how it is run."""
 
     path: Path
-    hub_name: str | None
-    revision: str | None
+    hub_name: str | None  # repository on the Hugging Face Hub; None for a folder
+    revision: str | None  # its commit
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -198,36 +166,40 @@ class ModelConfig:
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
+    # Keys that a query sees in each layer, itself included, None for all; in an encoder, keys on either side.
     sliding_windows: tuple[int | None, ...]
     dtype: torch.dtype
     max_model_len: int
     load_format: str
     seed: int
+    # Set if transformers' code is run; then rope, biases, rms_norm_eps and intermediate_size have no effect. None for a
+    # textbook model.
     transformers: TransformersModel | None = None
-    layer_heads: tuple[HeadShape, ...] | None = None
-    attention_scale: float | None = None
-    attention_soft_cap: float = 0.0
-    attention_sinks: bool = False
-    logit_soft_cap: float = 0.0
-    local_rope_theta: float | None = None
+    layer_heads: tuple[HeadShape, ...] | None = None  # None: all layers have num_heads, num_kv_heads and head_dim
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_soft_cap: float = 0.0  # see attention.inputs.Scoring; 0: none
+    attention_sinks: bool = False  # see attention.inputs.Scoring
+    logit_soft_cap: float = 0.0  # a soft cap of logits; 0: none
+    local_rope_theta: float | None = None  # unscaled theta of layers with a window, if it differs (Gemma 3)
     experts: ExpertsConfig = ExpertsConfig()
-    quantisation: Quantisation | None = None
-    wrapper: str | None = None
-    pooling: Pooling | None = None
+    quantisation: Quantisation | None = None  # None: weights are in dtype
+    wrapper: str | None = None  # the multimodal architecture whose checkpoint has the model, if any
+    pooling: Pooling | None = None  # None: the model generates
+    # False for an encoder: tokens see later ones too, so a text is computed in one step, and nothing is cached.
     causal: bool = True
-    token_types: int = 0
-    recurrences: Recurrences | None = None
-    merged_adapter: Path | None = None
-    head: HeadConfig | None = None
-    overrides: str = ""
+    token_types: int = 0  # number of token types; 0: tokens have no types
+    recurrences: Recurrences | None = None  # None: no layer has a recurrent state
+    merged_adapter: Path | None = None  # folder of an adapter that is merged into the weights when they are loaded
+    head: HeadConfig | None = None  # set for a draft head, whose vocab_size is that of its embedding
+    overrides: str = ""  # values that replace those in config.json, as JSON
 
     @property
     def num_mlps(self) -> int:
-        """Layers with an MLP of their own instead of experts."""
+        """Number of layers with an MLP instead of experts."""
         return len(self.experts.dense_layers) if self.experts.count else self.num_layers
 
     def heads_of(self, layer: int) -> HeadShape:
-        """The heads of a layer."""
+        """Return the heads of a layer."""
         if self.layer_heads is not None:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
@@ -235,7 +207,7 @@ class ModelConfig:
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> list[tuple[int, int, int, int, int]]:
-        """The shape of each layer's KV cache; an encoder has none. dtype: of its tensors, None for the model's."""
+        """Return the shape of each layer's KV cache; an encoder has none. dtype: the cache's; None: the model's."""
         if not self.causal:
             return []
         heads = map(self.heads_of, range(self.num_layers))
@@ -244,79 +216,65 @@ class ModelConfig:
 
     @property
     def yields_tokens(self) -> bool:
-        """Return whether requests get tokens; others get vectors."""
+        """Whether requests get tokens; otherwise they get vectors."""
         return self.pooling is None
 
     @property
     def implementation(self) -> str:
-        """The origin of the model's code: textbook or transformers."""
+        """Origin of the model's code: textbook or transformers."""
         return "textbook" if self.transformers is None else "transformers"
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. `num_blocks` None means: as many as the memory budget holds.
+    """The paged KV cache."""
 
-    kv_dtype: auto for the dtype of the model, or the name of a format of 8 bits, see kv_format.
-    """
-
-    block_size: int
-    num_blocks: int | None
+    block_size: int  # tokens per block
+    num_blocks: int | None  # None: as many as the memory budget holds
     gpu_memory_utilization: float
     enable_prefix_caching: bool
-    kv_dtype: str = AUTO
+    kv_dtype: str = AUTO  # auto: the model's dtype; or the name of an 8-bit format, see kv_format
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first).
-
-    `max_prefill_tokens`: most prompt tokens in a step with other running requests, while few requests wait; None for no
-    limit.
-    """
+    """The scheduler's policy and the limits of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    policy: str
+    policy: str  # fcfs (first come, first served) or priority (lower value first)
     async_scheduling: bool = False
+    # Most prompt tokens in a step with other running requests, while few requests wait; None: no limit.
     max_prefill_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA adapters of requests. `max_loras`: slots on the device, so as many adapters may be in a step, each of a rank
-    up to `max_lora_rank`. `max_cpu_loras`: copies in host memory of adapters that no request uses are dropped beyond.
-    """
+    """LoRA adapters of requests."""
 
-    max_loras: int
+    max_loras: int  # slots on the device, which is the most adapters in a step
     max_lora_rank: int
-    max_cpu_loras: int
+    max_cpu_loras: int  # copies in host memory beyond which unused adapters are dropped
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Options of compilation. `passes` are the enabled FX passes in their fixed order.
-
-    `ranges`: token counts (first, last), ascending, that are separate compile ranges, which return the logits of every
-    token. `strict`: a pass below its contract is an error. `verify`: each rewrite is executed and compared.
-    `workers`: processes that compile pieces; 0 compiles them in this one. `plugins`: modules that register passes.
-    """
+    """Options of compilation."""
 
     enabled: bool
-    passes: tuple[str, ...]
+    passes: tuple[str, ...]  # enabled FX passes, in their fixed order
+    # Token counts (first, last) that are compiled separately, ascending; these forwards return every token's logits.
     ranges: tuple[tuple[int, int], ...]
-    strict: bool
-    verify: bool
-    workers: int
+    strict: bool  # a pass that matches less than its contract is an error
+    verify: bool  # execute each rewrite, and compare the results
+    workers: int  # processes that compile pieces; 0: compile in this process
     cache_dir: Path | None
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()  # modules that register passes
 
 
 class GraphMode(Enum):
-    """Graph modes: batches that replay graphs, and the graphs' content (see docs/cuda_graphs.md); RECORDED on a CPU,
-    others on CUDA.
-    """
+    """Which batches replay graphs, and what the graphs hold, see docs/cuda_graphs.md. RECORDED is for CPUs."""
 
     NONE = "none"
     PIECEWISE = "piecewise"
@@ -328,40 +286,35 @@ class GraphMode(Enum):
 
     @property
     def captures_decodes(self) -> bool:
-        """Return whether batches of decodes have separate full graphs."""
+        """Whether batches of decodes have separate full graphs."""
         return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
 
     @property
     def captures_mixed(self) -> bool:
-        """Return whether there are graphs for any batch."""
+        """Whether there are graphs for any batch."""
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """Graphs: the mode, and the captured sizes on CUDA, ascending.
-
-    `decode_sizes`: numbers of decodes with full graphs. `token_sizes`: token counts of other batches with graphs of the
-    mode. `short_decodes`: (decodes, tokens), numbers of decodes with contexts up to this many tokens, with separate
-    graphs; `short_verified`: the same of requests whose drafts are verified.
-    """
+    """The graph mode and the sizes of captured CUDA graphs, all ascending."""
 
     mode: GraphMode
-    decode_sizes: tuple[int, ...] = ()
-    token_sizes: tuple[int, ...] = ()
+    decode_sizes: tuple[int, ...] = ()  # numbers of decodes
+    token_sizes: tuple[int, ...] = ()  # token counts of other batches
+    # (decodes, most tokens of a context) of additional decode graphs for short contexts, without and with drafts
     short_decodes: tuple[tuple[int, int], ...] = ()
     short_verified: tuple[tuple[int, int], ...] = ()
 
     @property
     def captures(self) -> bool:
-        """Return whether there is anything to capture on CUDA."""
+        """Whether there are CUDA graphs to capture."""
         return bool(self.decode_sizes or self.token_sizes)
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft model or a head, how it is compiled, and its graphs; all else is the engine's: dtype, cache, ranks,
-    attention."""
+    """A draft model or draft head. It shares the engine's dtype, cache options, ranks and attention backend."""
 
     model: ModelConfig
     compile: CompileConfig
@@ -370,78 +323,70 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Drafts, up to `num_tokens` a request and step, that are verified together with its newest token; 0: none.
+    """Speculative decoding: drafts that are verified together with a request's newest token."""
 
-    method: ngram, which drafts what followed the last `lookup_min` to `lookup_max` tokens where they came before, or
-    draft_model or eagle3, with `draft`. acceptance_rates: drafts are not compared, but accepted at random; entry i is
-    the share of drafts whose first i + 1 tokens are. Empty where drafts are compared. aux_layers: the layers of the
-    model whose inputs a head drafts from, in the order in which it reads them; empty without a head. adapts: a step has
-    as many drafts as pay, by measured times and acceptance. sharpnesses: factors on a head's logits with which drafts
-    are sampled; of several the best is found by acceptance.
-    """
-
-    method: str = "none"
-    num_tokens: int = 0
-    lookup_max: int = 0
+    method: str = "none"  # none, ngram, draft_model or eagle3
+    num_tokens: int = 0  # most drafts per request and step
+    lookup_max: int = 0  # for ngram: most and fewest last tokens to find an earlier occurrence of
     lookup_min: int = 0
-    draft: DraftConfig | None = None
+    draft: DraftConfig | None = None  # the draft model or head
+    # If not empty, drafts are accepted at random, not by comparison: entry i is the probability of at least i + 1.
     acceptance_rates: tuple[float, ...] = ()
-    aux_layers: tuple[int, ...] = ()
-    adapts: bool = False
-    sharpnesses: tuple[float, ...] = (1.0,)
+    aux_layers: tuple[int, ...] = ()  # the model's layers whose inputs a head reads, in the order of reading
+    adapts: bool = False  # choose the number of drafts of each step by measured times and acceptance
+    sharpnesses: tuple[float, ...] = (1.0,)  # factors on a head's logits for sampling drafts; the best one is found
 
     @property
     def skips_head(self) -> bool:
-        """Return whether there is a head, and steps that it does not read."""
+        """Whether steps may skip the draft head."""
         return self.adapts and len(self.aux_layers) > 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of drafts that steps may have, ascending."""
+        """The numbers of drafts per request that steps may have, ascending."""
         return draft_lengths(self.num_tokens) if self.adapts else (self.num_tokens,)
 
     @property
     def verified(self) -> tuple[int, ...]:
-        """The numbers of a request's newest token and drafts that steps may verify, ascending."""
+        """The numbers of rows per request, newest token and drafts, in steps that verify drafts, ascending."""
         return tuple(1 + length for length in self.lengths if length)
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """The numbers of rows that each request may have in a step of decodes, ascending."""
+        """The numbers of rows per request that steps of decodes may have, ascending."""
         return (1, *self.verified)
 
     @property
     def rare(self) -> tuple[int, ...]:
-        """Of `query_lens`, those of few steps, which have graphs of few sizes: one row of each request where the number
-        of drafts is fixed, and where it is chosen those between no drafts and the most."""
+        """The `query_lens` of rare steps, which have graphs of fewer sizes.
+
+        If the number of drafts is fixed, steps without drafts are rare. If it adapts, the numbers between none and the
+        most are rare.
+        """
         if self.adapts:
             return self.verified[:-1]
         return (1,) if self.num_tokens else ()
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Sizes of the graphs of steps without drafts that a head reads which may rest: those of its own graphs. None
-        for any other engine."""
+        """Capture sizes for steps without drafts that the draft head reads; None unless steps may skip the head."""
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """The numbers of drafts between which a step chooses: `most`, and each half of the one before, rounded down, to 0.
+    """Return the numbers of drafts that an adaptive step may have: `most`, repeatedly halved and rounded down, to 0.
 
-    Each is measured, and has graphs of its own.
+    There are few, because each must be measured and has its own graphs.
     """
     return tuple(most >> power for power in range(most.bit_length(), -1, -1))
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The whole configuration. `reasons` maps dotted names of chosen fields to the reason of their value.
-
-    `tokenizer`: its folder, None for the model's own. `adapters`: None if requests have none.
-    """
+    """The whole configuration of an engine."""
 
     model: ModelConfig
-    tokenizer: Path | None
+    tokenizer: Path | None  # its folder; None for the model's
     cache: CacheConfig
     scheduler: SchedulerConfig
     compile: CompileConfig
@@ -449,9 +394,9 @@ class EngineConfig:
     parallel: ParallelConfig
     device: torch.device
     attention_backend: str
-    reasons: dict[str, str]
+    reasons: dict[str, str]  # reasons of automatically chosen values, by dotted field name
     speculation: SpeculationConfig
-    adapters: AdapterConfig | None
+    adapters: AdapterConfig | None  # None: requests have no adapters
 
     @property
     def max_new_tokens_per_step(self) -> int:
@@ -460,29 +405,29 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most tokens ahead of a request's newest one that a step computes."""
+        """Most guesses ahead of a request's newest token that a step computes."""
         return self.speculation.num_tokens
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """The numbers of rows that each request may have in a step of decodes, if that is more than one; ascending."""
+        """The numbers of rows per request that steps of decodes may have, without one row, ascending."""
         return self.speculation.verified
 
     @property
     def rare_query_lens(self) -> tuple[int, ...]:
-        """The numbers of rows of a request, 1 included, that few steps have: there are graphs of few sizes for them."""
+        """The numbers of rows per request (1 included) of rare steps, which have graphs of fewer sizes."""
         return self.speculation.rare
 
     @property
     def numberings(self) -> tuple[bool, ...]:
-        """Whether the rows of a step have numbers (see InputBatch.numbered): both, if some steps have them."""
+        """The values that InputBatch.numbered may have: whether batches are numbered, or both."""
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)
 
     @property
     def beside(self) -> tuple[EngineConfig, ...]:
-        """The models that run beside the engine's, each with a KV cache under the same blocks."""
+        """The models that run besides the engine's, each with a KV cache under the same block tables."""
         return () if self.draft is None else (self.draft,)
 
     @property
@@ -492,17 +437,17 @@ class EngineConfig:
 
     @property
     def max_running(self) -> int:
-        """Most requests that run at a time: those of a step for each stage, since stages compute different ones."""
+        """Most running requests: max_num_seqs for each pipeline stage, since stages compute different requests."""
         return self.scheduler.max_num_seqs * self.parallel.num_stages
 
     @property
     def steps_in_flight(self) -> int:
-        """Most steps in flight: one for each stage, and one in preparation."""
+        """Most steps in flight: one per pipeline stage, and one more with async scheduling."""
         return self.parallel.num_stages + self.scheduler.async_scheduling
 
     @property
     def draft(self) -> EngineConfig | None:
-        """The same for the draft model, which speculates on nothing; None without one."""
+        """The configuration of the draft model or head, which has no drafts; None without one."""
         draft = self.speculation.draft
         if draft is None:
             return None
@@ -517,7 +462,7 @@ class EngineConfig:
 
     @property
     def of_replica(self) -> EngineConfig:
-        """The same for one of the replicas, wherever it runs."""
+        """The configuration of one of the replicas, wherever it runs."""
         executor = self.parallel.executor
         if executor == "ray":
             executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
@@ -525,7 +470,7 @@ class EngineConfig:
 
 
 def json_value(value: Any) -> Any:
-    """A configuration value as JSON has it: objects, lists, numbers, text."""
+    """Convert a configuration value to a JSON value."""
     if is_dataclass(value):
         return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
@@ -540,7 +485,7 @@ def json_value(value: Any) -> Any:
 
 
 def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every field of nested dataclasses as JSON has it, under its dotted name."""
+    """Return every field of nested dataclasses as a JSON value, under its dotted name."""
     flat: dict[str, Any] = {}
     for field in fields(value):
         name, inner = prefix + field.name, getattr(value, field.name)
@@ -549,7 +494,7 @@ def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def encode_other(value: Any) -> str:
-    """msgspec's enc_hook. Raises TypeError for types that messages must not contain."""
+    """Encode a type that msgspec does not know, as its enc_hook. Raises TypeError if messages must not contain it."""
     if isinstance(value, Path | torch.device):
         return str(value)
     if isinstance(value, torch.dtype):
@@ -558,7 +503,7 @@ def encode_other(value: Any) -> str:
 
 
 def decode_other(kind: type, value: Any) -> Any:
-    """msgspec's dec_hook."""
+    """Decode a type that msgspec does not know, as its dec_hook."""
     if kind is torch.dtype:
         return getattr(torch, value)
     if kind in (Path, torch.device):

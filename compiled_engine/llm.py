@@ -1,4 +1,4 @@
-"""`LLM`: the engine in the caller's process; prompts in, completions out."""
+"""`LLM`: the engine in the caller's process. Takes prompts and returns completions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from compiled_engine.llm_parts import LLMParts
     from compiled_engine.processes.replicas import Replicas
 
-# A bar takes longer than a few texts take.
+# Seconds before a progress bar appears; a few texts take less time than drawing it.
 POOLING_PATIENCE_S = 0.5
 
 
@@ -56,11 +56,11 @@ class LLM:
     """An engine with a model loaded, compiled and ready.
 
     model: checkpoint folder in Hugging Face layout, or org/name of the Hugging Face Hub; None for the bundled model.
-    options: the fields of `EngineOptions`. progress: show what takes long on stderr.
+    options: the fields of `EngineOptions`. progress: show the progress of slow work on stderr.
 
-    Raises TypeError for an unknown option, ValueError or OSError for a value that cannot be honoured. Not to be
-    called from several threads at a time. Closing it, leaving its `with` block or dropping the last reference to it
-    and its iterators frees the device.
+    Raises TypeError for an unknown option, ValueError or OSError for a value that cannot be used. Not thread-safe.
+    Closing the engine, leaving its `with` block or dropping the last reference to it and its iterators frees the
+    device.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
@@ -91,8 +91,9 @@ class LLM:
             "prompt_token_ids", or both: the ids are run, and the text is RequestOutput.prompt. Or a list of these.
         sampling_params: for all prompts, or one for each; None for the checkpoint's defaults.
         use_tqdm: show progress.
-        priority: lower is served first, where scheduling_policy is "priority"; for all, or one for each. Elsewhere 0.
-        lora_request: an adapter for all prompts, or one or None for each, where enable_lora is True.
+        priority: for all prompts, or one for each; lower values are served first. Must be 0 unless scheduling_policy is
+            "priority".
+        lora_request: an adapter for all prompts, or an adapter or None for each; requires enable_lora.
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
@@ -109,7 +110,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields its output, with all text so far, whenever it has grown.
 
-        Closing the iterator aborts the request. Bad input raises as in `generate`, before the first output.
+        Closing the iterator aborts the request. Raises what `generate` raises, before the first output.
         """
         self._require_generating()
         parsed = parse_prompts(prompt)
@@ -134,10 +135,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
 
-        chat_template: a Jinja template, or the path of a file with one, instead of the tokenizer's.
-        add_generation_prompt: open an answer.
-        continue_final_message: continue the last message instead. tools, chat_template_kwargs: what the
-        template may use. Otherwise as `generate`.
+        chat_template: a Jinja template, or the path of a file with one; None for the tokenizer's.
+        add_generation_prompt: end the prompt with the beginning of an answer.
+        continue_final_message: continue the last message instead.
+        tools, chat_template_kwargs: values for the template.
+
+        Other arguments and errors: see `generate`.
         """
         refuse_arguments("chat", others)
         self._require_generating()
@@ -170,11 +173,11 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool one or many prompts, given as for `generate`, by a model that pools.
+        """Compute vectors for one or many prompts with a pooling model. prompts, lora_request: see `generate`.
 
-        pooling_task: embed or classify, what the model does, or with a result for each token token_embed or
-        token_classify. prompt_name: of the checkpoint's prompts, which is put before each text. lora_request: as for
-        `generate`.
+        pooling_task: embed or classify, whichever the model does; or token_embed or token_classify, for a result per
+            token.
+        prompt_name: name of one of the checkpoint's prompts, which is put before each text.
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
@@ -193,7 +196,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt; otherwise as `encode`."""
+        """Return an embedding for each prompt. Arguments and errors: see `encode`."""
         refuse_arguments("embed", others, pools=True)
         requests = self._pooler().process(prompts, pooling_params, "embed", prompt_name, lora_request=lora_request)
         return embeddings(self._pooled(requests, use_tqdm))
@@ -208,7 +211,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Probabilities of each label for each prompt; otherwise as `encode`."""
+        """Return the probabilities of the labels for each prompt. Arguments and errors: see `encode`."""
         refuse_arguments("classify", others, pools=True)
         requests = self._pooler().process(prompts, pooling_params, "classify", lora_request=lora_request)
         return classifications(self._pooled(requests, use_tqdm))
@@ -225,21 +228,21 @@ class LLM:
         lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
-        """A score for each pair: of one query and each document, or of as many queries as documents.
+        """Return a score for each pair of one query and each document, or of equally many queries and documents.
 
-        By a model with one label, or by the cosine of embeddings. instruction: of a reranker whose template has one.
-        lora_request: an adapter for all texts.
+        The score is that of a model with one label, or the cosine of embeddings. instruction: for a reranker whose
+        template takes one. lora_request: an adapter for all texts.
         """
         refuse_arguments("score", others, pools=True)
         scoring = self._pooler().score(queries, documents, pooling_params, instruction, lora_request=lora_request)
         return scoring.scores(self._pooled(scoring.requests, use_tqdm))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer as an object of transformers, which the first call imports."""
+        """Return the tokenizer as an object of transformers, which the first call imports."""
         return self._require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of what is used when no sampling_params are given, to be changed and given."""
+        """Return a copy of the parameters that are used when no sampling_params are given."""
         return self._default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
@@ -248,16 +251,16 @@ class LLM:
         return metrics
 
     def get_metrics(self) -> list[Metric]:
-        """The same as named counters and gauges, such as compiled_engine:num_requests_running."""
+        """Return the metrics as named counters and gauges, such as compiled_engine:num_requests_running."""
         return metric_list(self.metrics())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget which prompts the KV cache holds; requests under way go on as they are. True: it is done."""
+        """Empty the prefix cache; running requests are not affected. Returns True."""
         self._require_open().call(ControlCall("reset_prefix_cache"))
         return True
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record every operator and kernel from now on. profile_prefix: how the file's name begins.
+        """Record every operator and kernel from now on. profile_prefix: beginning of the file's name.
 
         Raises RuntimeError if a profile is running, ValueError for a prefix that cannot be part of a file's name.
         """
@@ -265,7 +268,7 @@ class LLM:
         self._profiler.start(profile_prefix)
 
     def stop_profile(self) -> Path:
-        """Write what was recorded into the option profile_dir; the file, which ui.perfetto.dev opens.
+        """Write the recorded profile to the folder profile_dir; returns the file, which ui.perfetto.dev opens.
 
         Raises RuntimeError if no profile is running.
         """
@@ -279,19 +282,19 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLM:
-        """The same object: scripts for vLLM reach the configuration, metrics and tokenizer through this name."""
+        """This object: scripts for vLLM reach the configuration, metrics and tokenizer through this name."""
         return self
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's part of the configuration, as vLLM calls it."""
+        """The model's part of the configuration, under vLLM's name."""
         return self._config.model
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, to measure and test what no call of this class shows.
+        """The engine core, for measurements and tests that this class does not serve.
 
-        Raises ValueError where data_parallel_size is above 1: replicas are in processes of their own.
+        Raises ValueError if data_parallel_size is above 1, as replicas are in separate processes.
         """
         core = self._require_open()
         if self._config.parallel.has_replicas:
@@ -299,9 +302,9 @@ class LLM:
         return cast("EngineCore", core)
 
     def close(self) -> None:
-        """Free the device; a profile that is running is written first. May be called again; nothing else may.
+        """Free the device, after writing a running profile. May be called again; all other methods then fail.
 
-        In a fork of the process that made it nothing happens: the device is the other's.
+        Does nothing in a fork of the process that made the engine, because the device belongs to that process.
         """
         if self._core is not None and self._owner.is_here:
             self._loop.close()
@@ -310,7 +313,7 @@ class LLM:
             self._core.close()
             self._core = None
 
-    if not TYPE_CHECKING:  # a type checker would take every name for known
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
             advice = f"; {MISSING[name]}" if name in MISSING else ""
@@ -344,7 +347,7 @@ class LLM:
     def _finished(
         self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool, patience_s: float = 0.0
     ) -> list[Any]:
-        """Run requests; their outputs, in their order. patience_s: see Progress."""
+        """Run requests; returns their outputs, in their order. patience_s: see Progress."""
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
         has_drafts, num_drafts, num_accepted = self._config.max_new_tokens_per_step > 1, 0, 0
@@ -367,7 +370,7 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
-        """Run requests; they themselves as they have ended, in their order."""
+        """Run pooling requests; returns them in their order when all have ended."""
         self._load_adapters(requests)
         return self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
 
@@ -420,7 +423,7 @@ class LLM:
 
 @bytecode_kept()
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
-    """PyTorch is imported here and not with this module, so that the GPU's context is created in parallel."""
+    """Start an engine. PyTorch is imported only here, so that the GPU's context is created in parallel."""
     if "torch" not in sys.modules:
         init_cuda(given_device(keywords), runs_here=core_has_device(keywords))
     with timeline.span("import torch"), collection_paused():

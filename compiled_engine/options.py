@@ -1,4 +1,4 @@
-"""The options of an engine as the user gives them, before anything is resolved."""
+"""The options of an engine as the user gives them, before they are resolved (resolve/) to a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHECKPOINT = path("the path of a folder, org/name of the Hugging Face Hub, or None", format="checkpoint")
 FOLDER = path("the path of a folder, or None")
 REVISION = text("a branch, tag or commit, or None")
-# Checked where it is resolved, with what is there.
+# Checked when it is resolved, against the devices of the machine.
 DEVICE = Kind(lambda name, value: value, {"type": "string"})
 POOLER_CONFIG = Kind(lambda name, value: PoolerConfig.of(value), {"type": "string"})
 SPECULATIVE_CONFIG = Kind(

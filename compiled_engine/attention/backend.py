@@ -1,6 +1,6 @@
-"""Attention backends: their protocol, which torch, cpp, triton and flash_attn implement, and the rule that picks one.
+"""Attention backends: the protocol that torch, cpp, triton and flash_attn implement, and the choice of one.
 
-A backend is imported when it is first asked for.
+A backend is imported when it is first needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = {"torch": "torch", "cpp": "torch", "triton": "triton", "flash_attn": 
 
 
 class AttentionBackend(Protocol):
-    """Stateless; all methods may be called inside a CUDA graph capture that `accept` allows.
+    """Computes attention. Stateless; `accept` says in which CUDA graphs its methods may be captured.
 
     By default a backend plans nothing and has no kernels for unrotated queries.
     """
@@ -31,15 +31,15 @@ class AttentionBackend(Protocol):
     default_block_size: int
 
     def accept(self, case: AttentionCase) -> Support:
-        """Return what the backend offers for the case. Raises Refused where it cannot run it here."""
+        """Return the backend's support of a case. Raises Refused if it cannot run the case here."""
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        """Return the length of `work_W` for batches up to these numbers of tokens and rows; 0 if nothing is planned."""
+        """Return the length of `work_W` for batches up to these numbers of tokens and rows; 0 without a plan."""
         return 0
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        """Write into `inputs.work_W` what every `attend` of a step reads, once its lengths are on the device."""
+        """Plan a step's work into `inputs.work_W`, for all its calls of `attend`. The inputs must be on the device."""
         return
 
     def write_kv(
@@ -52,7 +52,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing.
 
-        A cache of 8 bits stores them rounded, see kv_codes.encode. kv_scales_2K: see Scoring.
+        An 8-bit cache stores rounded values, see kv_codes.encode. kv_scales_2K: see Scoring.
         """
         ...
 
@@ -64,9 +64,9 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """Causal attention over the cache into `out_THd` (every element written).
+        """Compute causal attention over the cache into `out_THd`, writing every element.
 
-        There may be more tokens in q and out than the requests have: padding, whose output is not read.
+        q and out may have more tokens than the requests: padding, whose output is not read.
         """
         ...
 
@@ -79,10 +79,10 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """Attention in both directions among the tokens of each request into `out_THd`; see `op.packed_attention`.
+        """Compute bidirectional attention among the tokens of each request into `out_THd`; see `op.packed_attention`.
 
-        Only of the inputs' query_start_loc_R1, seq_lens_R and host_3 is anything read. A row with seq_len 0 is padding,
-        whose output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
+        Of the inputs, only query_start_loc_R1, seq_lens_R and host_3 are read. A row with seq_len 0 is padding, whose
+        output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
         """
         raise Refused(f"attention backend is {self.name}; allowed for attention without a cache: others")
 
@@ -97,17 +97,17 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Norm and rotate q and k, store k and v, and attend, all in one, if there is a kernel that does so for the
-        batch. Otherwise False, with nothing done.
+        """Norm and rotate q and k, store k and v, and attend, if one kernel does all of it for the batch.
 
-        The slot of a request with one query is that of its last position, or -1.
+        Returns False, with nothing done, if there is no such kernel. The slot of a request with one query must be that
+        of its last position, or -1.
         """
         return False
 
 
 @cache
 def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name. Raises ValueError for an unknown name, ImportError naming a missing package."""
+    """Return the backend of that name. Raises ValueError for an unknown name, ImportError naming a missing package."""
     if name not in BACKENDS:
         raise ValueError(f"attention_backend is {name!r}; known backends: {', '.join(BACKENDS)}")
     try:
@@ -119,7 +119,7 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def default_backend(device_type: str) -> tuple[str, str]:
-    """The backend to try first on a kind of device, and why."""
+    """Return the backend to try first on a kind of device, and the reason."""
     if device_type == "cuda":
         return "triton", "cuda: the engine's own kernels, which need no further package"
     return "cpp", "cpu: the engine's own kernel, which needs a C++ compiler"
@@ -127,24 +127,21 @@ def default_backend(device_type: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The backend and the block size of a model's attention, and why whatever was "auto" is so.
-
-    cases: those of the model's layers. support: what the backend offers for all of them.
-    """
+    """The attention backend and block size of a model."""
 
     backend: str
     block_size: int
-    cases: tuple[AttentionCase, ...]
-    support: Support
-    reasons: dict[str, str]
+    cases: tuple[AttentionCase, ...]  # the cases of the model's layers
+    support: Support  # the backend's support of all of them
+    reasons: dict[str, str]  # reasons of values that were "auto", by config field
 
 
 def choose_backend(requested: str, requested_block_size: int | str, cases: Sequence[AttentionCase]) -> AttentionChoice:
-    """Settle the backend and the block size for a model on a device.
+    """Choose the backend and the block size for a model on a device.
 
-    requested: "auto" or a name of BACKENDS. requested_block_size: tokens in a block, or "auto" for the backend's own.
-    cases: of the model's layers; their block size is ignored.
-    Raises ValueError with the backend's reason when a requested one refuses a case.
+    requested: "auto" or a name of BACKENDS. requested_block_size: tokens per block, or "auto" for the backend's
+    default. cases: the cases of the model's layers, whose block size is ignored. Raises ValueError with the backend's
+    reason if a requested backend refuses a case.
     """
     is_integer = isinstance(requested_block_size, int) and not isinstance(requested_block_size, bool)
     if requested_block_size != "auto" and not (is_integer and 1 <= int(requested_block_size) <= MAX_BLOCK_SIZE):
@@ -177,7 +174,7 @@ def choose_backend(requested: str, requested_block_size: int | str, cases: Seque
 
 
 def captured_always(cases: Sequence[AttentionCase]) -> list[str]:
-    """Return the backends that run these cases in every CUDA graph."""
+    """Return the backends that can be captured in any CUDA graph for these cases."""
     names = []
     for name in BACKENDS:
         try:

@@ -1,4 +1,4 @@
-"""The description of a layer's attention, and a backend's answer: its support, or the reason for refusal."""
+"""Describes a layer's attention (`AttentionCase`), and a backend's answer: its `Support`, or a `Refused`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Refused(ValueError):
 
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
-    """Refuse a case in which this does not hold."""
+    """Raise Refused unless `holds`."""
     if not holds:
         raise Refused(f"{field} is {value}; allowed: {allowed}")
 
@@ -29,60 +29,54 @@ def names_of(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Storage of keys and values: dtype, that of queries or one of kv_format.CODED, and tokens in a block."""
+    """Storage of keys and values."""
 
-    dtype: torch.dtype
-    block_size: int
+    dtype: torch.dtype  # that of queries, or an 8-bit one of kv_format.CODED
+    block_size: int  # tokens per block
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A layer's demands on attention on a kind of device.
+    """A layer's requirements of attention, on a type of device."""
 
-    device: "cpu" or "cuda". dtype: of queries and results. head_dim: elements of a query and of a key; value_dim those
-    of a value, None for as many. cache: None if keys and values are only those of the step. sliding_window,
-    soft_cap, sinks: see Scoring. query_len: query tokens of each request, None if ragged.
-    """
-
-    device: str
-    dtype: torch.dtype
+    device: str  # cpu or cuda
+    dtype: torch.dtype  # of queries and results
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    cache: KVFormat | None
-    sliding_window: int = 0
+    head_dim: int  # elements of a query and of a key
+    cache: KVFormat | None  # None: attention is among the step's tokens alone
+    sliding_window: int = 0  # see Scoring, like soft_cap and sinks
     soft_cap: float = 0.0
     sinks: bool = False
-    value_dim: int | None = None
+    value_dim: int | None = None  # elements of a value; None: head_dim
     causal: bool = True
-    query_len: int | None = None
+    query_len: int | None = None  # query tokens per request; None if they differ
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Number of query heads that share a K/V head."""
         return self.num_heads // self.num_kv_heads
 
     def with_block_size(self, block_size: int) -> AttentionCase:
-        """Return the same case over a cache of other blocks."""
+        """Return the case with another block size."""
         return self if self.cache is None else replace(self, cache=replace(self.cache, block_size=block_size))
 
     @property
     def packed(self) -> bool:
-        """Return whether tokens attend in both directions to those of their request in the step, without a cache."""
+        """Whether attention is bidirectional among the tokens of each request, without a cache."""
         return self.cache is None and not self.causal
 
     def require_packed(self) -> None:
-        """Require what backends without a cache do: whole groups of query heads, all sizes equal."""
+        """Raise Refused unless the case has whole groups of query heads, and values of head_dim elements."""
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
         same = self.value_dim in (None, self.head_dim)
         require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
 
     def require_paged(self) -> KVFormat:
-        """Require what all backends do, and return the format of the cache.
+        """Raise Refused unless the case has what all backends need; returns the format of the cache.
 
-        That is whole groups of query heads, and causal attention over a paged cache in the dtype of the queries or in
-        8 bits.
+        They need whole groups of query heads, and causal attention over a paged cache in the queries' dtype or 8 bits.
         """
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
@@ -99,8 +93,7 @@ class AttentionCase:
 def cases_of(
     model: ModelConfig, block_size: int, device: torch.device, kv_dtype: str = AUTO
 ) -> tuple[AttentionCase, ...]:
-    """Return the different cases of a model's layers that attend, in the order of the layers. kv_dtype: see
-    CacheConfig."""
+    """Return the distinct cases of a model's attention layers, in layer order. kv_dtype: see CacheConfig."""
     storage = KVFormat(cache_dtype(kv_dtype, model.dtype), block_size)
     layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
     cases = (
@@ -123,16 +116,16 @@ def cases_of(
 
 
 def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
-    """Return the case that attention is planned for once a step; None where each layer plans its own.
+    """Return the case for which attention is planned once per step; None if each layer must plan.
 
-    A plan holds for layers with and without a window, but not for those with other heads.
+    Layers with and without a window can share a plan, but layers with different heads cannot.
     """
     shapes = {replace(case, sliding_window=0) for case in cases}
     return shapes.pop() if len(shapes) == 1 else None
 
 
 class GraphSupport(Enum):
-    """The CUDA graphs that may capture a backend's kernels, from the fewest to the most."""
+    """The CUDA graphs that may capture a backend's kernels, in ascending order."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -151,22 +144,22 @@ def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class Support:
-    """A backend's offer for a case that it accepts.
+    """A backend's support of a case that it accepts.
 
-    records_decodes: whether, on a CPU, the calls for decodes depend only on their number. short_contexts: context
-    lengths, ascending, up to which a number of decodes uses special kernels in `attend_unrotated`; a captured graph
-    does not know context lengths, so such batches have separate graphs. contexts_of_drafts: from a number of requests
-    and such lengths to those for which `attend` launches other kernels where drafts are verified.
+    A backend may have special kernels for short contexts. A captured graph does not know context lengths, so such
+    batches have separate graphs.
     """
 
     graphs: GraphSupport
-    records_decodes: bool = False
+    records_decodes: bool = False  # on a CPU, the calls for decodes depend only on their number
+    # Maps a number of decodes to the context lengths, ascending, up to which special kernels serve them.
     short_contexts: Callable[[int], tuple[int, ...]] = no_short_contexts
+    # Of these lengths, returns those that also have other kernels for requests with drafts.
     contexts_of_drafts: Callable[[int, tuple[int, ...]], tuple[int, ...]] = all_contexts
 
     @classmethod
     def of_all(cls, supports: Sequence[Support]) -> Support:
-        """Return what is offered for every one of several cases."""
+        """Return the support that all of these have in common."""
 
         def short_contexts(num_requests: int) -> tuple[int, ...]:
             first, *others = (support.short_contexts(num_requests) for support in supports)

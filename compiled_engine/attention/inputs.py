@@ -1,7 +1,7 @@
-"""The tensors that a forward reads of a step, declared once.
+"""Declares the step tensors: the tensors of a step that a forward reads.
 
-The fixed buffers, the sizes that a trace leaves open, examples and dummy batches, the signature of the compiled forward
-and the addresses that recorded calls depend on all follow from these declarations. A pass may ask for more, see
+The fixed buffers, the dynamic sizes of a trace, example and dummy batches, the signature of the compiled forward and
+the addresses of recorded calls are all derived from these declarations. A pass may declare more, see
 `GraphPass.step_tensors`.
 
 Shape suffixes used in tensor names throughout the project: T tokens in the step, R requests (rows) in the step,
@@ -39,20 +39,21 @@ Fill = Callable[[Mapping[str, torch.Tensor], Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """A batch, decodes first.
+    """The inputs of attention in a batch, whose decodes come first.
 
-    query_start_loc_R1: int32 [R+1], where each request's tokens start; the last entry is T.
+    query_start_loc_R1: int32 [R+1], start of each row's tokens; the last entry is T.
     seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads
         nothing and whose output is zeros.
-    block_table_RB: int32 [R, B], block numbers of each request, in order; entries past the end are 0.
-    slot_mapping_T: int64 [T], block * block_size + offset where each token's K and V go; -1 writes nothing.
-    host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
-        an upper bound of seq_lens_R. If all have one, the longest query is the number of rows in turn that share a
-        request: a token and its drafts, whose contexts end one after the other; those at the end may be padding. A
-        backend may ignore that. All values that a captured kernel used are part of its GraphKey.
+    block_table_RB: int32 [R, B], block ids of each row, in order; entries past the end are 0.
+    slot_mapping_T: int64 [T], block * block_size + offset for each token's K and V; -1 writes nothing.
+    host_3: int32 [3] on the CPU: (num_decodes, max_query_len, max_seq_len), where the first num_decodes rows have
+        exactly one query token, and max_seq_len is an upper bound of seq_lens_R. If all rows are decodes, max_query_len
+        is the number of consecutive rows per request: for its newest token and its drafts, with contexts that end one
+        after the other; the last rows of a request may be padding. A backend may ignore that. All values that a
+        captured kernel uses are part of its GraphKey.
     backend: name of the attention backend.
-    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nothing was planned: a backend that
-        wants a plan then makes one at each call.
+    work_W: int32 [W], the backend's plan for this batch. Empty if nothing was planned: a backend that needs a plan then
+        makes one at each call.
     """
 
     query_start_loc_R1: torch.Tensor
@@ -64,7 +65,7 @@ class AttentionInputs:
     work_W: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32, device="cpu"))
 
     def flat(self) -> tuple[Any, ...]:
-        """The fields in their order: the last arguments of both attention ops."""
+        """Return the fields in their order: the last arguments of the attention ops."""
         return tuple([getattr(self, name) for name in FIELDS])
 
 
@@ -72,43 +73,34 @@ FIELDS = tuple(field.name for field in fields(AttentionInputs))
 
 
 class Scoring(NamedTuple):
-    """A layer's conversion of products of queries and keys to weights.
+    """The parameters with which a layer computes attention weights from queries and keys."""
 
-    scale: of the products. sliding_window: number of keys visible to a query, itself included; 0 means all. soft_cap:
-    scores are soft_cap * tanh(score / soft_cap) (Gemma 2); 0 means none. sinks_H: for each query head the score of a
-    further key without a value (GPT-OSS), any float dtype. kv_scales_2K: the factors of the codes of keys and of values
-    in an FP8 cache, fp32, at least LEAST_SCALE; None: 1.
-    """
-
-    scale: float
-    sliding_window: int = 0
-    soft_cap: float = 0.0
-    sinks_H: torch.Tensor | None = None
+    scale: float  # factor of the products of queries and keys
+    sliding_window: int = 0  # number of keys visible to a query, itself included; 0: all
+    soft_cap: float = 0.0  # scores are soft_cap * tanh(score / soft_cap) (Gemma 2); 0: no cap
+    sinks_H: torch.Tensor | None = None  # score of an additional key without a value, any float dtype (GPT-OSS)
+    # Scales of the quantised keys and values in an FP8 cache, fp32, at least LEAST_SCALE; None: 1.
     kv_scales_2K: torch.Tensor | None = None
 
 
 class Rotation(NamedTuple):
-    """The work left to do on q and k before attention: a norm where there are weights, and the rotation.
+    """The norm and rotary embedding of q and k, if a backend applies them before attention."""
 
-    cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is only rounded
-    after its weight. rotary_dim, interleaved, wide and norm_last: other forms, see RopeForm.
-    """
-
-    q_norm_weight_d: torch.Tensor | None
+    q_norm_weight_d: torch.Tensor | None  # None: no norm
     k_norm_weight_d: torch.Tensor | None
     eps: float
-    cos_T1d: torch.Tensor
+    cos_T1d: torch.Tensor  # of each token's position
     sin_T1d: torch.Tensor
-    norm_offset: float = 0.0
-    norm_wide: bool = False
-    rotary_dim: int = 0
+    norm_offset: float = 0.0  # added to the weights of norms
+    norm_wide: bool = False  # the norm is only rounded after its weight
+    rotary_dim: int = 0  # variants of the rotation, see RopeForm
     interleaved: bool = False
     wide: bool = False
     norm_last: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Return whether whole heads are rotated, after their norm, elements half a head apart, in their own dtype."""
+        """Whether whole heads are rotated after their norm, in pairs half a head apart, in their own dtype."""
         return not (self.rotary_dim or self.interleaved or self.wide or self.norm_last)
 
 
@@ -118,32 +110,27 @@ def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
 
 
 def without_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an attention op before the ones that `inputs_of` reads."""
+    """Return the arguments of an attention op without those that `inputs_of` reads."""
     return arguments[: -len(FIELDS)]
 
 
 @dataclass(frozen=True)
 class StepTensor:
-    """An argument of a forward. `name` is its path: input_ids_T, attention_inputs.seq_lens_R, kv_caches.3.
+    """A tensor argument of a forward."""
 
-    dims: numbers, or names of SIZES for sizes that differ from step to step. padding: the value for padding tokens and
-    padding rows. on_host: the tensor is on the CPU. variant: only this variant of the forward reads it; "": all do.
-
-    fill: for a pass's tensor, whose first dimension is tokens or requests: computes the values of a padded batch on the
-    device. Its values for padding are replaced by `padding`. It may be captured in a CUDA graph, so its launches must
-    depend only on shapes, and it must read fixed memory.
-    """
-
-    name: str
-    dims: tuple[int | str, ...]
+    name: str  # its path: input_ids_T, attention_inputs.seq_lens_R, kv_caches.3
+    dims: tuple[int | str, ...]  # numbers, or names in SIZES of sizes that differ from step to step
     dtype: torch.dtype
-    padding: float = 0
+    padding: float = 0  # value for padding tokens and padding rows
+    # For a pass's tensor, whose first dimension is tokens or requests: computes the values of a padded batch on the
+    # device. Values for padding are replaced by `padding`. It may be captured in a CUDA graph, so its launches must
+    # depend only on shapes, and it must read fixed memory.
     fill: Fill | None = None
-    on_host: bool = False
-    variant: str = ""
+    on_host: bool = False  # the tensor is on the CPU
+    variant: str = ""  # only this variant of the forward reads it; "": all do
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
-        """sizes: of each dimension that has a name."""
+        """Return the shape. sizes: values of the named dimensions."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
 
@@ -161,7 +148,7 @@ STEP_TENSORS = (
 
 
 def request_of_tokens(step: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the request of each token, int64 [T], for `fill` of a step tensor; of a padding token, any."""
+    """Return the row of each token, int64 [T], for use in a StepTensor.fill; arbitrary for padding tokens."""
     ends_R = step["attention_inputs.query_start_loc_R1"][1:].contiguous()
     tokens_T = torch.arange(step["positions_T"].shape[0], dtype=torch.int32, device=ends_R.device)
     return torch.searchsorted(ends_R, tokens_T, right=True).clamp(max=ends_R.shape[0] - 1)
@@ -181,19 +168,19 @@ _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.
 
 
 def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
-    """Return what an encoder reads of a step besides: the tokens' types, if it has any."""
+    """Return the additional step tensors of a model: token types, if it has any."""
     return (TOKEN_TYPES,) if token_types else ()
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Describe the KV cache of each layer. shapes: of the caches; their first dimension is that of blocks."""
+    """Describe each layer's KV cache. shapes: of the caches; the first dimension is the number of blocks."""
     return tuple(StepTensor(f"kv_caches.{i}", ("blocks", *shape[1:]), dtype) for i, shape in enumerate(shapes))
 
 
 def padding_of(
     tensors: Iterable[StepTensor], sizes: Mapping[str, int], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """New tensors of these sizes that hold padding alone, by name."""
+    """Return new tensors of these sizes that hold only padding, by name."""
     return {
         t.name: torch.full(t.shape(sizes), t.padding, dtype=t.dtype, device="cpu" if t.on_host else device)
         for t in tensors
@@ -201,21 +188,23 @@ def padding_of(
 
 
 def attention_inputs_of(step: Mapping[str, torch.Tensor], backend: str) -> AttentionInputs:
-    """step: the step tensors of a batch, by name."""
+    """Return the attention inputs among a batch's step tensors. step: by name."""
     return AttentionInputs(**{field: step[name] for field, name in _FIELDS}, backend=backend)
 
 
 def arguments_of(
     step: Mapping[str, torch.Tensor], attention_inputs: AttentionInputs, kv_caches: list[torch.Tensor]
 ) -> ForwardArguments:
-    """A forward's arguments in their order. step: the step tensors of a batch, by name."""
+    """Return a forward's arguments in their order. step: a batch's step tensors, by name."""
     asked = [tensor for name, tensor in step.items() if name not in _NAMES]
     return step["input_ids_T"], step["positions_T"], attention_inputs, kv_caches, *asked
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Return the device addresses of a forward's arguments. Caches are replaced together: the first and the last
-    represent all."""
+    """Return the device addresses of a forward's arguments.
+
+    KV caches are only replaced all together, so the first and the last one stand for all.
+    """
     found: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, AttentionInputs):
@@ -233,9 +222,9 @@ def step_of(
     device: torch.device,
     others: Iterable[StepTensor] = (),
 ) -> dict[str, torch.Tensor]:
-    """The step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks.
+    """Return the step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks.
 
-    others: further tensors, which hold padding.
+    others: additional step tensors, which get padding.
     """
     slots_T = [
         owned[position // block_size] * block_size + position % block_size

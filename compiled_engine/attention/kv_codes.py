@@ -1,8 +1,8 @@
-"""Codes of 8 bits for keys and values, in plain torch: the reference of all kernels that write and read them.
+"""Quantises keys and values to 8 bits, in plain torch: the reference of all kernels that write and read them.
 
-int8: each head of a token is divided by its largest magnitude over 127, rounded to bfloat16, and rounded to the
-nearest; halves up. FP8: divided by a scale that does not depend on the token, and rounded to the nearest e4m3, which
-saturates. The method of int8 needs no calibration: a scale for each token and head, as in vLLM's int8_per_token_head.
+A code is a quantised value. int8: each head of a token has a scale, its largest magnitude over 127 in bfloat16; values
+are divided by it and rounded to the nearest, halves up. This needs no calibration, like vLLM's int8_per_token_head.
+FP8: values are divided by a scale that does not depend on the token, and rounded to the nearest e4m3, with saturation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from compiled_engine.kv_format import (
 
 
 def planes(kv_cache_N2PKd: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of a coded cache: codes as bytes, [2N, P, K, d], and scales, [2N, P, K], if it has them.
+    """Return views of an 8-bit cache: codes as bytes, [2N, P, K, d], and scales, [2N, P, K], if it has any.
 
-    Half 2n has the keys of block n, half 2n + 1 its values.
+    Index 2n of the first dimension has the keys of block n, index 2n + 1 its values.
     """
     num_blocks, _, block_size, num_kv_heads, _ = kv_cache_N2PKd.shape
     head_dim = head_dim_of(kv_cache_N2PKd)
@@ -37,9 +37,9 @@ def planes(kv_cache_N2PKd: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def encode(values_TKd: torch.Tensor, dtype: torch.dtype, scale_K: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the contents of the planes of a cache of this dtype: codes as bytes [T, K, d], and scales [T, K].
+    """Quantise values for a cache of this dtype; returns codes as bytes [T, K, d], and for int8 scales [T, K].
 
-    scale_K: of an FP8 cache, fp32; None: 1.
+    scale_K: scales of an FP8 cache, fp32; None: 1.
     """
     values_TKd = values_TKd.float()
     if has_scales(dtype):
@@ -52,7 +52,7 @@ def encode(values_TKd: torch.Tensor, dtype: torch.dtype, scale_K: torch.Tensor |
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return fp32 values. codes: bytes of a cache of this dtype [..., d]; scales: of each head [...]; None: 1."""
+    """Dequantise codes to fp32. codes: bytes of a cache of this dtype [..., d]; scales: per head [...]; None: 1."""
     values = codes.float() - INT8_BIAS if has_scales(dtype) else codes.view(dtype).float()
     return values if scales is None else values * scales.float().unsqueeze(-1)
 
@@ -60,10 +60,10 @@ def decode(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype)
 def decoded(
     kv_cache_N2PKd: torch.Tensor, block_table_RB: torch.Tensor, length: int, kv_scales_2K: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache and a block table, from which the first `length` positions of each request are read.
+    """Return a dequantised cache and its block table, for the first `length` positions of each request.
 
-    A coded cache is replaced by one in fp32 with these blocks alone, [R * B, 2, P, K, d]; any other is returned as it
-    is.
+    An 8-bit cache is replaced by one in fp32 with only these blocks, [R * B, 2, P, K, d]; any other is returned
+    unchanged.
     """
     if not is_coded(kv_cache_N2PKd.dtype):
         return kv_cache_N2PKd, block_table_RB
@@ -81,5 +81,5 @@ def decoded(
 
 
 def scale_of(kv_scales_2K: torch.Tensor | None, half: int) -> torch.Tensor | None:
-    """Return the scales [K] of keys (half 0) or of values (1)."""
+    """Return the scales [K] of keys (half 0) or values (half 1)."""
     return None if kv_scales_2K is None else kv_scales_2K[half]

@@ -1,10 +1,11 @@
-"""The custom ops of attention: write K and V to the paged cache, then attend; its second half; attention among the
-tokens of each text, without a cache; and the values of the first and the third.
+"""The custom ops of attention.
 
-The first three mutate what they are given, so the graph is split around them (compiled_engine.graphs.compiler.plan).
+There are three: write K and V to the paged cache and attend (`attention`); attend to a cache that has them; and attend
+among the tokens of each request, without a cache (`packed_attention`). They mutate their arguments, so the graph is
+split around them (compiled_engine.graphs.compiler.plan).
 
-Foreign code may change tensors in place, and no tracer makes that functional around an op that mutates its arguments.
-So its trace holds the values, which pretend to write nothing, and `passes.layout.lowering` puts the ops back.
+Transformers' code may change tensors in place, and no tracer can functionalise that around an op that mutates its
+arguments. So its trace has functional stand-ins, named `..._value`, and `passes.layout.lowering` puts the ops back.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Attention into `out_THd` over a cache that holds this step's K and V already."""
+    """Attend into `out_THd` over a cache that already has this step's K and V."""
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
@@ -81,7 +82,7 @@ def write_and_attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Do what the models' op does."""
+    """Store K and V, then attend; see `attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, kv_scales_2K, inputs.backend)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
@@ -100,14 +101,14 @@ def attend_packed(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Attention in both directions into `out_THd`, among the tokens of each request."""
+    """Attend into `out_THd` bidirectionally among the tokens of each request; see `packed_attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)
 
 
 def _returns_nothing(*args: object) -> None:
-    """Fake implementation of the ops for tracing."""
+    """Fake implementation of the ops, for tracing."""
 
 
 attend_op = torch.library.custom_op(
@@ -145,9 +146,9 @@ _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
 
 
 def call_directly(ops: dict[str, Callable[..., None]]) -> None:
-    """Let the dispatcher call these functions themselves for custom ops on a CPU and on a GPU.
+    """Register these functions for the dispatcher to call directly for their custom ops, on a CPU and on a GPU.
 
-    custom_op wraps them for Dynamo, which the first call would import: seconds of a start in eager mode.
+    custom_op wraps functions for Dynamo, which the first call would import; in eager mode that takes seconds.
     """
     for name, function in ops.items():
         for key in ("CPU", "CUDA"):
@@ -168,9 +169,9 @@ def attention(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of this step's queries over their requests' whole context.
+    """Compute causal attention of this step's queries over their requests' whole contexts.
 
-    Writes k and v into kv_cache at inputs.slot_mapping_T first. A query at position p sees keys at positions
+    First writes k and v into the cache at inputs.slot_mapping_T. A query at position p sees keys at positions
     max(0, p - sliding_window + 1) .. p. soft_cap and sinks_H: see Scoring. Returns [T, H, d] in the dtype of q.
     """
     out_THd = torch.empty_like(q_THd)
@@ -189,7 +190,7 @@ def packed_attention(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each token to all tokens of its request, which are all in this step.
+    """Compute attention of each token to all tokens of its request, which must all be in this step.
 
     A query at position p sees keys at positions between p - sliding_window and p + sliding_window, both excluded.
     Returns [T, H, d] in the dtype of q.
@@ -209,7 +210,7 @@ def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
 
 
 def _define_value(op: torch.library.CustomOpDef) -> None:
-    """Define the op `NAME_value`, whose arguments are those of `op` without the buffer for the result and writes."""
+    """Define the functional op `NAME_value`, which returns the result of `op` and writes nothing."""
     schema = op._opoverload._schema
     arguments, replaced = _OUT.subn("", str(schema).partition("(")[2].rpartition(" -> ")[0])
     assert replaced == 1
@@ -242,7 +243,7 @@ def attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Call `attention`, or while tracing the op that replaces it."""
+    """Call `attention`, or its functional stand-in while tracing."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
@@ -259,7 +260,7 @@ def packed_attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Call `packed_attention`, or while tracing the op that replaces it."""
+    """Call `packed_attention`, or its functional stand-in while tracing."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, *scoring, *inputs.flat())

@@ -1,10 +1,10 @@
-"""Steps of Triton kernels that write or read a KV cache: places of keys and of scales, and codes of 8 bits.
+"""Device functions of Triton kernels that write or read a KV cache: addresses of keys and scales, 8-bit codes.
 
-Kernels are compiled for the elements of the cache and for WIDTH, the elements that a head of a token takes: HEAD_DIM,
-or more where the cache holds scales, see compiled_engine/kv_format.py. Codes are rounded as in kv_codes.py.
+Kernels are specialised on the dtype of the cache and on WIDTH, the number of elements of a token's head in it. That is
+HEAD_DIM, or more if the cache has scales, see compiled_engine/kv_format.py. Codes are rounded as in kv_codes.py.
 
-scales_ptr: of an int8 cache the cache itself as int16, the bits of bfloat16; of an FP8 cache kv_scales_2K, or None; of
-any other None. Rounding is written out, since Triton's interpreter rounds bfloat16 and e4m3 in other ways.
+scales_ptr is the cache itself as int16 (bits of bfloat16) for an int8 cache, kv_scales_2K or None for an FP8 cache, and
+None for any other. Rounding is written out, since Triton's interpreter rounds bfloat16 and e4m3 differently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP8_LARGEST = tl.constexpr(kv_format.FP8_LARGEST)
 
 
 def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what kernels take as scales_ptr: an FP8 cache that has no scales has ones."""
+    """Return the tensor that kernels take as scales_ptr; for an FP8 cache without scales, ones."""
     if kv_format.has_scales(kv_cache_N2PKd.dtype):
         return kv_cache_N2PKd.view(kv_cache_N2PKd.shape[0], -1).view(torch.int16)
     if kv_scales_2K is None and kv_format.is_coded(kv_cache_N2PKd.dtype):

@@ -1,5 +1,8 @@
-"""Steps of Triton kernels that norm and rotate heads. They round where the textbook rounds: after the norm, after its
-weight, after each of the two products with cos and sin, and after their sum."""
+"""Device functions of Triton kernels that norm and rotate heads.
+
+They round where the textbook models round: after the norm, after its weight, after each of the two products with cos
+and sin, and after their sum.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from compiled_engine.engine.request import Request
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of a full block of `token_ids` that follows the block, or root, with hash `parent`.
 
-    It covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32.
+    The hash covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32.
     """
     return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
 
@@ -49,7 +49,7 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts; blocks without references are in a free list.
+    """Blocks with reference counts. Blocks without references are in a free list, the next one to allocate first.
 
     A free block can be found by its hash until it is allocated again. Blocks freed without a hash go to the front of
     the free list, others to the end. Every operation on a block takes constant time.
@@ -108,13 +108,13 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a held block findable, unless another block with the same contents is."""
+        """Make a held block findable by its hash, unless another block with the same contents is."""
         if block_hash not in self._block_of_hash:
             self._block_of_hash[block_hash] = block
             self._hashes[block] = block_hash
 
     def unregister(self, block: int) -> None:
-        """Make a block unfindable, if it was findable."""
+        """Remove a block's hash, if it has one, so that the block cannot be found."""
         block_hash = self._hashes[block]
         if block_hash is not None:
             del self._block_of_hash[block_hash]
@@ -130,7 +130,7 @@ class BlockPool:
             self.unregister(block)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise RuntimeError unless everything is consistent and exactly `block_tables` hold the pool's blocks."""
+        """Raise RuntimeError unless the pool is consistent and exactly `block_tables` hold its blocks."""
         held: Counter[int] = Counter()
         for table in block_tables:
             if len(set(table)) != len(table):
@@ -155,12 +155,12 @@ class BlockTable:
     """A request's blocks in order."""
 
     block_ids: list[int]
-    num_registered: int  # leading blocks offered to the prefix cache
+    num_registered: int  # number of leading blocks offered to the prefix cache
     hashes: list[bytes]  # see Request.block_hashes
 
 
 class BlockGroup:
-    """The blocks of a KV group as a CacheResource, the only one of which requests may get more while they run."""
+    """A KV group's blocks as a CacheResource, with the requests' block tables, which may grow while requests run."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if block_size < 1:
@@ -216,7 +216,7 @@ class BlockGroup:
         return tuple(blocks)
 
     def free(self, request: Request) -> None:
-        """Release the last block first, so that the end of a cached sequence is evicted first."""
+        """Release the request's blocks, the last one first, so that the end of a cached sequence is evicted first."""
         table = self._tables.pop(request, None)
         if table is None:
             raise RuntimeError(f"request {request.request_id!r} gives back its blocks, but has none")
@@ -224,9 +224,9 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Make the full blocks within the request's first `num_tokens` tokens, which are known, findable.
+        """Add the full blocks of the request's first `num_tokens` tokens, all known, to the prefix cache.
 
-        Returns how many tokens must be known for the next block.
+        Returns the number of known tokens from which the next block can be added.
         """
         table, size = self._tables[request], self.block_size
         first, num_full = table.num_registered, num_tokens // size
@@ -263,7 +263,7 @@ class BlockGroup:
         self.pool.check_integrity(table.block_ids for table in self._tables.values())
 
     def _missing(self, request: Request, num_tokens: int) -> int:
-        """Return how many blocks the request lacks for `num_tokens` tokens; negative if it has more."""
+        """Return how many more blocks the request needs for `num_tokens` tokens; negative if it has spare ones."""
         return -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
 
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
@@ -271,7 +271,7 @@ class BlockGroup:
         return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:
-        """Return the blocks of a prefix that `longest_prefix` has found."""
+        """Return the blocks of the cached prefix that `longest_prefix` found."""
         blocks = [block for block in self._cached(request, num_cached // self.block_size) if block is not None]
         assert len(blocks) * self.block_size == num_cached
         return blocks

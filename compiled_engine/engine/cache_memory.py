@@ -1,4 +1,4 @@
-"""Sizes and allocates the KV cache."""
+"""Decides how many blocks the KV cache has, and allocates its tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CPU_LIMIT_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The KV cache's number of blocks, and the sizes in bytes that determine it."""
+    """The number of KV cache blocks, and the sizes in bytes that determine it."""
 
     num_blocks: int
     block_bytes: int
     # gpu_memory_utilization's share of the device, less weights, CUDA context and other processes; None without CUDA.
     left_bytes: int | None
-    activation_bytes: int  # measured peak of a step beyond that
+    activation_bytes: int  # measured peak memory of a step, weights excluded
     graph_bytes: int  # predicted memory of CUDA graphs
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
@@ -34,43 +34,16 @@ class CacheSize:
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
 
-def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Bytes of one block over these layers, keys and values with their scales; None for all. Those of models beside the
-    engine's are counted too."""
-    shapes = _shapes(config, 1, layers)
-    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
-
-
-def blocks_wanted(config: EngineConfig) -> int:
-    """Return the blocks with which all running requests can reach max_model_len; more only help the prefix cache."""
-    per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
-    return per_request * config.max_running
-
-
-def bytes_left(config: EngineConfig) -> int | None:
-    """Return the free bytes of gpu_memory_utilization's share of the device; None without CUDA."""
-    if config.device.type != "cuda":
-        return None
-    free, total = _free_and_total(config.device)
-    return int(total * config.cache.gpu_memory_utilization) - (total - free)
-
-
-def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) bytes of a GPU; idle memory of the allocator counts as free."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
-
-
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, reserved_bytes: int, layers: range | None = None
 ) -> CacheSize:
     """Determine the number of blocks: the requested number, or what the memory budget allows.
 
-    reserved_bytes: reserved for later allocations. layers: see block_bytes. Others: see CacheSize.
+    reserved_bytes: memory to leave free for later allocations. layers: see block_bytes. Other arguments: see CacheSize.
 
-    Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. A `num_blocks` given by the
-    user may be smaller, as requests that cannot fit are then refused individually, or larger, as long as the device has
-    the memory.
+    Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. If the user sets num_blocks,
+    it may be smaller, as requests that cannot fit are refused one by one; the error then only means that the device
+    lacks the memory.
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
@@ -113,6 +86,35 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
     if config.device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=config.device) for shape in shapes]
     return [_untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
+
+
+def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
+    """Return the bytes of one block: keys and values with their scales, draft models included.
+
+    layers: the layers to count; None for all.
+    """
+    shapes = _shapes(config, 1, layers)
+    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
+
+
+def blocks_wanted(config: EngineConfig) -> int:
+    """Return how many blocks let all running requests reach max_model_len; more only help the prefix cache."""
+    per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
+    return per_request * config.max_running
+
+
+def bytes_left(config: EngineConfig) -> int | None:
+    """Return how much of gpu_memory_utilization's share of the device is free, in bytes; None without CUDA."""
+    if config.device.type != "cuda":
+        return None
+    free, total = _free_and_total(config.device)
+    return int(total * config.cache.gpu_memory_utilization) - (total - free)
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    """Return (free, total) bytes of a GPU; idle memory of the allocator counts as free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
 def _untouched(size: int) -> torch.Tensor:

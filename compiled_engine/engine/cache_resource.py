@@ -1,6 +1,6 @@
-"""Resources that a request holds while it runs: blocks of a KV group (block_pool.py), a row of the runner.
+"""Resources that a request holds while it runs, such as blocks of a KV group (block_pool.py) or a row of the runner.
 
-`KVCacheManager` checks all resources, and takes from all or from none.
+`KVCacheManager` asks all resources for room, and takes from all or from none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from compiled_engine.engine.request import Request
 
 
 class CacheResource(Protocol):
-    """Tracks the share of each request. Requests are compared by identity, not by id."""
+    """A resource that tracks each request's share of it. Requests are compared by identity, not by id."""
 
     def longest_prefix(self, request: Request, most: int) -> int:
         """Return how many of the request's first `most` tokens this resource already has.
@@ -22,14 +22,14 @@ class CacheResource(Protocol):
         ...
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        """Return whether a request without a share has room for `num_tokens` tokens, the first `num_cached` cached.
+        """Return whether there is room for a new share of `num_tokens` tokens, the first `num_cached` of them cached.
 
         reserve: number of requests that must be able to grow afterwards.
         """
         ...
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Give a request without a share the tokens that `has_room` confirmed."""
+        """Give a request the share for which `has_room` has just returned True."""
         ...
 
     def free(self, request: Request) -> None:
@@ -47,18 +47,18 @@ class CacheResource(Protocol):
 
 @runtime_checkable
 class FindableResource(CacheResource, Protocol):
-    """A resource whose contents later requests can find, in numbered places such as blocks."""
+    """A resource whose contents later requests can reuse. Contents are in numbered places such as blocks."""
 
     def take_registered(self) -> list[int]:
-        """Return the places that became findable since the last call. Steps in flight may still have to write them."""
+        """Return the places added to the prefix cache since the last call. Steps in flight may still write them."""
         ...
 
     def unregister(self, places: Iterable[int]) -> None:
-        """Make places unfindable because their contents were not written."""
+        """Remove places from the prefix cache, because their contents were not written."""
         ...
 
     def unregister_all(self) -> None:
-        """Make every place unfindable."""
+        """Remove every place from the prefix cache."""
         ...
 
 
@@ -72,7 +72,7 @@ def check_holders(what: str, holding: Collection[Request], holders: Collection[R
 
 
 class RequestRows:
-    """`num_rows` rows as a CacheResource; a request holds one, whatever its number of tokens."""
+    """The runner's rows as a CacheResource; a request holds one, whatever its number of tokens."""
 
     def __init__(self, num_rows: int) -> None:
         if num_rows < 1:

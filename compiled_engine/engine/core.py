@@ -1,4 +1,8 @@
-"""The engine core drives a scheduler and an executor: requests in, token deltas out, all plain data."""
+"""The engine core: takes requests, alternates between scheduling and executing steps, and returns new tokens.
+
+`EngineCore.step` is the engine's main loop body. What comes in and goes out is plain data (messages.py), so that a core
+can run in the caller's process or in its own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
 
-# How long a step waits for a held-back request if there is nothing else to do.
+# Longest wait of a step for a held-back request if there is nothing else to do.
 PATIENCE_S = 0.005
 
 
@@ -40,11 +44,11 @@ CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
 class EngineCore:
     """Schedules requests, has steps executed and returns outputs. Not thread-safe: one caller adds, aborts and steps.
 
-    num_slots: tokens that the KV cache holds. clock: used by benchmarks; its laps are schedule, prepare, launch, masks,
-    wait and output. start_s: seconds that the start took. features: the enabled ones. bell: a descriptor that is
-    readable when an event needs a step; None here, as no events arrive between steps.
+    clock: used by benchmarks; its laps are schedule, prepare, launch, masks, wait and output. start_s: duration of the
+    engine's start in seconds. features: the planning parts of the enabled features.
     """
 
+    # A file descriptor that is readable when an event needs a step; None here, as no event arrives between steps.
     bell: int | None = None
 
     def __init__(
@@ -73,22 +77,23 @@ class EngineCore:
             whole=not config.model.causal,
             features=features,
         )
+        # Number of tokens that the KV cache holds.
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._hooks = PlanHooks(features)
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
-        self._late: SchedulerOutput | None = None  # the newest step, while its late inputs cannot be begun yet
-        self._late_begun = False  # late inputs of the last submitted step are being made
+        self._late: SchedulerOutput | None = None  # the newest step, if its late inputs cannot be computed yet
+        self._late_begun = False  # whether the last submitted step's late inputs are being computed
         self._held: set[str] = set()  # requests that a feature holds back
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
-        """Queue a request. given: an object that belongs to it but is not plain data, such as its token mask.
+        """Queue a request. given: the part of it that is not plain data, such as a token mask object.
 
-        A request that a feature holds back is queued by the first step after it is ready, or ends with finish_reason
-        "error" if it cannot become ready. A request without a seed gets one here, so that recomputing it after a
-        preemption repeats its tokens.
+        A feature may hold a request back, for example until its grammar is compiled. A later step then queues it, or
+        ends it with finish_reason "error" if its preparation failed. A request without a seed gets one here, so that
+        recomputing it after a preemption repeats its tokens.
 
         Raises ValueError if the request can never fit, its id is in use, or a feature does not support it.
         """
@@ -112,9 +117,9 @@ class EngineCore:
             set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request now; returns None if it is not known any more.
+        """End a request now and return its last output, with finish_reason "abort"; None if it has already ended.
 
-        The output's finish_reason is "abort". `stopped`: count it as finished, as a stop string completed its output.
+        stopped: count it as finished, because a stop string completed its output.
         """
         if request_id in self._held:
             self._withdraw(request_id)
@@ -125,9 +130,9 @@ class EngineCore:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
         With async scheduling the device already has the next step while a result is processed; every pipeline stage
-        adds a further step. If requests of the newest step sample late, their late inputs (token masks) are begun as
-        soon as all earlier tokens are known, while the device still computes the logits. In the meantime outputs are
-        returned and the next step is scheduled; then the sampling is launched, and that step after it.
+        adds a further step. If requests of the newest step sample late, their late inputs (token masks) are computed
+        as soon as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs are
+        returned and the next step is scheduled. Then the sampling is launched, and after it the next step.
 
         A step whose requests have all ended may remain pending; a later call processes it, without outputs. A request
         that a feature fails ends with finish_reason "error", and the others continue. If a step fails, running requests
@@ -165,7 +170,7 @@ class EngineCore:
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
     def _begin_late(self) -> None:
-        """Begin the newest step's late inputs, if all tokens before it are known."""
+        """Start computing the newest step's late inputs, if all tokens before it are known."""
         if self._late is not None and self._scheduler.knows_tokens_before(self._late):
             self._scheduler.begin_late(self._late)
             self._late, self._late_begun = None, True
@@ -214,7 +219,7 @@ class EngineCore:
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Serve a control call, one of CALLS or of a feature's; returns plain data. Raises ControlError."""
+        """Serve a control call, one of CALLS or a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
         return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
 
@@ -223,20 +228,20 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def reset_prefix_cache(self) -> None:
-        """Make the prefix cache's present contents unfindable; running requests are not affected."""
+        """Empty the prefix cache; running requests are not affected."""
         self._scheduler.reset_prefix_cache()
 
     def can_step(self) -> bool:
-        """Return whether a step has work to do."""
+        """Return whether `step` would have work to do."""
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished() or len(self._held) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of scheduler, features and runner, besides `start_s` and `generated_tokens`.
+        """Return the metrics of scheduler, features and runner, with `start_s` and `generated_tokens`.
 
-        start_s: seconds of construction. generated_tokens: those of running requests included.
+        generated_tokens includes the tokens of running requests.
         """
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()

@@ -1,7 +1,7 @@
-"""The forwards of an eager model, with hooks that do the work of passes: add adapters, and return inputs of layers.
+"""Forwards of an eager model. Module hooks do what passes do for compiled ones: add adapters, return layers' inputs.
 
-Each linear's hook adds B(Ax) from the token's adapter slot, by the op that the pass emits. Linears are not merged, so
-each has its own slots, under its own name.
+The hook of a linear adds B(Ax) of the token's adapter, with the op that the pass emits. Linears are not merged, so each
+has its own adapter slots, under its own name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, 
 
 
 def eager_forwards(model: Any, tensors: Mapping[str, torch.Tensor], aux_layers: Sequence[int]) -> dict[str, Forwards]:
-    """Return the forwards of a model by variant: "", and ADAPTED if there are adapter slots.
+    """Return a model's forwards by variant: "", and ADAPTED if there are adapter slots.
 
     tensors: the model's parameters and the slots, by name. aux_layers: layers whose inputs are returned too.
     """
@@ -43,7 +43,7 @@ def eager_forwards(model: Any, tensors: Mapping[str, torch.Tensor], aux_layers: 
 
 
 def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
-    """Describe the weights that adapters may change and their slots, as plans do; none without adapters."""
+    """Describe the weights that adapters may change, and their slots, like a compiled plan; () without adapters."""
     if config.adapters is None:
         return ()
     shards, found = shards_of(config), list[Parameter]()
@@ -59,7 +59,7 @@ def eager_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter,
 
 
 class _AuxHiddenStates:
-    """The eager model, returning these layers' inputs after its hidden states."""
+    """Runs the eager model, and returns the inputs of these layers after its hidden states."""
 
     def __init__(self, model: nn.Module, layers: Sequence[int]):
         self._model = model
@@ -78,9 +78,9 @@ class _AuxHiddenStates:
 
 
 class _Adapters:
-    """The linears of an eager model with adapters, applied in calls that are given slots.
+    """Adds adapters to the linears of an eager model, in calls of functions made by `adapted`.
 
-    tensors: the model's parameters and their slots, by name.
+    tensors: the model's parameters and adapter slots, by name.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]):
@@ -91,7 +91,7 @@ class _Adapters:
             linear.register_forward_hook(partial(self._add, slots), prepend=True)
 
     def adapted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the model with the slots of tokens or rows as an additional last argument."""
+        """Return `function` with an additional last argument, the adapter slot of each token or row."""
 
         def with_slots(*arguments: Any) -> Any:
             *others, self._slots_T = arguments

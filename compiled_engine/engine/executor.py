@@ -1,4 +1,8 @@
-"""The engine core's interface to one runner or several."""
+"""The executor: the engine core's interface to the runners, one per rank, that compute each step.
+
+`Executor` is the interface, `InProcessExecutor` the one for a single rank in this process; processes/ has the others.
+Between steps, a control call has a function called on every rank. `Failed` carries an exception across processes.
+"""
 
 from __future__ import annotations
 
@@ -26,82 +30,22 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 
-KINDS = ValueError | TypeError | OSError | RuntimeError | MemoryError
-
-
-class FatalError(RuntimeError):
-    """The engine cannot go on. Its requests are lost, and a new engine is needed."""
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An exception of another process, which cannot start or go on."""
-
-    kind: str  # name of the exception's type
-    text: str
-    where: str  # traceback
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-
-    def as_exception(self, place: str, prefix: str = "") -> Exception:
-        """Return the exception if its type is one of KINDS, otherwise a RuntimeError with its name.
-
-        place: of the other process, for a note. prefix: of the text.
-        """
-        kind = getattr(builtins, self.kind, None)
-        error: Exception
-        if isinstance(kind, type) and issubclass(kind, KINDS):
-            text = prefix + self.text
-            error = RuntimeError(text) if issubclass(kind, UnicodeError) else kind(text)
-        else:
-            error = RuntimeError(f"{prefix}{self.kind}: {self.text}")
-        error.add_note(f"in {place}:\n{self.where}")
-        return error
-
-
-class ControlError(RuntimeError):
-    """A call was refused or failed, with the reason. The engine continues."""
-
-
-def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
-    """Serve a call by the function of its name; return its result, which is plain data.
-
-    Raises ControlError if the call is none of `calls` or its function raises; FatalError passes through.
-    """
-    if call.name not in calls:
-        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")
-    try:
-        return calls[call.name](**call.arguments)
-    except (FatalError, ControlError):
-        raise
-    except Exception as error:
-        raise ControlError(f"{call.name}: {type(error).__name__}: {error}") from error
-
-
-class PendingOutput(Protocol):
-    """The result of a submitted step."""
-
-    def result(self) -> RunnerOutput:
-        """Wait for the step to end; call it once. Raises what its execution raised."""
-        ...
-
 
 class Executor(Protocol):
-    """The runner, or all ranks' runners, which execute each step together."""
+    """Has each step executed by the runners of all ranks."""
 
     num_blocks: int
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
-        """Submit a step, to run after those submitted before. Raises what fails before it is launched."""
+        """Submit a step, to run after the steps submitted before. Raises what fails before the launch."""
         ...
 
     def sample(self, masks: TokenMasks) -> None:
-        """Launch the sampling of the last submitted step, if it awaits masks. Call it before submitting another."""
+        """Launch the sampling of the last submitted step, which awaits masks. Call it before the next `submit`."""
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Have all ranks serve a call, one of Runner.calls, after all steps submitted before; returns their results.
+        """Have all ranks serve a call, one of Runner.calls, after the submitted steps; returns the result of each rank.
 
         Raises ControlError if a rank does.
         """
@@ -114,8 +58,16 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class PendingOutput(Protocol):
+    """The result of a submitted step."""
+
+    def result(self) -> RunnerOutput:
+        """Wait for the step to end, and return its result. Call it once. Raises what the execution raised."""
+        ...
+
+
 class InProcessExecutor:
-    """Executes steps by a `runner` in this process."""
+    """Executes steps with a runner in this process."""
 
     def __init__(
         self,
@@ -128,7 +80,7 @@ class InProcessExecutor:
         group: Group | None = None,
         link: StageLink | None = None,
     ):
-        """Load the model and build the runner. group, link: the ranks that this one belongs to, see Runner."""
+        """Load the model and build the runner. group, link: see Runner."""
         load_plugins(config.compile.plugins)
         check_registered(config.compile.passes)
         begin_to_compute(leaves_threads=config.device.type == "cuda" or torch.get_num_threads() > 1)
@@ -170,3 +122,57 @@ class InProcessExecutor:
         no_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         with on_device, no_autocast:
             yield
+
+
+def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
+    """Call the function that a control call names; returns its result, which is plain data.
+
+    calls: the allowed functions, by name. Raises ControlError if the name is not among them or the function raises;
+    FatalError passes through.
+    """
+    if call.name not in calls:
+        raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")
+    try:
+        return calls[call.name](**call.arguments)
+    except (FatalError, ControlError):
+        raise
+    except Exception as error:
+        raise ControlError(f"{call.name}: {type(error).__name__}: {error}") from error
+
+
+class ControlError(RuntimeError):
+    """A control call was refused or failed, for the reason in the message. The engine continues."""
+
+
+class FatalError(RuntimeError):
+    """The engine cannot continue: its requests are lost, and a new engine is needed."""
+
+
+KINDS = ValueError | TypeError | OSError | RuntimeError | MemoryError
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """An exception that ended another process, or kept it from starting."""
+
+    kind: str  # name of the exception's type
+    text: str
+    where: str  # traceback
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def as_exception(self, place: str, prefix: str = "") -> Exception:
+        """Return the exception, as a RuntimeError unless its type is one of KINDS.
+
+        place: name of the other process, for a note with its traceback. prefix: put before the message.
+        """
+        kind = getattr(builtins, self.kind, None)
+        error: Exception
+        if isinstance(kind, type) and issubclass(kind, KINDS):
+            text = prefix + self.text
+            error = RuntimeError(text) if issubclass(kind, UnicodeError) else kind(text)
+        else:
+            error = RuntimeError(f"{prefix}{self.kind}: {self.text}")
+        error.add_note(f"in {place}:\n{self.where}")
+        return error

@@ -1,4 +1,9 @@
-"""A rank's model: compiled or eager, with its slices of the checkpoint, and its forward."""
+"""A rank's model with its slices of the checkpoint, and the compiled or eager forward that runs each batch.
+
+A forward has variants: the usual one, "", and others that features choose for a step, such as one with LoRA adapters.
+Each variant can run whole, or in parts between attention ops, which then are not captured in a CUDA graph. A compiled
+forward of few tokens ends at logits; another ends at hidden states, and the logits of some tokens follow.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,9 @@ from compiled_engine.passes.registry import registered_passes
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
-# Multiply-adds that justify a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
-# parallel regions of a few microseconds, each of which waits for all threads, and on a busy machine for the system to
-# run them.
+# Number of multiply-adds that justifies another CPU thread: a few tenths of a millisecond of one core. A small step has
+# dozens of parallel regions of a few microseconds. Each waits for all threads, and on a busy machine until the system
+# schedules them.
 LEAST_WORK = 2_500_000
 
 
@@ -46,10 +51,10 @@ def compile_in_turn(
     progress: Progress,
     timeline: Timeline,
 ) -> CompiledModel:
-    """Compile the model, see compile_model, on one rank after the other.
+    """Compile the model with compile_model, on the first rank before the others.
 
     The first rank builds a missing cache entry, compiling kernels in parallel; then the others load it. Without a
-    cache, each rank builds it.
+    cache, all ranks compile at the same time.
     """
     finds = group.rank > 0 and config.compile.cache_dir is not None
     if finds:
@@ -69,9 +74,9 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return the model with its weights on the device, and every parameter and buffer by name, packed ones included.
 
-    compiled: of this rank's stage; None: the model will run eagerly. Tensors that the compiled model does not take stay
-    on the meta device. shared: tensors of another model to use as parameters, by name. Raises what materialize and
-    load_weights raise.
+    compiled: the compiled model of this rank's stage; None if the model runs eagerly. Tensors that the compiled model
+    does not take stay on the meta device. shared: another model's tensors to use as parameters, by name. Raises what
+    materialize and load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))
@@ -95,7 +100,7 @@ def load_model(
 
 @contextmanager
 def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device) -> Iterator[None]:
-    """Run a step of num_tokens tokens with as many threads as it justifies, then restore the caller's number."""
+    """Limit the CPU threads to the number that a step of num_tokens tokens justifies; restore the number afterwards."""
     before = torch.get_num_threads() if device.type == "cpu" else 1
     worth = max(1, num_tokens * num_parameters // LEAST_WORK)
     if worth >= before:
@@ -110,13 +115,13 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states [T, D] or logits [T, V] of all tokens; V: the rank's part of the vocabulary."""
+    """The hidden states or logits of all tokens."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # hidden states [T, D], or logits [T, V] of the rank's part of the vocabulary
     is_logits: bool
     # inputs of the layers that a draft head reads, [T, D] each, valid until the next call
     aux_hidden_states: tuple[torch.Tensor, ...] = ()
-    variant: str = ""  # of the forward
+    variant: str = ""  # the forward's variant
     beside: tuple[torch.Tensor, ...] = ()  # step tensors that the variant's logits read besides hidden states, [T] each
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
@@ -127,11 +132,11 @@ class ForwardOutput:
 
 @dataclass(frozen=True)
 class _Variant:
-    """The forwards of a model, whole or in parts around attention, and forwards that call each kind of piece once."""
+    """The ways to run one variant of the forward."""
 
     whole: Forwards
-    parts: Forwards
-    distinct_whole: Forwards
+    parts: Forwards  # in parts around attention ops
+    distinct_whole: Forwards  # like `whole`, but with one call per kind of layer; for warm-up and dry runs
     distinct_parts: Forwards
 
     @classmethod
@@ -140,7 +145,7 @@ class _Variant:
 
 
 def _bound(bind: Callable[..., Forwards], on_attention: OnAttention | None) -> _Variant:
-    """Bind the forwards. bind: `CompiledModel.bind` with these parameters."""
+    """Bind a variant's forwards. bind: `CompiledModel.bind` with the parameters given."""
     whole, distinct = bind(), bind(distinct=True)
     if on_attention is None:
         return _Variant(whole, whole, distinct, distinct)
@@ -153,12 +158,12 @@ def _eager(forwards: Forwards, on_attention: OnAttention | None) -> _Variant:
 
 
 class ModelForward:
-    """Calls the compiled forward for the number of tokens, or the eager model.
+    """Runs the model on a batch: the compiled forward for the batch's number of tokens, or the eager model.
 
     on_attention: called by `run(..., around_attention=True)` in place of attention ops; None if never used.
-    most_tokens: of a batch. records: on a CPU, record and replay batches of decodes. aux_layers: layers whose inputs
-    are returned too; compiled forwards return them already. A pipeline stage that is not the last returns its boundary
-    activations in place of hidden states and of logits.
+    most_tokens: maximum of a batch. records: record batches of decodes on a CPU and replay them. aux_layers: layers
+    whose inputs the eager model also returns; a compiled forward is built to return them. A pipeline stage that is not
+    the last returns its boundary activations in place of hidden states and of logits.
     """
 
     def __init__(
@@ -197,11 +202,11 @@ class ModelForward:
         return tuple(self._variants)
 
     def ends_at_logits(self, num_tokens: int, variant: str = "") -> bool:
-        """Return whether the forward for this many tokens returns logits by default."""
+        """Return whether the forward for this number of tokens returns logits, unless hidden states are wanted."""
         return self._variants[variant].whole.for_logits(num_tokens) is not None
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
-        """Return the buffer in which `run` finds the previous stage's values, uint8; None in the first stage."""
+        """Return the uint8 buffer from which `run` reads the previous stage's activations; None in the first stage."""
         if self._received is None:
             return None
         whole = self._variants[""].whole
@@ -223,9 +228,9 @@ class ModelForward:
     ) -> ForwardOutput:
         """Run the forward of a batch of num_tokens tokens.
 
-        hidden_wanted: return hidden states, not logits. distinct: make one call of each kind if the model is compiled,
-        see `distinct_calls`; the values are meaningless. beside: see ForwardOutput; these tensors are among the
-        arguments too.
+        hidden_wanted: return hidden states, not logits. around_attention: pass attention ops to on_attention. distinct:
+        run one layer of each kind if the model is compiled; the values mean nothing. beside: see ForwardOutput; these
+        tensors must also be among the arguments.
         """
         chosen = self._variants[variant]
         if distinct:
@@ -248,13 +253,13 @@ class ModelForward:
 
 @dataclass(frozen=True)
 class BatchForward:
-    """Runs the model on batches prepared in `buffers`."""
+    """Runs the model on batches whose inputs are in `buffers`."""
 
     model: ModelForward
     buffers: InputBuffers
     kv_caches: list[torch.Tensor]  # one tensor per layer
-    backend: str  # of attention
-    case: AttentionCase | None  # attention's work is planned for it; None if each layer plans its own
+    backend: str  # name of the attention backend
+    case: AttentionCase | None  # the layers' attention, if its work is planned once per step; None: each layer plans
 
     def __call__(
         self,
@@ -264,7 +269,7 @@ class BatchForward:
         around_attention: bool = False,
         distinct: bool = False,
     ) -> ForwardOutput:
-        """Run the forward, see ModelForward.run. around_attention: attention is planned already."""
+        """Run the forward, see ModelForward.run. With around_attention, attention must have been planned."""
         step = step_of_batch(batch, self.buffers)
         inputs = attention_inputs_of(step, self.backend)
         if not around_attention:
@@ -280,7 +285,7 @@ class BatchForward:
         )
 
     def planned_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Plan attention's work for the batch, and return attention's inputs."""
+        """Plan the batch's attention work, and return the inputs of attention."""
         inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self.backend)
         self._plan(inputs)
         return inputs
@@ -291,7 +296,7 @@ class BatchForward:
 
 
 class _EagerParts:
-    """The eager model, with attention ops passed to on_attention."""
+    """Runs the eager model with attention ops passed to on_attention."""
 
     def __init__(self, model: Callable[..., Any], on_attention: OnAttention):
         self._model, self._on_attention = model, on_attention

@@ -1,7 +1,12 @@
-"""The inputs of one step: the batch's rows with their tokens, and the fixed buffers for them on the device.
+"""The inputs of one step: the batch (`InputBatch`), and the fixed buffers on the device that hold its tensors.
 
-Captured graphs only read the buffers. `prepare_inputs` fills them from the request states, with numpy on a CPU and a
-kernel elsewhere.
+`make_batch` orders and pads the step's rows, and stages them for the device. `prepare` then fills the buffers from the
+request states, with numpy on a CPU and a kernel elsewhere. Captured graphs read only the buffers.
+
+A batch row is a run of consecutive tokens of one request. Usually a request has one row. With guesses (see
+RequestStates) it has several: one for its newest token and one for each guess. In such a *numbered* batch each row has
+a row number, the position of its first token relative to the newest token: 0 for the newest token, k for the k-th token
+ahead of it, -1 for the token before it.
 """
 
 from __future__ import annotations
@@ -24,28 +29,194 @@ from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.sampling.logprobs import BatchLogprobs
 
-# Entries of the ring: more than twice the steps in flight, since resampling writes a second entry.
+# Number of entries of the ring buffer in which a step's tokens reach the host: more than twice the steps in flight, as
+# resampling writes a second entry.
 RING = 64
 # Step numbers wrap around after this one, to fit into int32; the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
-# In the ring, beside tokens and error codes: a row without a token, and a row that did not exist.
+# Entries of the ring buffer besides tokens and error codes: a row without a token, and a row that did not exist.
 NOT_TAKEN, NO_ROW = -1, -1000
 
 
 @dataclass(frozen=True)
-class StagedDecodes:
-    """A batch of decodes.
+class InputBatch:
+    """The rows of a step, padded. Host arrays have an entry for each real row, in batch order.
 
-    It was made from a step's requests `step_ids` at the states' `generation`. Steps with the same decodes have this
-    batch as long as the generation stays.
+    Unless `rows_of_requests` is set, each request has one row.
     """
 
-    step_ids: list[str]  # in the step's order
-    generation: int
+    request_ids: list[str]
+    rows: np.ndarray  # rows of the states, int32
+    query_starts: np.ndarray  # query_start_loc_R1
+    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with rows_of_requests per row, in batch order
+    samples: np.ndarray  # whether the row samples, bool
+    num_tokens: int
+    key: GraphKey | None  # the graph that the batch is padded for, or None
+    decodes_only: bool  # attention and kernels may rely on one token per row
+    num_rows: int  # padding included, like padded_tokens
+    padded_tokens: int
+    host: tuple[int, int, int]  # AttentionInputs.host_3
+    order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
+    rows_of_requests: RowsOfRequests | None = None  # set if requests may have several rows
+    variant: str = ""  # the forward's variant, see StepFeature
+    numbered: bool = False  # see the module's docstring
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def has_decode_graph(self) -> bool:
+        """Whether the graph holds the whole step, sampling included."""
+        return self.key is not None and self.key.is_decode
+
+    @cached_property
+    def num_computed(self) -> np.ndarray:
+        """The number of each row's tokens with K and V in the cache before the step, int32 [R]."""
+        num_computed_R = np.array(self.step_starts, np.int32)
+        return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
+
+
+class RowsOfRequests(Protocol):
+    """The assignment of rows to requests in a batch whose requests may have several rows."""
+
+    def result(
+        self,
+        request_ids: Sequence[str],
+        tokens_R: np.ndarray,
+        logprobs: BatchLogprobs | None,
+        extras: dict[str, dict[str, Any]],
+    ) -> RunnerOutput:
+        """Combine the rows' results into the step's output. request_ids, tokens_R: one per row, in batch order."""
+        ...
+
+
+def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
+    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
+
+    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention outside
+    of a graph gets only the real rows; padding tokens follow them. Decodes are ordered by descending context, as the
+    longest attention should not start last.
+    """
+    count, lens = len(step.request_ids), step.counts
+    request_ids, order = step.request_ids, None
+    samples_R = np.ones(count, bool) if all(step.samples) else np.array(step.samples)
+    num_tokens = sum(lens)
+    decodes_only = num_tokens == count and (key is None or key.is_decode)
+    padded_tokens = key.num_tokens if key else num_tokens
+    if decodes_only:
+        num_rows = padded_tokens
+        decodes = buffers.decodes
+        if decodes is None or not decodes.is_of(request_ids, states.generation, num_rows):
+            decodes = _longest_first(step, states, num_rows)
+            buffers.stage_decodes(decodes)
+        request_ids, rows_R, order = decodes.request_ids, decodes.rows, decodes.order
+        if order is not None:
+            samples_R = _reordered(samples_R, order)
+        starts_R1 = np.arange(count + 1, dtype=np.int32)
+        host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
+    else:
+        rows_R = states.rows(request_ids)
+        lens_R = np.array(lens, np.int32)
+        starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
+        if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
+            num_rows = key.num_requests
+            padding = np.full(num_rows - count, -1, np.int32)
+            ends = np.full(num_rows - count, padded_tokens, np.int32)
+            # Full graphs also serve numbered batches, so the row numbers must be set.
+            numbers_R = None if buffers.row_numbers_R is None else np.zeros(num_rows, np.int32)
+            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
+        else:
+            num_rows = count
+            buffers.stage_batch(rows_R, starts_R1)
+        host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
+    return InputBatch(
+        request_ids,
+        rows_R,
+        starts_R1,
+        step.starts,
+        samples_R,
+        num_tokens,
+        key,
+        decodes_only,
+        num_rows,
+        padded_tokens,
+        host,
+        order,
+    )
+
+
+def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
+    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else these values."""
+    if key is not None and key.kind is GraphKind.FULL:
+        return key.num_decodes, key.max_query_len, key.max_seq_len
+    return num_decodes, longest_query, longest_context
+
+
+def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
+    """Order a step's decodes by descending context. All contexts grow equally, so the order holds for later steps."""
+    lens_R = np.array(step.starts, np.int32)
+    request_ids, order = step.request_ids, None
+    if (lens_R[:-1] < lens_R[1:]).any():
+        longest_first_R = np.argsort(-lens_R, kind="stable")
+        request_ids = [request_ids[i] for i in longest_first_R.tolist()]
+        order = np.argsort(longest_first_R)
+    return StagedDecodes(step.request_ids, states.generation, num_rows, request_ids, states.rows(request_ids), order)
+
+
+def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Permute a step's values into the batch's order."""
+    reordered_R = np.empty_like(values_R)
+    reordered_R[order] = values_R
+    return reordered_R
+
+
+def empty_batch(
+    buffers: InputBuffers,
+    num_tokens: int,
+    num_rows: int,
+    host: tuple[int, int, int],
+    key: GraphKey | None = None,
+    *,
+    variant: str = "",
+) -> InputBatch:
+    """Return and stage a batch of padding, which has no side effects. variant: used unless the key has one."""
+    starts_R1 = padding_starts(num_tokens, num_rows)
+    no_rows = np.full(num_rows, -1, np.int32)
+    decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
+    if decodes_only:
+        buffers.stage_decodes(StagedDecodes.padding(num_rows))
+    else:
+        buffers.stage_batch(no_rows, starts_R1)
+    variant = (key and key.variant) or variant
+    batch = InputBatch(
+        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
+    )
+    numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
+    return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
+
+
+def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
+    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
+
+    All rows have one token, or all have the same larger number. If there are too few tokens, the last rows are empty;
+    tokens left over belong to no row. The lengths must be equal, because for requests without keys flash-attn 2 assumes
+    that each has the largest length, at least two, and writes out of bounds if the total exceeds the tokens.
+    """
+    each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
+    return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class StagedDecodes:
+    """A batch of decodes, reused by later steps with the same requests while the states' generation is unchanged."""
+
+    step_ids: list[str]  # the requests, in the step's order
+    generation: int  # RequestStates.generation when the batch was made
     num_rows: int  # padding included
     request_ids: list[str]  # see InputBatch
-    rows: np.ndarray  # of the states, int32 [R] in batch order
+    rows: np.ndarray  # rows of the states, int32 [R], in batch order
     order: np.ndarray | None  # see InputBatch
 
     @classmethod
@@ -58,16 +229,11 @@ class StagedDecodes:
 
 
 class InputBuffers:
-    """Device buffers for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
+    """Device buffers for the largest step: max_num_tokens tokens, and max_num_rows rows, one of them for padding.
 
-    Written by the host through staged writes, int32: rows_R, the state row of each request (-1 for padding), and
-    query_start_loc_R1. All others are computed by kernels from these and the states; logits_index_R is each request's
-    last token. `step` has the step tensors computed on the device, with names and first dimensions, by variant of the
-    forward. It includes those that passes declare, which `asked` has by variant. work_length: of work_W.
-
-    row_numbers_R: int32, how many tokens ahead of the newest one a row begins (-1: one before it), where a request may
-    have several rows; else None. Written by the host or by kernels. taken_R: int32, each row's token of the last step
-    on the device, 0 where it has none; empty without row_numbers_R.
+    The host writes rows_R, query_start_loc_R1 and row_numbers_R, through staged writes. Kernels compute all others from
+    these and the states. work_length: length of work_W. asked: step tensors that passes declare. numbered: batches may
+    be numbered.
     """
 
     def __init__(
@@ -85,8 +251,9 @@ class InputBuffers:
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
         self._row_numbers = writes.field(max_num_rows) if numbered else None
+        # The row numbers of a numbered batch, int32. Kernels may write them too.
         self.row_numbers_R = None if self._row_numbers is None else self._row_numbers.tensor
-        self.rows_R = self._rows.tensor
+        self.rows_R = self._rows.tensor  # the state row of each batch row, -1 for padding, int32
         self.query_start_loc_R1 = self._query_start_loc.tensor
         self.starts_of_decodes_R1 = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
 
@@ -102,6 +269,8 @@ class InputBuffers:
         declared = (*(tensor for tensor in STEP_TENSORS if sizes.keys() >= {*tensor.dims}), *asked)
         step = padding_of(declared, sizes, device)
         step = {name: self.rows_R if name == ROWS.name else tensor for name, tensor in step.items()}
+        # By variant of the forward: the step tensors with their names and first dimensions, and those that passes
+        # declare.
         self.step: dict[str, list[tuple[str, int | str, torch.Tensor]]] = {}
         self.asked: dict[str, tuple[StepTensor, ...]] = {}
         for variant in dict.fromkeys(["", *(tensor.variant for tensor in asked)]):
@@ -116,19 +285,22 @@ class InputBuffers:
         self.slot_mapping_T = step["attention_inputs.slot_mapping_T"]
         self.seq_lens_R = step["attention_inputs.seq_lens_R"]
         self.block_table_RB = step["attention_inputs.block_table_RB"]
-        self.logits_index_R = made(max_num_rows, dtype=torch.int64)
-        self.sample_positions_R = made(max_num_rows, dtype=torch.int64)
+        self.logits_index_R = made(max_num_rows, dtype=torch.int64)  # the last token of each row
+        self.sample_positions_R = made(max_num_rows, dtype=torch.int64)  # positions of the tokens to sample
         self.num_steps_1 = made(1, dtype=torch.int32)
+        # The ring buffer: each entry has a step's number and then its tokens, see step_sampling.PendingSteps.
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
+        # Each row's token of the last numbered batch, 0 where it got none.
         self.taken_R = made(max_num_rows if numbered else 0, dtype=torch.int32)
-        self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
-        # Or of a batch with numbers: rows_R, query_start_loc_R1 and row_numbers_R.
+        # The batch that was staged last, if it is of decodes, or if it is numbered: rows_R, query_start_loc_R1 and
+        # row_numbers_R. A batch equal to it is not staged again.
+        self.decodes: StagedDecodes | None = None
         self.numbered: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
-        """Stage the rows, unless the same ones are there."""
+        """Stage the rows of decodes, unless the buffers have them already."""
         there, self.decodes, self.numbered = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
@@ -137,7 +309,7 @@ class InputBuffers:
         self._rows.stage(0, padded_rows_R)
 
     def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, row_numbers_R: np.ndarray | None = None) -> None:
-        """Stage any batch, padding rows included."""
+        """Stage the rows of any batch, padding included. row_numbers_R: makes the batch numbered."""
         self.decodes, there = None, self.numbered
         self.numbered = None
         if row_numbers_R is not None:
@@ -154,8 +326,44 @@ class InputBuffers:
         return tuple(tensor_T[:num_tokens] for tensor_T in self._beside[variant])
 
     def forget_staged(self) -> None:
-        """Forget what was staged: it did not reach the device."""
+        """Forget which batch was staged, because it did not reach the device."""
         self.decodes = self.numbered = None
+
+
+def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
+    """Return a batch's step tensors by name, padding included, as views of the buffers."""
+    sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
+    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
+    step = {
+        "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
+        "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
+    }
+    for name, first_dim, tensor in buffers.step[batch.variant]:
+        step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
+    return step
+
+
+def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
+    """Compute the batch's inputs on the device. Its staged writes must have been applied."""
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, numbered=batch.numbered)
+    if asked := buffers.asked[batch.variant]:
+        _fill(batch, states, buffers, asked)
+
+
+def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
+    """Fill the step tensors that passes declare. Raises ValueError if a pass returns values of the wrong shape."""
+    step = step_of_batch(batch, buffers)
+    step["rows_R"] = buffers.rows_R[: batch.num_rows]
+    real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
+    for tensor in asked:
+        if tensor.fill is None:
+            continue  # a feature writes this tensor
+        values, into = tensor.fill(step, states), step[tensor.name]
+        if values.shape != into.shape:
+            shapes = f"{list(values.shape)} instead of {list(into.shape)}"
+            raise ValueError(f"step tensor {tensor.name}: its fill has returned values of shape {shapes}")
+        real_rows = real[str(tensor.dims[0])].view(-1, *[1] * (into.dim() - 1))
+        into.copy_(torch.where(real_rows, values, tensor.padding))
 
 
 def prepare_inputs(
@@ -168,9 +376,9 @@ def prepare_inputs(
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
-    num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
-    one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
-    numbered: the rows begin at row_numbers_R; otherwise that is not read.
+    num_rows, num_tokens: numbers to fill, padding included. A padding row (-1) gets an empty context; padding tokens
+    get id 0 and slot -1. decodes_only: each row has one token, so query_start_loc_R1 is not read. numbered: see the
+    module's docstring; otherwise row_numbers_R is not read.
     """
     if buffers.rows_R.device.type == "cpu":
         prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, numbered=numbered)
@@ -230,7 +438,7 @@ def prepare_reference(
     decodes_only: bool,
     numbered: bool = False,
 ) -> None:
-    """Do what the kernel does, for tensors on the CPU."""
+    """Do the work of step_kernels.prepare_kernel on a CPU."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
     starts_R1 = np.arange(num_rows + 1) if decodes_only else buffers.query_start_loc_R1.numpy()[: num_rows + 1]
     lens_R = np.diff(starts_R1)
@@ -281,213 +489,8 @@ def prepare_reference(
     buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R
 
 
-class RowsOfRequests(Protocol):
-    """Whose each row is, in a batch in which requests have several rows."""
-
-    def result(
-        self,
-        request_ids: Sequence[str],
-        tokens_R: np.ndarray,
-        logprobs: BatchLogprobs | None,
-        extras: dict[str, dict[str, Any]],
-    ) -> RunnerOutput:
-        """Return what the step has produced. request_ids, tokens_R: of each row, in batch order."""
-        ...
-
-
-@dataclass(frozen=True)
-class InputBatch:
-    """The rows of a step, padded. Host arrays have an entry for each real request, in batch order.
-
-    With `several`, entries are per row, and `step_starts` and `samples` are in batch order too.
-    """
-
-    request_ids: list[str]
-    rows: np.ndarray
-    query_starts: np.ndarray
-    step_starts: list[int]  # SchedulerOutput's, in its order
-    samples: np.ndarray
-    num_tokens: int
-    key: GraphKey | None  # the graph that the batch is padded for, or None
-    decodes_only: bool  # attention and kernels may rely on one token per row
-    num_rows: int  # padding included, like padded_tokens
-    padded_tokens: int
-    host: tuple[int, int, int]  # AttentionInputs.host_3
-    order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
-    rows_of_requests: RowsOfRequests | None = None  # where requests may have several rows
-    variant: str = ""  # of the forward, see StepFeature
-    numbered: bool = False  # the rows begin at row_numbers_R
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.request_ids)
-
-    @property
-    def has_decode_graph(self) -> bool:
-        """Whether the graph holds the whole step, sampling included."""
-        return self.key is not None and self.key.is_decode
-
-    @cached_property
-    def num_computed(self) -> np.ndarray:
-        """int32 [R]: each request's tokens with K and V in the cache before the step."""
-        num_computed_R = np.array(self.step_starts, np.int32)
-        return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
-
-
-def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
-
-    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention that is
-    not captured gets the real requests, followed by the padding tokens. Decodes are ordered by descending context, as
-    the longest attention should not start last.
-    """
-    count, lens = len(step.request_ids), step.counts
-    request_ids, order = step.request_ids, None
-    samples_R = np.ones(count, bool) if all(step.samples) else np.array(step.samples)
-    num_tokens = sum(lens)
-    decodes_only = num_tokens == count and (key is None or key.is_decode)
-    padded_tokens = key.num_tokens if key else num_tokens
-    if decodes_only:
-        num_rows = padded_tokens
-        decodes = buffers.decodes
-        if decodes is None or not decodes.is_of(request_ids, states.generation, num_rows):
-            decodes = _longest_first(step, states, num_rows)
-            buffers.stage_decodes(decodes)
-        request_ids, rows_R, order = decodes.request_ids, decodes.rows, decodes.order
-        if order is not None:
-            samples_R = _reordered(samples_R, order)
-        starts_R1 = np.arange(count + 1, dtype=np.int32)
-        host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
-    else:
-        rows_R = states.rows(request_ids)
-        lens_R = np.array(lens, np.int32)
-        starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
-        if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
-            num_rows = key.num_requests
-            padding = np.full(num_rows - count, -1, np.int32)
-            ends = np.full(num_rows - count, padded_tokens, np.int32)
-            # A graph of any batch serves those with numbers too.
-            numbers_R = None if buffers.row_numbers_R is None else np.zeros(num_rows, np.int32)
-            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
-        else:
-            num_rows = count
-            buffers.stage_batch(rows_R, starts_R1)
-        host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
-    return InputBatch(
-        request_ids,
-        rows_R,
-        starts_R1,
-        step.starts,
-        samples_R,
-        num_tokens,
-        key,
-        decodes_only,
-        num_rows,
-        padded_tokens,
-        host,
-        order,
-    )
-
-
-def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else those given."""
-    if key is not None and key.kind is GraphKind.FULL:
-        return key.num_decodes, key.max_query_len, key.max_seq_len
-    return num_decodes, longest_query, longest_context
-
-
-def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """Order a step's decodes by descending context. They grow alike, so the order also holds for later steps."""
-    lens_R = np.array(step.starts, np.int32)
-    request_ids, order = step.request_ids, None
-    if (lens_R[:-1] < lens_R[1:]).any():
-        longest_first_R = np.argsort(-lens_R, kind="stable")
-        request_ids = [request_ids[i] for i in longest_first_R.tolist()]
-        order = np.argsort(longest_first_R)
-    return StagedDecodes(step.request_ids, states.generation, num_rows, request_ids, states.rows(request_ids), order)
-
-
-def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Permute a step's values into the batch's order."""
-    reordered_R = np.empty_like(values_R)
-    reordered_R[order] = values_R
-    return reordered_R
-
-
 def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the masks, int32 [M, W] with M at least 1, and each request's mask index, int32 [R], -1 for none."""
     place = {request_id: index for index, request_id in enumerate(masks.request_ids)}
     index_R = np.fromiter((place.get(request_id, -1) for request_id in request_ids), np.int32, len(request_ids))
     return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R
-
-
-def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
-
-    They are decodes, or have equally many tokens each, at least two. If there are too few tokens the last rows are
-    empty; remaining tokens belong to no request. Lengths must be equal: for requests without keys, flash-attn 2 assumes
-    the largest length for each, at least two, and writes out of bounds if the total exceeds the tokens.
-    """
-    each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
-    return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
-
-
-def empty_batch(
-    buffers: InputBuffers,
-    num_tokens: int,
-    num_rows: int,
-    host: tuple[int, int, int],
-    key: GraphKey | None = None,
-    *,
-    variant: str = "",
-) -> InputBatch:
-    """Return a batch of padding, which has no side effects. variant: if the key has none."""
-    starts_R1 = padding_starts(num_tokens, num_rows)
-    no_rows = np.full(num_rows, -1, np.int32)
-    decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
-    if decodes_only:
-        buffers.stage_decodes(StagedDecodes.padding(num_rows))
-    else:
-        buffers.stage_batch(no_rows, starts_R1)
-    variant = (key and key.variant) or variant
-    batch = InputBatch(
-        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
-    )
-    numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
-    return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
-
-
-def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
-    """Return the step tensors of a batch with its padding, by name, as views of the buffers."""
-    sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
-    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
-    step = {
-        "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
-        "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
-    }
-    for name, first_dim, tensor in buffers.step[batch.variant]:
-        step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
-    return step
-
-
-def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
-    """Make the batch's inputs on the device from what was staged and applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, numbered=batch.numbered)
-    if asked := buffers.asked[batch.variant]:
-        _fill(batch, states, buffers, asked)
-
-
-def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
-    """Fill the step tensors that passes declare. Raises ValueError for values of another shape."""
-    step = step_of_batch(batch, buffers)
-    step["rows_R"] = buffers.rows_R[: batch.num_rows]
-    real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
-    for tensor in asked:
-        if tensor.fill is None:
-            continue  # the host writes it
-        values, into = tensor.fill(step, states), step[tensor.name]
-        if values.shape != into.shape:
-            shapes = f"{list(values.shape)} instead of {list(into.shape)}"
-            raise ValueError(f"step tensor {tensor.name}: its fill has returned values of shape {shapes}")
-        real_rows = real[str(tensor.dims[0])].view(-1, *[1] * (into.dim() - 1))
-        into.copy_(torch.where(real_rows, values, tensor.padding))

@@ -1,10 +1,10 @@
-"""Tracks the parts of the KV cache that requests hold, and shares the blocks of common prefixes.
+"""The KV cache manager: gives requests their blocks and other resources, and shares the blocks of common prefixes.
 
 Only full blocks are shared. A block can be found once the step that fills it is scheduled and its tokens are known.
-Requests admitted to that same step (copies of one prompt, for example) only find blocks filled by shares of several
-tokens: a step with such a share writes K and V of all tokens before any query attends, whereas a step of single tokens
-may write and attend in one kernel, in any order of requests. A block completed by a single token can therefore be found
-from the next step on; `Scheduler.schedule` keeps this rule.
+Requests admitted to that same step (copies of one prompt, for example) only find blocks filled by chunks longer than a
+decode: a step with such a chunk writes K and V of all tokens before any query attends, whereas a step of decodes may
+write and attend in one kernel, in any order of requests. A block completed by a decode, or a chunk as short, can
+therefore be found from the next step on; `Scheduler.schedule` keeps this rule.
 
 Blocks are released at once, although steps in flight may still write to them. Steps run in the order they were
 scheduled in, so a block's next holder writes later and reads only its own writes. A write in flight cannot spoil a
@@ -25,15 +25,14 @@ from compiled_engine.engine.messages import NO_CACHE
 from compiled_engine.engine.request import Request
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""Blocks of each KV group."""
+"""Block ids by KV group."""
 
 
 class KVCacheManager:
-    """Admits a request to every resource or to none: the KV groups, and the resources of features.
+    """Gives a request its part of every resource or of none: the KV groups, and the resources of features.
 
     Features' resources are taken first, because taking blocks may evict cached ones; only groups grow later. A prefix
-    is cached if every resource has it. prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix
-    cache, over all requests at their first admission.
+    is cached if every resource has it.
     """
 
     def __init__(
@@ -48,12 +47,13 @@ class KVCacheManager:
         of_others = (each for each in others if isinstance(each, FindableResource))
         self._findable: tuple[FindableResource, ...] = (*self.groups, *of_others)
         self.enable_prefix_caching = enable_prefix_caching
+        # Prompt tokens that were looked up in the prefix cache, and found, when requests were first admitted.
         self.prefix_queries = 0
         self.prefix_hits = 0
 
     @property
     def num_slots(self) -> int:
-        """The number of tokens of a single request that the whole cache can hold; NO_CACHE without groups."""
+        """The number of tokens that the whole cache can hold for a single request; NO_CACHE without groups."""
         return min((group.num_slots for group in self.groups), default=NO_CACHE)
 
     @property
@@ -67,8 +67,8 @@ class KVCacheManager:
     def admit(self, request: Request, reserve: int) -> bool:
         """Give a request that holds nothing the resources for all its tokens, sharing the blocks of a cached prefix.
 
-        Returns False, without changes, if there is not enough, or if fewer than `reserve` blocks of a group would stay
-        free. Sets `num_computed_tokens` to the number of cached tokens; at least one token remains to be computed.
+        Returns False, without changes, if a resource has no room, or if fewer than `reserve` blocks of a group would
+        stay free. Sets `num_computed_tokens` to the number of cached tokens; at least one token remains to be computed.
         """
         num_tokens = len(request.token_ids)
         reads_prefix = self.enable_prefix_caching and not request.computes_every_token
@@ -113,7 +113,7 @@ class KVCacheManager:
         return tuple(tuple(group.block_ids(request)) for group in self.groups)
 
     def register(self, request: Request) -> None:
-        """Make the request's blocks findable that are full of known tokens, computed or scheduled."""
+        """Add the request's blocks that are full of known tokens, computed or scheduled, to the prefix cache."""
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         if num_tokens < request.next_block_end:
             return
@@ -123,19 +123,19 @@ class KVCacheManager:
         request.next_block_end = next_block_end
 
     def take_registered(self) -> list[list[int]]:
-        """Return the blocks registered since the last call, by group, and then the places of other findable resources.
+        """Return the places added to the prefix cache since the last call: blocks by group, then other resources'.
 
         Steps in flight may still have to fill them.
         """
         return [findable.take_registered() for findable in self._findable]
 
     def unregister(self, registered: Sequence[Sequence[int]]) -> None:
-        """Make the places that `take_registered` returned unfindable, because they were not written."""
+        """Remove places that `take_registered` returned from the prefix cache, because they were not written."""
         for findable, places in zip(self._findable, registered, strict=True):
             findable.unregister(places)
 
     def reset_prefix_cache(self) -> None:
-        """Make every place unfindable; requests keep their blocks."""
+        """Empty the prefix cache; requests keep their blocks."""
         for findable in self._findable:
             findable.unregister_all()
 

@@ -1,8 +1,8 @@
-"""The messages that cross the engine core's borders: API to core, and scheduler to runner.
+"""The messages between the API and the engine core, and between the scheduler and the runners.
 
-They may cross process borders, so each is plain typed data that msgspec encodes and decodes without pickle. What is
-not data, such as a token mask object, is handed over separately from its message and stays in its process. Messages of
-which there is one for each request are structs, because structs are the cheapest to create.
+They may cross process borders, so each is plain typed data that msgspec encodes and decodes without pickle. An object
+that is not plain data, such as a token mask, is passed beside its message and stays in its process. Messages sent once
+per request are structs, because structs are the cheapest to create.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:  # it brings torch, which the API imports at the start of an e
     from compiled_engine.config import EngineConfig
 
 NO_CACHE = 1 << 40
-"""Slots of a model without a KV cache, an encoder: more than any request needs."""
+"""Number of slots of an encoder, which has no KV cache: more than any request needs."""
 ROOT = bytes(32)
-"""The root of requests that depend on their token ids alone."""
+"""The prefix root of requests whose KV depends on their token ids alone."""
 
 
 def prefix_root(**parts: str | None) -> bytes:
-    """Return the root for a request. parts: by name, what its prefixes depend on besides token ids: only requests with
-    the same parts share blocks. A part that is None does not count.
+    """Return the root of a request's block hashes: only requests with the same parts share blocks.
+
+    parts: everything besides token ids that the request's keys and values depend on, by name. None counts as absent.
     """
     digest = None
     for name, content in parts.items():
@@ -40,51 +41,39 @@ def prefix_root(**parts: str | None) -> bytes:
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
-
-    `eos_token_ids` end generation unless sampling_params.ignore_eos. What is not data in sampling_params, or has
-    another form in the extras, is None there. `prefix_root` hashes everything besides token ids on which a prefix in
-    the KV cache depends: only requests with the same root share blocks. `output_token_ids`: generated so far, of a
-    request that goes on in another replica. `extras`: plain data of features, by name.
-    """
+    """API to core: a tokenised request."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    # Parameters that are not plain data, or that a feature has in its extras, are None here.
     sampling_params: SamplingParams
-    eos_token_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    prefix_root: bytes = ROOT
-    output_token_ids: tuple[int, ...] = ()
-    extras: dict[str, Any] = {}  # msgspec gives each its own
+    eos_token_ids: frozenset[int] = frozenset()  # they end generation unless sampling_params.ignore_eos
+    priority: int = 0  # lower ones are served first if the scheduler's policy is "priority"
+    prefix_root: bytes = ROOT  # see `prefix_root`; only requests with the same root share blocks
+    output_token_ids: tuple[int, ...] = ()  # generated so far, if the request continues in another replica
+    # Features' plain data, by feature name. msgspec copies the default for each request.
+    extras: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class GrammarVocabulary:
-    """API to core: what grammars need to know of tokens. To be given before the first request with a grammar.
+    """API to core: the vocabulary that grammars are compiled for, sent before the first request with a grammar."""
 
-    tokenizer: as the library `tokenizers` writes it (tokenizer.json). vocab_size: the width of the logits.
-    """
-
-    tokenizer: str
-    vocab_size: int
+    tokenizer: str  # in the format of tokenizer.json
+    vocab_size: int  # width of the logits
     eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Core to API: what the engine can take.
+    """Core to API: the engine's limits on requests."""
 
-    Token ids are below `vocab_size`. A request has at most `max_model_len` tokens of prompt and output, of which all
-    but the last, which is never computed, need one of `num_slots` in the KV cache. pools: requests have no output.
-    max_step_tokens: tokens of a step, which must hold all of a prompt; None for a model whose prompts may be divided.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    num_slots: int
-    has_priorities: bool = False
-    pools: bool = False
-    max_step_tokens: int | None = None
+    vocab_size: int  # token ids are below it
+    max_model_len: int  # most tokens of prompt and output together
+    num_slots: int  # of the KV cache; each token but the last, which is never computed, needs one
+    has_priorities: bool = False  # the scheduler's policy is "priority"
+    pools: bool = False  # the model returns vectors; requests have no output tokens
+    max_step_tokens: int | None = None  # most tokens of a prompt that one step must compute whole; None: no such limit
 
     @classmethod
     def of(cls, config: EngineConfig, num_slots: int) -> RequestLimits:
@@ -100,23 +89,25 @@ class RequestLimits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens of prompt and output together; the end of a request that pools counts as one."""
+        """Most tokens of prompt and output together; with pooling, the result counts as one."""
         return min(self.max_model_len + self.pools, self.num_slots + 1)
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt, as far as the model and a step limit it."""
+        """Most tokens of a prompt that the model and a step allow, whatever the size of the KV cache."""
         longest = self.max_model_len - (not self.pools)
         return longest if self.max_step_tokens is None else min(longest, self.max_step_tokens)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Most tokens of any prompt: what is not above it passes `check_length`, as long as it needs no min_tokens."""
+        """Most tokens of a prompt that passes `check_length` without min_tokens."""
         return min(self.longest_prompt, self.num_slots)
 
     def check_length(self, name: str, num_tokens: int, min_tokens: int = 0, *, at_least: bool = False) -> None:
-        """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one. at_least:
-        it may have more."""
+        """Raise ValueError unless a prompt of num_tokens fits, with room for min_tokens, and at least one, of output.
+
+        name: the prompt's name in errors. at_least: the prompt may have more tokens than counted.
+        """
         got = f"at least {num_tokens}" if at_least else f"{num_tokens}"
         longest, of_params = self.longest_prompt, "PoolingParams" if self.pools else "SamplingParams"
         if num_tokens == 0:
@@ -147,54 +138,50 @@ class RequestLimits:
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Core to API: what one step added to a request.
-
-    `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
-    that ended it, None for an end-of-sequence token, or what the error is. `logprobs`: a row for each new token, if
-    asked for. `num_cached_tokens` counts prompt tokens that came from the prefix cache; it comes with the first token
-    or before, and None says nothing new. So does `scheduled_time`: when it was first scheduled, in seconds of
-    time.perf_counter. `extras`: plain data of features, by name.
-    """
+    """Core to API: what one step added to a request."""
 
     request_id: str
     new_token_ids: tuple[int, ...]
-    logprobs: LogprobRows | None = None
-    finish_reason: str | None = None
+    logprobs: LogprobRows | None = None  # a row for each new token, if requested
+    finish_reason: str | None = None  # None while the request runs, then "stop", "length", "abort" or "error"
+    # The stop token id that ended the request, or the error's message; None for an end-of-sequence token.
     stop_reason: int | str | None = None
+    # Prompt tokens from the prefix cache. Sent with the first token at the latest; None: nothing new.
     num_cached_tokens: int | None = None
+    # When the request was first scheduled, in seconds of time.perf_counter; sent like num_cached_tokens.
     scheduled_time: float | None = None
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = {}  # features' plain data, by feature name
 
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Core to API: what one step added to requests; iterates over an EngineOutput for each.
+    """Core to API: what one step added to requests. Iterates over an EngineOutput per request.
 
-    In columns: requests that only got tokens and log-probabilities, which are nearly all:
-    `request_ids`, `token_ids`, and `lengths`, how many tokens each got; None if each got one. `logprobs` has a row for
-    each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
-    more; None if no request asks. `columns`: extras of features that each of them has, by name.
+    Nearly all requests only get tokens and log-probabilities. They are in columns, which are cheaper than an
+    EngineOutput each; `others` has the rest.
     """
 
     request_ids: Sequence[str] = ()
-    token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()  # of all requests in the columns, one after the other
     others: Sequence[EngineOutput] = ()
+    # A row for each token; None if no request asks for log-probabilities. Requests that ask for none, or for fewer
+    # alternatives than another, ignore the surplus.
     logprobs: LogprobRows | None = None
-    lengths: Sequence[int] | None = None
-    columns: dict[str, Sequence[Any]] = field(default_factory=dict)
+    lengths: Sequence[int] | None = None  # number of tokens of each request; None: one each
+    columns: dict[str, Sequence[Any]] = field(default_factory=dict)  # features' values for each request, by name
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
     def rows(self) -> Iterator[tuple[str, slice]]:
-        """Yield each request's id in the columns, with the range of its tokens."""
+        """Yield the id of each request in the columns, with the range of its tokens."""
         first, lengths = 0, repeat(1) if self.lengths is None else self.lengths
         for request_id, length in zip(self.request_ids, lengths, strict=False):
             yield request_id, slice(first, first + length)
             first += length
 
     def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
-        """Some of it: the requests at these places in the columns, ascending, and these others."""
+        """Return the requests at these places in the columns, ascending, together with these others."""
         if self.token_ids and len(places) == len(self.request_ids):
             return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
         tokens: Sequence[int] = places
@@ -213,7 +200,7 @@ class StepOutputs:
         )
 
     def in_columns(self) -> Iterator[EngineOutput]:
-        """An output for each request in the columns."""
+        """Yield an output for each request in the columns."""
         for index, (request_id, tokens) in enumerate(self.rows()):
             logprobs = None if self.logprobs is None else self.logprobs.select(tokens)
             extras = {name: column[index] for name, column in self.columns.items()}
@@ -226,18 +213,16 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class ControlCall:
-    """API to core, and core to ranks: what to do between two steps, see executor.py. `arguments` are plain data."""
+    """API to core, and core to ranks: a function to call between two steps, see executor.apply."""
 
     name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # plain data
 
 
 class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that takes a row of the runner: all that the runner needs to know of it, but for blocks that
-    it gets later.
+    """Scheduler to runner, within a SchedulerOutput: a request that gets a row.
 
-    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `block_ids`: its block
-    table in each KV group. `samples_late`: its sampling awaits TokenMasks. `extras`: plain data of features, by name.
+    A preempted request returns as a new one, with its generated tokens in `token_ids`.
     """
 
     request_id: str
@@ -245,41 +230,38 @@ class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
-    block_ids: tuple[tuple[int, ...], ...]
-    samples_late: bool = False
-    extras: dict[str, Any] = {}
+    block_ids: tuple[tuple[int, ...], ...]  # its block table in each KV group
+    samples_late: bool = False  # its sampling awaits TokenMasks
+    extras: dict[str, Any] = {}  # features' plain data, by feature name
 
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """Scheduler to runner: one step of R requests, in lists of R entries; those with a decode's number of tokens come
-    first, which is one unless steps may yield several tokens.
+    """Scheduler to runner: one step of R requests, in lists of R entries.
 
-    removed: requests whose rows the runner frees before anything else: finished, aborted or preempted.
-    starts, counts: request i computes `counts[i]` tokens from position `starts[i]` on. The last one may be the
-        token that the step before samples, whose id the scheduler does not know yet. Where steps may yield several
-        tokens a request, those behind the newest one are guesses, and `starts[i]` is an upper bound as long as a step
-        in flight samples the request: the device knows how many tokens there are.
-    samples: whether the step reaches a request's last token, so that a next one is sampled.
-    new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
-        NewRequest).
-    samples_late: nothing is sampled before what the step awaits comes, its TokenMasks.
-    single: each request has one row and yields one token, in this step and in later ones: the step is one of an engine
-        in which steps never yield several.
-    extras: plain data of features, by name.
+    Requests with as many tokens as a decode, usually one, come first. Request i computes `counts[i]` tokens from
+    position `starts[i]` on. The last of them may be the token that the previous step samples, whose id the scheduler
+    does not know yet.
+
+    In an engine whose steps may yield several tokens per request, a decode computes its newest token and guesses of the
+    tokens ahead of it. Then `starts[i]` is an upper bound while a step in flight samples the request: only the device
+    knows how many tokens the request has.
     """
 
-    step: int
-    removed: tuple[str, ...]
+    step: int  # its number
+    removed: tuple[str, ...]  # finished, aborted and preempted requests, whose rows are freed first
     new: tuple[NewRequest, ...]
     request_ids: list[str]
     starts: list[int]
     counts: list[int]
-    samples: list[bool]
+    samples: list[bool]  # whether the step reaches the request's last token, so that a next one is sampled
+    # Additional blocks in each KV group, for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
-    samples_late: bool = False
+    samples_late: bool = False  # sampling awaits the step's TokenMasks
+    # A single step: each request has one row, without guesses, and yields one token if it samples. Its requests have
+    # no guesses in later steps either.
     single: bool = False
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
 
     @property
     def num_tokens(self) -> int:
@@ -288,33 +270,27 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Scheduler to runner: which tokens may come next, for the step that was sent last.
+    """Scheduler to runner: the allowed next tokens of M requests of the step that was sent last.
 
-    request_ids: M of its requests that sample. Others that are masked have failed: whatever they get is not used.
-    words: M masks of int32 words, one after the other (see sampling/token_mask.py); valid until the next step's.
+    A request that samples late but is not listed has failed; its tokens are not used.
     """
 
     request_ids: list[str]
+    # M masks of int32 words, one after the other, see sampling/token_mask.py. Valid until the next step's masks.
     words: memoryview
 
 
 @dataclass(frozen=True)
 class RunnerOutput:
-    """Runner to scheduler: what a step produced.
+    """Runner to scheduler: the result of a step, for the requests that sample, in the step's order.
 
-    token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
-    lengths: how many tokens each of those requests got; None if each got one.
-    logprobs: if any of them needs them, as in StepOutputs: a row for each token.
-    columns: of features, by name: an entry for each of those requests.
-
-    Results that few requests need are in a dict each, by request id:
-    many_logprobs: the rows of a request with more than FEW_TOKENS (see sampling/logprobs.py).
-    extras: of features, by name.
+    Results that few requests need are in dicts by request id.
     """
 
-    token_ids: Sequence[int] = ()
-    logprobs: LogprobRows | None = None
+    token_ids: Sequence[int] = ()  # or error codes, see sampling/sampled_tokens.py
+    logprobs: LogprobRows | None = None  # as in StepOutputs
+    # The rows of requests with more than FEW_TOKENS alternatives, see sampling/logprobs.py.
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
-    lengths: Sequence[int] | None = None
-    columns: dict[str, Sequence[Any]] = field(default_factory=dict)
-    extras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lengths: Sequence[int] | None = None  # number of tokens of each request; None: one each
+    columns: dict[str, Sequence[Any]] = field(default_factory=dict)  # features' values for each request, by name
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # features' data by request id, by feature name

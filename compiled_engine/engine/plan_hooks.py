@@ -1,9 +1,9 @@
 """Hooks of features in planning: they run when requests come and go and when steps are scheduled.
 
 A feature overrides the methods of `PlanFeature` that it needs. Scheduler and engine core collect the overrides once
-(`PlanHooks`), so a hook that no feature overrides costs nothing. Resources that requests hold while they run are
-counted as CacheResources. Data for a feature's part on the device goes into the `extras` of messages, under its
-StepFeature's name.
+(`PlanHooks`), so a hook that no feature overrides costs nothing. A feature with resources that requests hold while they
+run describes them as CacheResources. Data for its part on the device (StepFeature) goes into the `extras` of messages,
+under the StepFeature's name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PlanFeature:
     """The planning part of a feature. Methods do nothing unless overridden."""
 
     calls: tuple[str, ...] = ()  # names of the methods that serve control calls
-    num_parts = 1  # of the running requests, see `divide`
+    num_parts = 1  # number of parts into which `divide` divides the running requests
 
     def resources(self, groups: Sequence[BlockGroup]) -> Sequence[CacheResource]:
-        """Return the resources that each running request holds, taken in this order and before the groups' blocks."""
+        """Return the resources that each running request holds; they are taken in this order, before any blocks."""
         return ()
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ValueError if the engine does not support a request, and prepare what it needs.
+        """Raise ValueError if the engine does not support a request; otherwise prepare for it.
 
         Called at least once before the request is added.
         """
@@ -40,14 +40,14 @@ class PlanFeature:
     def holds(self, request: EngineRequest, given: Any) -> bool:
         """Return whether to hold a request back until it is `released`.
 
-        given: the object that came with it and is not plain data, or None. Raises ValueError if the two do not match.
+        given: see EngineCore.add; None if nothing came with the request. Raises ValueError if the two do not match.
         """
         return False
 
     def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
         """Return the held-back requests that are ready, and the final outputs of those that have failed.
 
-        patience_s: how long to wait if there are none.
+        patience_s: longest time to wait if there are none.
         """
         return [], []
 
@@ -55,43 +55,44 @@ class PlanFeature:
         """Forget a request that was held back and will not be added."""
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Receive the tokens' meanings, before the first request that needs them."""
+        """Take the vocabulary; called before the first request with a grammar."""
 
     def added(self, request: Request) -> None:
-        """Note a new waiting request. Called once; what is put into its `extras` is sent at each admission."""
+        """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
 
     def may_start(self, request: Request) -> bool:
         """Return whether the first waiting request may be admitted. If not, it is set aside until `reconsiders`."""
         return True
 
     def reconsiders(self) -> bool:
-        """Return whether `may_start` may answer differently now; requests set aside are then tried again."""
+        """Return whether `may_start` might answer differently now, so that requests set aside are tried again."""
         return False
 
     def divide(
         self, running: Sequence[Request], waiting: Sized, num_in_flight: int
     ) -> Iterable[tuple[Sequence[Request], int]]:
-        """Yield (part of the running requests, number of waiting requests admissible with it), in the order to try.
+        """Yield (part of the running requests, number of waiting requests that may join it), in the order to try.
 
         The next step takes the first part with something to compute. num_in_flight: number of steps in flight. At most
-        one feature overrides this; without it a step may have all requests.
+        one feature overrides this; otherwise a step may have all requests.
         """
         return ()
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Return the tokens per decode in the next step, at most the engine's. running: the step's candidates.
+        """Return the number of tokens per decode in the next step, at most max_new_tokens_per_step.
 
-        At most one feature overrides this; without it decodes have the engine's number.
+        running: the requests that the step may have. At most one feature overrides this; otherwise the number is
+        max_new_tokens_per_step.
         """
         raise NotImplementedError
 
     def built(self, builder: StepBuilder) -> None:
-        """Note a built step, which is planned unless empty, and adjust the builder's settings for the whole step."""
+        """Note a built step, and adjust the builder's settings for the whole step. `planned` follows unless empty."""
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
-        """Add to the extras of an admitted request's NewRequest; the request holds its resources.
+        """Add to the extras of an admitted request's NewRequest. The request already holds its resources.
 
-        Data that is the same at each admission belongs into the request's own extras, see `added`.
+        Data that is equal at each admission belongs in the request's own extras, see `added`.
         """
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
@@ -101,31 +102,31 @@ class PlanFeature:
         """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Begin to make the late inputs of requests that sample late. Their tokens are known; some may have ended.
+        """Start computing the late inputs of requests that sample late. Their tokens are known; some may have ended.
 
-        At most one feature overrides this, and `finish_late`.
+        At most one feature overrides this, together with `finish_late`.
         """
 
     def finish_late(self) -> TokenMasks:
-        """Wait for the late inputs that were begun last, and return them."""
+        """Wait for the late inputs of the last `begin_late`, and return them."""
         raise NotImplementedError
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return extras of an EngineOutput for a request, from a RunnerOutput's extras; empty if nothing is new."""
+        """Return a request's extras for its EngineOutput, from a RunnerOutput's extras; empty if nothing is new."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
-        """Note a step whose result was processed; called in the order in which steps were planned."""
+        """Note a step whose result was processed; called in the order of planning."""
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Return how a request ends if its mask allows no token; None if that is an error."""
         return None
 
     def ended(self, request: Request) -> None:
-        """Forget a request that was waiting or running, or has ended with a token in flight."""
+        """Forget a request that has ended."""
 
     def failed(self) -> None:
-        """Forget the steps in flight and the one being planned: they have failed."""
+        """Forget the steps in flight and the step being planned, which have failed."""
 
     def metrics(self) -> dict[str, Any]:
         """Return metrics of the engine, under names that no other part uses."""
@@ -138,8 +139,8 @@ class PlanFeature:
 class PlanHooks:
     """The overridden hooks of an engine's features, each a list in the order of features.
 
-    A hook that one feature may have is its method or None. `answering` has the features by the names of their control
-    calls. Raises ValueError if several features override such a hook, or answer the same call.
+    A hook that at most one feature may override is a method or None. `answering` maps the names of control calls to
+    features. Raises ValueError if several features override such a hook, or answer the same call.
     """
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:

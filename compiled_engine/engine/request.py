@@ -1,4 +1,4 @@
-"""The scheduler's view of a request: its tokens, how many are computed, its place in the cache, and when it ends."""
+"""A request in the scheduler: its tokens, how many of them are computed, its limits, and when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = Finish("length", None)
 
 
 class StopRule(msgspec.Struct, frozen=True):
-    """Conditions that end a request. Counts are of output tokens."""
+    """Conditions that end a request; they count output tokens."""
 
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
@@ -46,7 +46,7 @@ class StopRule(msgspec.Struct, frozen=True):
 
 
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
-    """Return how a request ends with `token_id`, the last of its output tokens so far; None if it continues.
+    """Return how a request ends with `token_id`, its newest output token; None if it continues.
 
     A stop token before `min_tokens` is ignored; the limit on length always applies.
     """
@@ -61,15 +61,12 @@ def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish 
 
 
 class RequestStatus(Enum):
-    """WAITING and PREEMPTED requests are in the waiting queue. Only RUNNING ones hold blocks.
-
-    ENDING: the token in flight reaches the length limit, so nothing is left to schedule.
-    """
+    """The state of a request. WAITING and PREEMPTED ones are in the waiting queue; only RUNNING ones hold blocks."""
 
     WAITING = auto()
     RUNNING = auto()
     PREEMPTED = auto()
-    ENDING = auto()
+    ENDING = auto()  # the token in flight reaches the length limit, so nothing is left to schedule
     FINISHED = auto()
 
 
@@ -87,30 +84,30 @@ class Request:
     stop_rule: StopRule
     max_num_tokens: int  # the length at which it ends, prompt included
     ending_ids: frozenset[int]  # tokens that may end it earlier, and error codes
-    # Includes tokens that steps in flight sample: an upper bound while such a step may yield fewer than
-    # max_new_tokens_per_step, exact once all are processed.
+    # Number of tokens, those that steps in flight sample included. An upper bound while such a step may yield fewer
+    # than max_new_tokens_per_step; exact once all steps are processed.
     num_tokens: int
-    samples_late: bool = False  # its sampling awaits inputs that a feature makes while its steps run
+    samples_late: bool = False  # its sampling awaits inputs that a feature computes while its steps run
     failure: str | None = None  # why it ends with the next processed step; None if it does not
     prefix_root: bytes = ROOT  # see EngineRequest
     max_new_tokens_per_step: int = 1  # most tokens that a step may yield for it
-    most_when_admitted: int = 1  # max_new_tokens_per_step until it stops drafting
+    most_when_admitted: int = 1  # max_new_tokens_per_step at admission; that falls to 1 when it stops drafting
     status: RequestStatus = RequestStatus.WAITING
-    # Leading tokens with K and V in the cache, steps in flight included; as exact as num_tokens.
+    # Number of leading tokens with K and V in the cache, steps in flight included; an upper bound like num_tokens.
     num_computed_tokens: int = 0
     num_slots: int = 0  # tokens that its blocks hold; set by the KVCacheManager alone, like next_block_end
-    next_block_end: int = 0  # known tokens at which the next block is offered to the prefix cache
+    next_block_end: int = 0  # number of known tokens from which the next block is offered to the prefix cache
     # block size -> hashes of leading full blocks; they outlive a preemption
     block_hashes: dict[int, list[bytes]] = field(default_factory=dict)
     num_cached_tokens: int | None = None  # prompt tokens in the prefix cache at the first admission; None before
     scheduled_time: float | None = None  # of the first admission, in seconds of time.perf_counter; None before
     max_step_tokens: int = sys.maxsize  # most known tokens that one step computes
-    step_ends: tuple[int, ...] = ()  # token counts, ascending, at which a step ends and features are told
+    step_ends: tuple[int, ...] = ()  # token counts, ascending, at which a step must end, see PlanFeature.reached_end
     computes_every_token: bool = False  # compute prompt tokens even if cached, as their outputs are needed
     yields_tokens: bool = True  # sampled tokens are its output
     extras: dict[str, Any] = field(default_factory=dict)  # see NewRequest; sent at each admission
     has_sampled: bool = False  # a step has sampled one of its tokens since it was admitted
-    steady_until_computed: int = 0  # like steady_until_known, see `set_steady_limits`
+    steady_until_computed: int = 0  # limits of the fast path, see `set_steady_limits`
     steady_until_known: int = 0
 
     @classmethod
@@ -123,7 +120,7 @@ class Request:
     ) -> Request:
         """Make a request. max_total_tokens: most tokens of prompt and output together.
 
-        max_new_tokens_per_step: the engine's. Requests that disable drafts, or whose logits depend on the tokens
+        max_new_tokens_per_step: the engine's value. Requests that disable drafts, or whose logits depend on the tokens
         generated so far, get 1.
         """
         params = request.sampling_params
@@ -160,20 +157,20 @@ class Request:
             self.scheduled_time = time.perf_counter()
 
     def yield_single_tokens(self) -> None:
-        """Have no drafts until the next admission, if any: the draft head has not read all of the request's tokens."""
+        """Stop drafting until the next admission, because the draft head has not read all of the request's tokens."""
         self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
     def yields_single_tokens(self) -> bool:
-        """Whether the request has no drafts only because it stopped drafting."""
+        """Whether the request has stopped drafting, see `yield_single_tokens`."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
         """Recompute the fast-path limits. Below them, one integer comparison replaces the scheduler's other checks.
 
-        While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
-        samples up to max_new_tokens_per_step tokens, fits the request's blocks, is not the first such share, and cannot
+        While fewer than `steady_until_computed` tokens are computed, the request's next share is an ordinary decode: it
+        yields up to max_new_tokens_per_step tokens, fits the request's blocks, follows an earlier decode, and cannot
         reach the length limit. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it
         is not the first, and ends the request only if it is one of ending_ids.
         """
@@ -205,7 +202,7 @@ class Request:
 
     @property
     def num_unknown_tokens(self) -> int:
-        """The number of its tokens that steps in flight sample; 0 once it has ended."""
+        """The number of tokens that steps in flight sample for the request; 0 once it has ended."""
         return 0 if self.status is RequestStatus.FINISHED else self.num_tokens - len(self.token_ids)
 
     @property
@@ -230,7 +227,8 @@ class Request:
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
     """Raise RuntimeError unless requests are consistent.
 
-    Running requests must be in order, each must run, wait or await its last token, and fast-path limits must be right.
+    Running requests must be in order, each request must run, wait or await its last token, and the fast-path limits
+    must be up to date.
     """
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")

@@ -1,8 +1,8 @@
-"""Request rows: each request has a fixed row, from admission until removal, with the state that steps read.
+"""Request states on the device: each request has a fixed row, from admission until removal, that steps read.
 
 A preempted request is removed like a finished one and returns as a new one, so rows never move and nothing is stored
-twice. State that steps read and advance is on the device (row_fields.py); the host only writes it when a request
-arrives or gets blocks.
+twice. Steps advance the states on the device; the host only writes them when a request arrives or gets blocks
+(rows/row_fields.py).
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from compiled_engine.rows.row_fields import RowField, RowFields
 
 
 class RequestStates:
-    """Assigns the rows of `fields`, in which other modules declare fields too. Suffix S: rows.
+    """Assigns rows to requests, and holds the state of each row. Other modules may declare further `fields`.
 
-    num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
-    prefill_len_S: tokens that the host knew when the request came; from there on each step samples.
-    last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
-    token_row_S: index of the row's prompt in all_token_ids_KL. ahead_SK: guesses of the tokens ahead of the newest
-    one, followed by -1 where there are fewer than num_ahead; None without any. history_SL: the tokens of the row; None
-    without guesses, or where all_token_ids_KL has them.
-
-    On the host: all_token_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
-    them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
-    used in turn, since a step may still read the prompt of the row's previous request. With guesses and without
-    history_SL, steps add the tokens that they sample.
-    prefill_len: as prefill_len_S. generation: changes when a request gets or loses a row.
+    In an engine whose steps may yield several tokens per request, a row has up to num_ahead guesses of the tokens
+    *ahead* of (that is, following) its newest token. has_history: keep each row's tokens on the device, see history_SL.
+    Dimension S: rows.
     """
 
     def __init__(
@@ -52,10 +43,15 @@ class RequestStates:
             RowField("token_row"),
             RowField("block_table", shape=(-(-max_model_len // block_size),)),
         )
+        # Number of tokens with keys and values in the cache once the launched steps have run, and number of tokens
+        # known at admission: a step that computes all of these samples.
         self.num_computed_S, self.prefill_len_S = fields["num_computed"], fields["prefill_len"]
+        # The newest sampled token, and the place of the row's prompt in all_token_ids_KL.
         self.last_token_S, self.token_row_S = fields["last_token"], fields["token_row"]
         self.block_table_SB = fields["block_table"]
+        # Guesses of the tokens ahead of the newest one, -1 for missing ones; None if steps yield single tokens.
         self.ahead_SK: torch.Tensor | None = None
+        # All tokens of each row; None without has_history.
         self.history_SL: torch.Tensor | None = None
         if num_ahead:
             fields.declare(RowField("ahead", shape=(num_ahead,), initial=-1))
@@ -63,6 +59,9 @@ class RequestStates:
         if has_history:
             fields.declare(RowField("history", shape=(max_model_len + 1,)))
             self.history_SL = fields["history"]
+        # The tokens known at admission, int32. Kernels read them from pinned host memory, so that prompts take no
+        # device memory. A row has one place per step in flight, used in turn, because a step may still read the prompt
+        # of the row's previous request. With guesses and without history_SL, steps append the tokens that they yield.
         self.all_token_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
@@ -75,7 +74,7 @@ class RequestStates:
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
         self.prefill_len = np.zeros(max_num_rows, np.int64)
-        self.generation = 0
+        self.generation = 0  # changes when a request gets or loses a row
         self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
@@ -88,7 +87,7 @@ class RequestStates:
         return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int32, len(request_ids))
 
     def add(self, request: NewRequest, num_computed: int) -> int:
-        """Give a request, num_computed of whose tokens are in the cache, a row; fills and returns it."""
+        """Give a request a row, fill it, and return its index. num_computed: number of tokens in the cache."""
         row = self._free_rows.pop()
         self.generation += 1
         self._row_of[request.request_id] = row
@@ -118,7 +117,7 @@ class RequestStates:
         self._num_blocks[row] = start + len(block_ids)
 
     def remove(self, request_id: str) -> int | None:
-        """Free the request's row and return it; None if it has none, as its step failed before it got one."""
+        """Free the request's row and return its index; None if its step failed before it got a row."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return None

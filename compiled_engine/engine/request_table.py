@@ -1,4 +1,4 @@
-"""All requests that have not ended: the running ones, the waiting queue, and the release of what they hold."""
+"""The requests that have not ended: the running ones and the waiting queue, and how they move between the two."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from compiled_engine.engine.request import Request, RequestStatus, check_request
 
 
 class WaitingQueue:
-    """A heap by `Request.order`. Keys of removed requests stay and are skipped when they surface.
+    """Waiting requests, sorted by `Request.order`.
 
     A request that a feature does not let start is set aside, so that others need not wait for it.
     """
 
     def __init__(self) -> None:
         self._requests: dict[tuple[int, int], Request] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[int, int]] = []  # keys of removed requests stay until `peek` meets them
         self._aside: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class WaitingQueue:
         self._aside.append(heapq.heappop(self._heap))
 
     def restore(self) -> None:
-        """Return all requests that are set aside to their places."""
+        """Put all requests that were set aside back in their places."""
         for order in self._aside:
             if order in self._requests:
                 heapq.heappush(self._heap, order)
@@ -57,19 +57,15 @@ class WaitingQueue:
 
 
 class RequestTable:
-    """The requests of a scheduler.
-
-    running: sorted by order. removed: ids of requests whose rows the runner frees in the next step. num_late: number of
-    requests that sample late.
-    """
+    """The requests of a scheduler."""
 
     def __init__(self, kv_cache: KVCacheManager, hooks: PlanHooks) -> None:
         self._kv_cache, self._hooks = kv_cache, hooks
         self._requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
-        self.running: list[Request] = []
-        self.removed: list[str] = []
-        self.num_late = 0
+        self.running: list[Request] = []  # sorted by order
+        self.removed: list[str] = []  # ids of requests whose rows the runner frees in the next step
+        self.num_late = 0  # number of requests that sample late
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -88,7 +84,7 @@ class RequestTable:
         self.num_late += request.samples_late
 
     def start(self, request: Request) -> None:
-        """Run the next waiting request, which holds its blocks."""
+        """Move the next waiting request, which has its blocks, to the running ones."""
         self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))
@@ -144,6 +140,6 @@ class RequestTable:
         return tuple(removed)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, naming the fault, unless each request and what it holds are accounted for once."""
+        """Raise RuntimeError, naming the fault, unless requests and the resources that they hold are consistent."""
         check_requests(self._requests.values(), self.running, len(self.waiting))
         self._kv_cache.check_integrity(self.running)

@@ -1,4 +1,9 @@
-"""The runner: loads and compiles the model, owns the KV cache and the request rows, and executes steps."""
+"""The runner: loads and compiles a rank's model, owns its KV cache and request rows, and executes steps.
+
+A step goes through `submit`: it updates the rows (`update_rows`), makes the batch and chooses its graph (`_launch`),
+and launches the model and the sampling (`run`). None of these waits for the device, except that sampling with token
+masks is launched later, by `sample`.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +62,7 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """Executes steps on a rank's device, by `submit`, `sample` and `calls`, until `close`. Not thread-safe.
-
-    runs_begun, runs_ended: runs of a model with its collectives that were started, and completely launched.
-    """
+    """Executes steps on a rank's device, by `submit`, `sample` and `calls`, until `close`. Not thread-safe."""
 
     def __init__(
         self,
@@ -75,9 +77,10 @@ class Runner:
     ):
         """Load and compile the model, size the KV cache, capture graphs.
 
-        group: the ranks that this one belongs to, and the caller's current group. link: connects pipeline stages, if
-        there are several. All ranks construct their runners at the same time, and submit the same steps. Raises what
-        build_processors, the loader, the compiler and kv_cache.size_cache raise.
+        All ranks construct their runners at the same time, and submit the same steps. make_features: makes the
+        features' parts and the tail from this runner's parts. group: the tensor-parallel ranks, which must be the
+        caller's current group. link: connects pipeline stages; None with one stage. Raises what build_processors, the
+        loader, the compiler and size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
@@ -85,6 +88,7 @@ class Runner:
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
         self._ahead: InBackground[None] | None = None
+        # Model runs, collectives included, that were begun and completely launched.
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
@@ -167,7 +171,7 @@ class Runner:
             tensors_beside_steps(config),
             numbered=True in config.numberings,
         )
-        # What does not sample keeps no parameters of it: rows would be given initial ones for each request.
+        # Without sampling, the sampler's row fields are not those of the states, which are written for each request.
         samples = self._stage.is_last and config.model.yields_tokens
         sampled_rows = self.states.fields if samples else RowFields(1, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
@@ -249,7 +253,7 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        A step that awaits masks is sampled by `sample`, which must be called before the next step.
+        For a step that samples late, call `sample` before the next `submit`.
         """
         self.states.writes.discard()  # left over from a step that failed
         if self._unsampled is not None:  # this one failed too
@@ -319,7 +323,7 @@ class Runner:
         return pending
 
     def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
-        """Launch all of a step that the device does, in its order; `submit` has prepared it.
+        """Launch a batch that `_launch` has made: staged writes, forward, and sampling unless it awaits masks.
 
         Every row is sampled by temperature and seed, and rows with further parameters are sampled again
         (step_sampling.py), so one set of decode graphs serves all.
@@ -351,7 +355,7 @@ class Runner:
     def _sample(
         self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], masks: TokenMasks | None = None
     ) -> PendingStep:
-        """Launch the rest of the sampling, which may need masks."""
+        """Launch parts 2 and 3 of sampling, see step_sampling.py. masks: the step's, if it samples late."""
         assert self._sampling is not None
         logprobs = self._sampling.complete(batch, logits_RV, masks)
         for after_sample in self._hooks.after_sample:
@@ -366,7 +370,7 @@ class Runner:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """The control calls that a rank serves: `metrics`, and features' calls such as `adapters.load`."""
+        """The control calls that a rank serves, by name: `metrics`, and features' calls such as `adapters.load`."""
         own: dict[str, Callable[..., Any]] = {"metrics": self.metrics}
         return own | {
             f"{each.name}.{call}": getattr(each, call) for each in self._hooks.features for call in each.calls
@@ -421,9 +425,9 @@ class Runner:
 
 
 def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None, hooks: StepHooks) -> None:
-    """Update rows before the step is prepared. sampler: None in a runner that does not sample.
+    """Free the rows of removed requests, fill those of new ones, and append new blocks to block tables.
 
-    Raises what Sampler.add_row raises.
+    sampler: None in a runner that does not sample. Raises what Sampler.add_row raises.
     """
     for request_id in step.removed:
         row = states.remove(request_id)
@@ -467,7 +471,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
 
 
 def _pass_counts(model: ModelBeside) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to: by range (CompiledRange.name behind the model's) and by pass."""
+    """Return how often each pass matched, and had to match, by compiled range (prefixed by the model) and by pass."""
     if model.compiled is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""The scheduler decides which tokens of which requests the next step computes.
+"""The scheduler decides which tokens of which requests the next step computes, and processes the step's result.
 
 Prefill and decode are treated alike: every request has known tokens that are not computed, and each step divides a
 token budget among requests (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests
@@ -10,7 +10,11 @@ their number: length limits are known in advance, and tokens sampled for a reque
 may yield several tokens per request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-Late inputs of sampling, such as token masks, are made while the step runs; only its sampling waits for them.
+A request may sample late: its sampling needs late inputs, such as a token mask, which the host computes while the step
+runs. Only the step's sampling waits for them.
+
+The scheduler's data are in other files: a step while it is planned and in flight in steps.py, the running and waiting
+requests in request_table.py, their blocks in kv_cache.py.
 """
 
 from __future__ import annotations
@@ -46,65 +50,25 @@ from compiled_engine.engine.steps import (
     tokens_output,
 )
 
-
-@dataclass(slots=True)
-class SchedulerCounts:
-    least_free: int  # fewest free blocks after scheduling a step
-    arrived: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    aborted: int = 0
-
-    def begin_step(self, num_free: int) -> int:
-        """Count a scheduled step that leaves this many blocks free; returns its number."""
-        self.least_free = min(self.least_free, num_free)
-        self.steps += 1
-        return self.steps
-
-    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, Any]:
-        """Return current values and counts since the start.
-
-        Current: running and waiting requests, kv_usage (share of held blocks, 0 to 1), blocks_free. Since the start:
-        kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished (by a stop or the length),
-        aborted, steps.
-        """
-        blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
-        total = max(blocks, 1)
-        least_free, used = (self.least_free, 1 - free / total) if blocks else (total, 0.0)
-        return {
-            "running": running,
-            "waiting": waiting,
-            "kv_usage": used,
-            "kv_usage_peak": 1 - least_free / total,
-            "blocks_total": blocks,
-            "blocks_free": free,
-            "prefix_queries": kv_cache.prefix_queries,
-            "prefix_hits": kv_cache.prefix_hits,
-            "preemptions": self.preemptions,
-            "finished": self.finished,
-            "aborted": self.aborted,
-            "steps": self.steps,
-        }
-
-
 # A step has max_prefill_tokens * max(1, waiting requests // FEW_WAITING) tokens of prompts: when many requests wait,
 # waiting delays prompts more than prompts delay decodes.
 FEW_WAITING = 4
 
 
 class Scheduler:
-    """Plans steps. Call `schedule`, have the runner execute its output, call `update` with both; repeat while
-    unfinished.
+    """Plans steps and processes their results.
 
-    Between these, a step that samples late gets its late inputs from `begin_late` and `finish_late`. Up to
-    `steps_in_flight` steps may be scheduled before their `update`, which is called in the same order; the runner
-    executes them in order. Requests may be added and aborted at any time. If a step fails, call `fail_step`.
-    `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
+    While requests are unfinished, call `schedule`, have the runner execute the returned step, and call `update` with
+    the step and its result. Up to `steps_in_flight` steps may be scheduled before the first `update`; they are executed
+    and updated in the order of scheduling. For a step that samples late, call `begin_late` and `finish_late` in
+    between. If a step fails, call `fail_step`. Requests may be added and aborted at any time.
+
+    A request's `num_tokens` and `num_computed_tokens` advance in `schedule`, its `token_ids` in `update`.
 
     max_new_tokens_per_step: most tokens that a step yields per request; if 1, every request that samples gets exactly
-    one. pools: a request ends with its first, meaningless token (max_tokens is 1); its result is a vector. whole:
-    prompts are computed in one step, and hold no blocks (num_blocks is 0). features: see plan_hooks.py.
+    one. pools: the model returns vectors, so a request ends with its first token (max_tokens is 1), which means
+    nothing. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features: see
+    plan_hooks.py.
     """
 
     def __init__(
@@ -138,7 +102,7 @@ class Scheduler:
         )
         self._requests = RequestTable(self._kv_cache, self._hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
-        self._last_share: list[Request] = []  # requests that reach their length with the newest step
+        self._last_share: list[Request] = []  # requests that reach their length limit with the newest step
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest) -> None:
@@ -150,16 +114,17 @@ class Scheduler:
         self._requests.add(Request.of(request, order, self._max_total_tokens, self._max_new_tokens_per_step))
 
     def check(self, request: EngineRequest) -> None:
-        """Raise ValueError if the request's id is in use, or if it can never be computed."""
+        """Raise ValueError if the request's id is in use, or if its prompt can never fit."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if not 0 < (num_tokens := len(request.prompt_token_ids)) <= self._most_prompt_tokens:
             self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", num_tokens)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request; results of steps in flight for it are ignored. Returns None if it is unknown or has ended.
+        """End a request and return its last output; None if it is unknown or has ended.
 
-        `stopped`: count it as finished, since the caller found its output complete.
+        Its results of steps in flight are ignored. stopped: count it as finished, as the caller found its output
+        complete.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -205,8 +170,8 @@ class Scheduler:
     def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
         """Build a step of these running requests and at most `room` waiting ones; it may be empty.
 
-        Nothing is admitted once preemptions exceed num_preemptions: blocks have run out, and it would be preempted
-        next.
+        num_preemptions: the count of preemptions before the step was planned. Once it is exceeded, blocks have run out
+        and no request is admitted, as it would be preempted next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step
@@ -288,9 +253,9 @@ class Scheduler:
             self._schedule_tokens(builder, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
-        """Add a share of num_tokens tokens.
+        """Let the step compute the request's next num_tokens tokens, and advance its counts.
 
-        bound: most tokens that it samples, if it reaches the last known token; all but one of them are draft tokens.
+        bound: most new tokens that the step yields for the request if it reaches the last known token.
         """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
@@ -322,7 +287,7 @@ class Scheduler:
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Begin to make a step's late inputs; another step may be scheduled in the meantime.
+        """Start computing a step's late inputs; another step may be scheduled in the meantime.
 
         Raises RuntimeError unless `knows_tokens_before`.
         """
@@ -332,7 +297,7 @@ class Scheduler:
             self._hooks.begin_late(self._in_flight.find(step).late)
 
     def finish_late(self) -> TokenMasks:
-        """Wait for the late inputs that were begun last. A request for which that fails ends in `update`."""
+        """Wait for the late inputs of the last `begin_late`. A request whose input fails ends in `update`."""
         assert self._hooks.finish_late is not None
         return self._hooks.finish_late()
 
@@ -357,7 +322,7 @@ class Scheduler:
     def _add_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
-        """Process a step with one token per request. Fast path: a request gets nothing but its token and logprobs."""
+        """Process a step with one token per request. On the fast path a request only gets its token and logprobs."""
         if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.extras)
@@ -406,7 +371,7 @@ class Scheduler:
         return every.part(places, others)
 
     def _add_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
-        """Give a request its tokens of a step, up to the one that ends it. Returns None if there is no output."""
+        """Append a step's tokens to a request, up to the token that ends it. Returns None if there is no output."""
         if request.status is RequestStatus.FINISHED:
             return None
         end = tokens.start
@@ -434,13 +399,13 @@ class Scheduler:
         return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
-        """Drop the steps in flight after a failure: running requests end, and removals are sent again."""
+        """Drop the steps in flight after a failure. Running requests end; the next step removes their rows again."""
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
             self._kv_cache.unregister(step.registered)
             removed += step.output.removed
-        # A step that failed while being scheduled is not in flight yet, but the requests with a share of it run.
+        # A step that failed while being scheduled is not in flight yet, but its requests are running.
         affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]
         self._in_flight.clear()
         for request in affected:
@@ -453,7 +418,7 @@ class Scheduler:
             failed()
 
     def reset_prefix_cache(self) -> None:
-        """Make all cached contents unfindable; running requests keep their blocks."""
+        """Empty the prefix cache; running requests keep their blocks."""
         self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, Any]:
@@ -467,10 +432,53 @@ class Scheduler:
         return found
 
     def check_idle(self) -> None:
-        """Check that nothing is held without requests: the part of check_integrity that costs nothing."""
+        """Raise RuntimeError if no request is left and blocks are still held. Takes constant time."""
         if not self._requests:
             self._kv_cache.check_all_free()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, naming the fault, unless each request and what it holds are accounted for once."""
+        """Raise RuntimeError, naming the fault, unless requests, rows and blocks are consistent."""
         self._requests.check_integrity()
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Counts of a scheduler since the start."""
+
+    least_free: int  # fewest free blocks after scheduling a step
+    arrived: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+    def begin_step(self, num_free: int) -> int:
+        """Count a scheduled step that leaves this many blocks free; returns its number."""
+        self.least_free = min(self.least_free, num_free)
+        self.steps += 1
+        return self.steps
+
+    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, Any]:
+        """Return current values and counts since the start.
+
+        Current values are running and waiting requests, kv_usage (share of blocks held, 0 to 1) and blocks_free.
+        prefix_queries and prefix_hits count prompt tokens; finished counts requests that ended by a stop condition or
+        their length.
+        """
+        blocks, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        total = max(blocks, 1)
+        least_free, used = (self.least_free, 1 - free / total) if blocks else (total, 0.0)
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": used,
+            "kv_usage_peak": 1 - least_free / total,
+            "blocks_total": blocks,
+            "blocks_free": free,
+            "prefix_queries": kv_cache.prefix_queries,
+            "prefix_hits": kv_cache.prefix_hits,
+            "preemptions": self.preemptions,
+            "finished": self.finished,
+            "aborted": self.aborted,
+            "steps": self.steps,
+        }

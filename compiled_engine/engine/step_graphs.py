@@ -1,7 +1,8 @@
-"""CUDA graphs of steps: what is captured, which graph serves a batch, and its replay.
+"""CUDA graphs of steps: what is captured (`ModelStep`), which graph serves a batch, and its replay (`StepGraphs`).
 
-A graph of decodes holds the whole step, another full graph the forward with its inputs, graphs in parts the forward
-alone. Features may have further graphs, and launches in those of steps.
+A decode graph holds the whole step: input preparation, forward, and sampling by temperature. Any other full graph holds
+input preparation and forward; a piecewise or breakable one, the forward between attention ops. Features may add
+launches to these graphs, and have further graphs.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, 
 from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager, Fallback, GraphCounters
 
 log = logging.getLogger("compiled_engine")
-# Largest share of the KV cache's memory that the graphs' pool may take.
+# Largest part of the KV cache's memory that the graphs' pool may take.
 POOL_SHARE = 0.125
 
 
 class ModelStep:
-    """Implements `Capturable`. forward: its list of kv_caches may be refilled until the first capture. hooks: of the
-    features whose launches belong to the step.
+    """The launches of a step, as a `Capturable`.
+
+    forward: its list of kv_caches may be refilled until the first capture. hooks: features' launches within the step.
     """
 
     def __init__(
@@ -50,16 +52,14 @@ class ModelStep:
         self.prepared_inputs(batch)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """Run the part of a step that the key's graph holds.
+        """Run the part of a step that the key's graph holds; see the module's docstring.
 
-        A decode key: input preparation, forward, and the graphed part of the tail. Another full key: input preparation
-        and forward. Any other: the forward of inputs that are there. Launches of features are with the inputs and the
-        forward.
+        Unless the key is full, the inputs must have been prepared.
         """
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """Do what `run` does with one call per kind of layer, as layers of a kind run the same kernels."""
+        """Run like `run`, but only one layer of each kind, as layers of a kind run the same kernels."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -73,24 +73,24 @@ class ModelStep:
         return self.tail.launch_captured(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
-        """Make the inputs of a batch on the device from what was staged and applied."""
+        """Compute a batch's inputs on the device. Its staged writes must have been applied."""
         for before_inputs in self._hooks.before_inputs:
             before_inputs(batch)
         prepare(batch, self.states, self.buffers)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Make the batch's inputs, and plan attention's work."""
+        """Compute the batch's inputs, plan its attention work, and return the inputs of attention."""
         self.prepare(batch)
         return self.forward.planned_inputs(batch)
 
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
-        """Wrap the result of `run` or of a replay, for a key and its variant."""
+        """Return the result of `run`, or of a replay of the key's graph, as a ForwardOutput."""
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
         beside = self.buffers.beside(variant, key.num_tokens) if variant else ()
         return ForwardOutput(result, is_logits, (), variant, beside)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See Capturable. All caches are replaced together."""
+        """See Capturable. KV caches are only replaced all together, so the first and the last one stand for all."""
         buffers, caches = self.buffers, self.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(map(id, (*read, *caches[:1], *caches[-1:])))
@@ -106,10 +106,11 @@ class ModelStep:
 def affordable(
     config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
 ) -> GraphConfig:
-    """Return the graphs to capture, leaving out sizes of mixed batches for which some rank lacks the memory.
+    """Return the graphs to capture, without the sizes of mixed batches for which some rank lacks the memory.
 
-    activation_bytes: peak of a step of max_num_batched_tokens; a pool grows in proportion to its tokens. left_bytes:
-    for that and the KV cache, without graphs; None if memory is no limit. all_reduce_min: minimum over all ranks.
+    activation_bytes: peak memory of a step of max_num_batched_tokens; a graph's pool is assumed proportional to its
+    tokens. left_bytes: memory for activations and KV cache, without graphs; None if it is no limit. all_reduce_min:
+    takes the minimum over all ranks.
     """
     if left_bytes is None:
         return config.graph
@@ -127,7 +128,10 @@ def affordable(
 
 
 class StepGraphs:
-    """Chooses and replays the graphs of steps, or runs a step without one. `graphs`: None where nothing is captured."""
+    """Chooses the graph of each step and replays it, or runs the step without a graph.
+
+    graphs: the features' and the steps' captured graphs; None if nothing is captured.
+    """
 
     def __init__(
         self,
@@ -169,8 +173,11 @@ class StepGraphs:
         variant: str = "",
         query_len: int | None = None,
     ) -> GraphKey | None:
-        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted. variant: of
-        the forward. query_len: rows of each request, if all have as many, of a token each."""
+        """Return the key of the graph to replay for a batch; None, counting the reason, if it runs without a graph.
+
+        longest: the longest context, this step's tokens included. variant: the forward's variant. query_len: rows per
+        request if it is uniform and each row has one token; None otherwise.
+        """
         if query_len is None and num_tokens == num_requests:
             query_len = 1
         decodes_only = query_len is not None
@@ -186,9 +193,9 @@ class StepGraphs:
         return None
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Replay the batch's graph on the staged inputs (for decodes the whole step), or without a key run the forward.
+        """Replay the batch's graph, which for decodes holds the whole step; without a key, run the forward.
 
-        hidden_wanted: return no logits.
+        The staged inputs must have been applied. hidden_wanted: return hidden states, not logits.
         """
         if (key := batch.key) is not None:
             assert self.graphs is not None
@@ -204,7 +211,7 @@ class StepGraphs:
         return output
 
     def _replay(self, key: GraphKey, num_tokens: int) -> torch.Tensor:
-        """Replay a feature's graph, for this many tokens."""
+        """Replay a feature's graph for a batch of num_tokens tokens."""
         assert self.graphs is not None
         result = self.graphs.replay(key, None)
         self.counters.replay(key, num_tokens)

@@ -3,20 +3,20 @@
 A feature overrides the methods of `StepFeature` that it needs. The runner collects the overrides once (`StepHooks`), so
 a hook that no feature overrides costs nothing. A runner has one `Tail`, which processes the forward's output.
 
-The order of a step:
+The order of the hooks in a step:
 
-    added, removed           requests get and lose rows
-    begin                    rows are up to date; nothing of the step is launched
-    variant, wants_hidden    which forward computes the step, and what it returns
-    lay_out          which rows the batch has
-    receive          the inputs are staged; launches of the feature come before the forward
-    before_inputs, in_forward    launches that a CUDA graph may hold with the forward
-    after_forward    launches that read hidden states
-    after_sample     the tokens of the step are in the states, after masks where there are any
-    after_step       the host waits for nothing that is launched from here on
-    end              all of the step is launched, but for sampling that awaits masks
+    added, removed               requests get and lose rows
+    begin                        the rows are assigned, and nothing of the step is launched
+    variant, wants_hidden        choose the forward, and whether it returns hidden states or logits
+    lay_out                      lays out the batch's rows
+    receive                      the inputs are on the device, and the forward is not launched
+    before_inputs, in_forward    launches that a CUDA graph may hold together with the forward
+    after_forward                launches that read hidden states
+    after_sample                 the step's tokens, masked if necessary, are in the states
+    after_step                   launches that the host does not wait for
+    end                          the step is launched, except for sampling that awaits masks
 
-`start_up`, `compile_kernels`, `graphs` and `allocate` belong to the start of the engine.
+`start_up`, `compile_kernels`, `graphs` and `allocate` are called when the engine starts.
 """
 
 from __future__ import annotations
@@ -48,30 +48,28 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Tail(Protocol):
-    """Launches what follows the forward."""
+    """The part of a step that follows the forward: sampling, pooling, or sending activations to the next stage."""
 
-    advance: StepAdvance  # takes the results into the states
+    advance: StepAdvance
 
     def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Launch the part that a graph of decodes holds; returns the graph's result."""
+        """Launch the part that a decode graph holds; returns the graph's result."""
         ...
 
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        """Launch the rest, except for what may await masks.
+        """Launch the rest, except for sampling that may await masks.
 
-        Returns the logits [R, V] of rows that sample, or None. Further results go into `results`, by feature name.
+        Returns the logits [R, V] of rows that sample; None if none does. Other results are put into `results`, by
+        feature name.
         """
         ...
 
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """The parts of a runner that its features are made from. module: the model, which runs if `compiled` is None.
-    tensors: parameters by name, packed ones included. link: None without stages. sampler: its rows are those of the
-    states if the runner samples. trace: makes the model that a missing cache entry is traced from. on_attention: see
-    ModelForward. progress, timeline: of the start."""
+    """The parts of a runner that its features are made from."""
 
     config: EngineConfig
     group: Group
@@ -84,75 +82,71 @@ class RunnerParts:
     buffers: InputBuffers
     advance: StepAdvance
     vocabulary: VocabularySlice
-    sampler: Sampler
-    trace: Callable[[ModelConfig], nn.Module]
-    on_attention: OnAttention | None
+    sampler: Sampler  # its rows are those of the states if the runner samples
+    trace: Callable[[ModelConfig], nn.Module]  # makes the model from which a missing cache entry is traced
+    on_attention: OnAttention | None  # see ModelForward
     progress: Progress
     timeline: Timeline
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How the rows of a step lie in its batch, where a request may have several.
-
-    longest: bound of the contexts. query_len: rows of each request, if all have as many, of a token each; else None.
-    make_batch: pads to a graph's key (None: no graph) and stages, as input_batch.make_batch does.
-    """
+    """The rows of a step whose requests may have several rows each."""
 
     num_tokens: int
-    longest: int
-    query_len: int | None
+    longest: int  # bound of the contexts
+    query_len: int | None  # rows per request if it is uniform and each row has one token; otherwise None
+    # Makes the batch, padded to a graph's key (None: no graph), and stages it, like input_batch.make_batch.
     make_batch: Callable[[GraphKey | None], InputBatch]
 
 
 @dataclass(frozen=True)
 class FeatureGraphs:
-    """The keys of the graphs of the engine's steps, and a feature's further graphs, each with what it holds."""
+    """The graphs to capture in an engine with a feature."""
 
-    of_steps: Sequence[GraphKey]
-    own: Mapping[GraphKey, Capturable]
+    of_steps: Sequence[GraphKey]  # keys of steps
+    own: Mapping[GraphKey, Capturable]  # the feature's graphs, with the work that each captures
 
 
 class ModelBeside(NamedTuple):
-    """A model that a feature runs beside the engine's. name: before the names of its parts in reports. compiled: None
-    if the model runs eagerly."""
+    """A model that a feature runs besides the engine's, such as a draft model."""
 
-    name: str
-    compiled: CompiledModel | None
+    name: str  # prefix of its names in reports
+    compiled: CompiledModel | None  # None if the model runs eagerly
     forward: ModelForward
 
 
 class StepFeature:
     """The part of a feature on a rank's device. Methods do nothing unless overridden."""
 
-    name = ""  # of its results in RunnerOutput, and of its part of messages' extras
+    name = ""  # of its results in RunnerOutput, and of its data in messages' extras
     calls: tuple[str, ...] = ()  # names of the methods that serve control calls
-    # Rows of requests that ask for something of the feature, which it keeps in `added` and `removed`: `variant` and
-    # `wants_hidden` are not called while there are none. None if the feature keeps no such rows.
+    # Rows of the requests that use the feature, kept up to date by `added` and `removed`. While it is empty, `variant`
+    # and `wants_hidden` are not called. None if the feature does not keep it.
     rows: Collection[int] | None = None
 
     @property
     def models(self) -> tuple[ModelBeside, ...]:
-        """The models that the feature runs beside the engine's."""
+        """The models that the feature runs besides the engine's."""
         return ()
 
     def start_up(self, progress: Progress) -> int:
-        """Run every kind of batch of the feature once, without a trace; return the peak of its memory, in bytes."""
+        """Run every kind of batch of the feature once, without side effects; return its peak memory in bytes."""
         return 0
 
     def compile_kernels(self) -> None:
-        """Go through the launches of the feature: launched kernels are collected, to be compiled side by side."""
+        """Dry-run the feature's launches. Their kernels are collected and compiled in parallel."""
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         """Return the graphs to capture.
 
-        keys: of the engine's steps, from the dispatcher or the feature before. replay: replays a captured graph, for a
-        number of tokens; may be called once they are captured.
+        keys: the steps' keys, from the dispatcher or the previous feature. replay: replays a captured graph for a
+        number of tokens; for use once the graphs are captured.
         """
         raise NotImplementedError
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace what has as many blocks as the KV cache; called before graphs are captured."""
+        """Allocate tensors with as many blocks as the KV cache; called before graphs are captured."""
 
     def added(self, row: int, request: NewRequest) -> None:
         """Note a request that got a row of the states."""
@@ -161,14 +155,16 @@ class StepFeature:
         """Forget the request of this row."""
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Launch what precedes everything else of the step.
+        """Launch work that precedes everything else of the step.
 
-        Its requests have their rows; row fields set by `added` are on the device from `receive` on.
+        The step's requests have their rows, but row fields written by `added` are only on the device from `receive` on.
         """
 
     def variant(self, step: SchedulerOutput) -> str:
-        """Return the variant of the forward that the step needs, "" for the usual one. Only one feature may override
-        this."""
+        """Return the variant of the forward that the step needs, "" for the usual one.
+
+        At most one feature overrides this.
+        """
         return ""
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
@@ -176,36 +172,36 @@ class StepFeature:
         return False
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
-        """Return the rows of a step; without this hook each request has one. At most one feature may override it."""
+        """Return the rows of a step; without this hook each request has one. At most one feature overrides it."""
         raise NotImplementedError
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Launch what comes between the staged writes and the forward."""
+        """Launch work between the staged writes and the forward."""
 
     def before_inputs(self, batch: InputBatch) -> None:
-        """Launch what comes before the step's inputs are made. May be captured."""
+        """Launch work that the step's inputs depend on. May be captured."""
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
-        """Launch what comes with the forward. May be captured."""
+        """Launch work that follows the forward. May be captured."""
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
-        """Launch what reads hidden states, in steps for which a feature wanted them.
+        """Launch work that reads hidden states, in steps for which a feature wants them.
 
-        Only here are copies to the host launched (rows/staged_writes.download); they are read once the step has ended.
+        Copies to the host (rows/staged_writes.download) may only be launched here; they are read when the step ends.
         """
         return None
 
     def after_sample(self, batch: InputBatch) -> None:
-        """Launch what reads the step's tokens from the states."""
+        """Launch work that reads the step's tokens from the states."""
 
     def after_step(self, batch: InputBatch) -> None:
-        """Launch what reads the step's tokens from the states and need not end before the host has them."""
+        """Launch work that reads the step's tokens from the states, and that the host does not wait for."""
 
     def end(self, step: SchedulerOutput) -> None:
-        """Launch what follows the step."""
+        """Launch work that follows the step."""
 
     def failed(self) -> None:
-        """Forget what was staged: a step has failed, and it did not reach the device."""
+        """Forget what was staged for a step that has failed, as it did not reach the device."""
 
     def metrics(self) -> dict[str, Any]:
         """Return metrics of the runner, under names that no other part uses."""
@@ -216,16 +212,17 @@ class StepFeature:
 
 
 MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
-"""Makes the features of a runner, and its tail; None if the runner samples."""
+"""Makes the features of a runner, and its tail; a tail of None: the runner samples."""
 
 
 class StepHooks:
     """The overridden hooks of a runner's features, each a list in the order of features.
 
-    reading_hidden, wanting_hidden, choosing_variant: the features that override `after_forward`, `wants_hidden` and
-    `variant`. A hook that one feature may have is its method or None.
+    A hook that at most one feature may override is a method or None. reading_hidden, wanting_hidden and
+    choosing_variant have the features that override `after_forward`, `wants_hidden` and `variant`.
 
-    Raises ValueError if several features override such a hook or have the same name, or if one with results has none.
+    Raises ValueError if several features override such a hook or have the same name, or if a feature with results has
+    no name.
     """
 
     def __init__(self, features: Sequence[StepFeature]) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels of a step: gather its inputs from the request states, and store its tokens there afterwards."""
+"""Triton kernels that gather a step's inputs from the request states, and store its tokens there afterwards."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def prepare_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch); one more, unless DECODES_ONLY, for tokens without a row.
+    """See input_batch.prepare_inputs. One program per batch row; unless DECODES_ONLY, another for tokens without a row.
 
-    numbers_ptr: None where no row begins ahead of the newest token. A row whose token does not exist is one of padding.
+    numbers_ptr: None unless the batch is numbered. A row whose guess does not exist is treated as padding.
     """
     # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.
@@ -141,7 +141,7 @@ def advance_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """A single program for all rows, since they share the step's number."""
+    """See step_sampling.advance. A single program for all rows, since they share the step's number."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

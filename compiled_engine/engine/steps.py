@@ -1,4 +1,7 @@
-"""The scheduler's data about a step, from its first share to its outputs."""
+"""A step in the scheduler: under construction (StepBuilder), in flight (StepInFlight), and turned into outputs.
+
+A request's share of a step is the range of its tokens that the step computes.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,12 @@ from compiled_engine.engine.request import Finish, Request, RequestStatus
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 
 OutputExtras = Callable[[Request, dict[str, Any]], dict[str, Any]]
-"""A method PlanFeature.output_extras."""
-
-
-def all_but(indices: Iterable[int], count: int) -> list[bool]:
-    """Return a mask of `count` entries, False at `indices`."""
-    chosen = [True] * count
-    for index in indices:
-        chosen[index] = False
-    return chosen
+"""The type of PlanFeature.output_extras."""
 
 
 @dataclass(slots=True)
 class Shares:
-    """Requests and their shares of a step, as lists of equal length; see SchedulerOutput."""
+    """Requests and their shares of a step, in lists of equal length; see SchedulerOutput."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -40,17 +35,17 @@ class StepBuilder:
 
     max_prefill_tokens: int | None = None  # most prompt tokens if other requests run
     decode_tokens: int = 1
-    # requests with a share of `decode_tokens` tokens, which samples unless in `unsampled`
+    # requests with a share of `decode_tokens` tokens; they sample unless they are in `unsampled`
     decodes: list[Request] = field(default_factory=list)
     decode_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)  # indices of decodes that do not sample
     longer: Shares = field(default_factory=Shares)  # all other shares
     num_prompts: int = 0  # shares of prompts, in decodes and longer
     num_prefill_tokens: int = 0
-    # most tokens sampled by requests that sample fewer than decode_tokens
+    # most tokens that the step yields, for requests with fewer than decode_tokens
     bounds: dict[Request, int] = field(default_factory=dict)
-    # Requests whose share, no longer than a decode's, completes a block. No request of this step may read that block: a
-    # kernel may write it while another row attends.
+    # Requests with a share no longer than a decode's that completes a block. No request of this step may read that
+    # block, because a kernel may write it while another row attends.
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -99,14 +94,14 @@ class StepInFlight:
     """A step sent to the runner, with the scheduler's data about it."""
 
     output: SchedulerOutput
-    requests: list[Request]  # in the step's order, including those that have ended
+    requests: list[Request]  # in the step's order, ended ones included
     sampling: list[Request]  # requests that sample
     sampling_ids: list[str]
     late: list[Request]  # requests that sample late
-    # Contents of the prefix cache that only this step or an earlier one writes, see KVCacheManager.take_registered.
+    # Blocks in the prefix cache that this step or an earlier one in flight writes, see KVCacheManager.take_registered.
     registered: list[list[int]]
-    bounds: dict[Request, int]  # like decode_tokens, see StepBuilder
-    decode_tokens: int
+    bounds: dict[Request, int]  # see StepBuilder
+    decode_tokens: int  # see StepBuilder
 
     @classmethod
     def of(
@@ -173,7 +168,7 @@ def step_outputs(
 ) -> StepOutputs:
     """Return the outputs of a step with one token per request.
 
-    not_steady: indices of tokens to leave out, whose requests are among the others or have ended.
+    not_steady: indices of tokens to leave out, because their requests are among `others` or have ended.
     """
     request_ids, token_ids, logprobs, columns = step.sampling_ids, result.token_ids, result.logprobs, result.columns
     if not_steady:
@@ -186,7 +181,7 @@ def step_outputs(
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[OutputExtras]) -> list[EngineOutput]:
-    """Return features' outputs of a step for requests still in their prompt. hooks: PlanHooks.output_extras."""
+    """Return the outputs that features make for requests still in prefill. hooks: PlanHooks.output_extras."""
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
@@ -230,9 +225,9 @@ def tokens_output(
 def no_token(
     request: Request, token_id: int, nothing_allowed: Sequence[Callable[[Request], Finish | None]]
 ) -> Finish | None:
-    """Return the end of a request whose logits failed or allow no token; None if `token_id` is a token.
+    """Return how a request ends if `token_id` is an error code; None if it is a token.
 
-    nothing_allowed: see PlanHooks.
+    nothing_allowed: the hooks PlanFeature.nothing_allowed.
     """
     why = WHY_NO_TOKEN.get(token_id)
     if why is None:
@@ -242,3 +237,11 @@ def no_token(
         for ends in nothing_allowed:
             finish = ends(request) or finish
     return finish
+
+
+def all_but(indices: Iterable[int], count: int) -> list[bool]:
+    """Return a mask of `count` entries, False at `indices`."""
+    chosen = [True] * count
+    for index in indices:
+        chosen[index] = False
+    return chosen

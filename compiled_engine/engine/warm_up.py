@@ -1,12 +1,12 @@
-"""Warms up: runs every kind of batch once before serving, so that no request waits for a kernel, and measures memory.
+"""Warm-up: runs every kind of batch before serving, so that no request waits for a kernel, and measures memory.
 
 Warm-up batches are ordinary batches without slots and with empty contexts, so they have no side effects. Sampling is
-warmed up in every way that a request may ask for. Batches that differ in attention alone and have a graph are left to
-the capture, which begins with such a batch.
+warmed up in every way that a request may ask for. Batches that differ only in attention and have a graph are left to
+the capture, which first runs each batch.
 
-A start that may need new Triton kernels first compiles them in parallel, as a step would wait for each in turn: parts
-of a step are dry-run without launching kernels. Kernels that do not depend on the model's code are compiled while it is
-traced.
+If a start may need new Triton kernels, it first compiles them in parallel (`compile_kernels`), because the warm-up
+would wait for each in turn. A dry run goes through the launches of a step without launching kernels, and collects
+them. Kernels that do not depend on the model's code are compiled while the model is traced (`compile_kernels_ahead`).
 """
 
 from __future__ import annotations
@@ -60,129 +60,9 @@ from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_mask import num_words
 
-# Config fields, or prefixes of them, that select many kernels without being factors of the compiled model. Sizes of
-# batches and contexts select few.
-FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
-
-
-def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
-    """Return the file that exists if a start with these kernels has succeeded.
-
-    entry_key: of the compiled model. stage: of a pipeline.
-    """
-    fields = {
-        name: value
-        for name, value in flat_fields(config).items()
-        if name.startswith(FIELDS) and name not in OF_NO_EFFECT
-    }
-    profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
-    factors = {"entry": entry_key, "stage": stage, "config": fields, "profiles": profiles}
-    return kernels / f"start_{factors_key(factors)}"
-
-
-def write_stamp(stamp: Path) -> None:
-    """Record that the start has succeeded; if nothing can be written, the next start uses workers again."""
-    with suppress(OSError):
-        stamp.touch(mode=0o600)
-
-
-PROMPT_TOKENS = 16
-FILTERED = SamplingParams(top_k=20, top_p=0.9)
-# A bias makes sampling edit float32 copies of the logits.
-WAYS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(logprobs=1),
-    SamplingParams(logit_bias={0: 0.0}),
-    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
-    SamplingParams(repetition_penalty=1.1),
-    SamplingParams(bad_words_token_ids=((0, 0),)),
-    SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
-)
-# Sampling with the most memory, except penalties, whose counts are reserved.
-MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
-
-
-class BatchShape(NamedTuple):
-    """A batch of `num_requests` requests, among which `num_tokens` tokens are divided as by `padding_starts`."""
-
-    num_tokens: int
-    num_requests: int
-    max_seq_len: int  # bound of the contexts
-    query_len: int = 1  # consecutive rows per request, see AttentionInputs
-
-    @property
-    def host_3(self) -> tuple[int, int, int]:
-        """See AttentionInputs."""
-        if self.num_tokens == self.num_requests:
-            return self.num_requests, self.query_len, self.max_seq_len
-        return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
-
-
-def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
-    """Return batches that run every kernel of a step: the largest, then prompts, then, on a GPU, decodes of many sizes.
-
-    A request may have several rows, one of `query_lens`: by default the engine's.
-    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
-    contexts, and between few and many tokens of prompts; those of passes where the passes say so.
-    """
-    scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.query_lens
-    max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    longest = scheduler.max_model_len
-    num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
-    if config.device.type != "cuda":
-        prompts = [BatchShape(min(max_tokens, PROMPT_TOKENS), num_requests, longest)] if max_tokens > 1 else []
-        return [BatchShape(1, 1, longest), *prompts]
-    of_adapters = () if config.adapters is None else Adapters.kernel_token_counts
-    counts = sorted({*kernel_token_counts(config.compile.passes), *of_adapters})
-    num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
-    few_tokens = min(max_tokens, PROMPT_TOKENS)
-    more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]
-    prompts = [
-        BatchShape(count, num_requests, bound)
-        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest), *more_counts)
-        if max_tokens > 1
-    ]
-    sizes = sorted({max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts})
-    sizes = [size for size in sizes if size <= max_requests]
-    decodes = [BatchShape(size, size, longest) for size in sizes]
-    short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
-    # Without a graph, the longest context itself is the bound; it selects kernels, and the splits of a few requests.
-    captured = max(graph.decode_sizes, default=0) if graph.mode.captures_decodes else 0
-    without = [size for size in sizes if size > captured]
-    few = [size for size in sorted({captured + 1, min(4, max_requests)}) if captured < size <= max_requests]
-    bounds = [1 << i for i in range(5, longest.bit_length())]
-    shapes = [*product(few, bounds), *product(without, bounds[:1])]
-    of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
-    several: list[BatchShape] = []
-    for number in query_lens:
-        kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
-        of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
-        several += [shape for shape in of_number if shape.num_tokens <= max_tokens]
-    most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
-    return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *several, *short, *of_any_length]
-
-
-def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Return the batches that the warm-up runs: all but decodes with several rows or short contexts that have a graph.
-
-    Other decodes run although they have graphs: a step with prompts computes the logits of as many rows without one.
-    """
-    longest = config.scheduler.max_model_len
-    dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
-    of_decodes = {*dispatcher.decode_keys, *dispatcher.several_keys, *dispatcher.short_keys}
-
-    def runs(shape: BatchShape) -> bool:
-        if shape.num_tokens != shape.num_requests or (shape.query_len == 1 and shape.max_seq_len == longest):
-            return True
-        num_requests = shape.num_requests // shape.query_len
-        key = dispatcher.dispatch(shape.num_tokens, num_requests, shape.query_len, shape.max_seq_len)
-        return key not in of_decodes
-
-    return [shape for shape in shapes if runs(shape)]
-
 
 def warm_up(config: EngineConfig, step: ModelStep, progress: Progress) -> int:
-    """Run the start-up batches; returns the peak bytes of a step beyond what was allocated before."""
+    """Run the start-up batches; returns the peak memory of a step in bytes, without memory allocated before."""
     on_gpu = config.device.type == "cuda"
     shapes = not_captured(config, start_up_batches(config))
     if on_gpu:
@@ -228,12 +108,111 @@ def _run_empty(step: ModelStep, shape: BatchShape, *, distinct: bool, variant: s
     tail.advance(batch, token_ids_R, num_requests, again=True)
 
 
+PROMPT_TOKENS = 16
+
+
+class BatchShape(NamedTuple):
+    """The shape of a warm-up batch, whose tokens `padding_starts` divides among its rows."""
+
+    num_tokens: int
+    num_requests: int  # rows, see `query_len`
+    max_seq_len: int  # bound of the contexts
+    query_len: int = 1  # consecutive rows per request, see AttentionInputs
+
+    @property
+    def host_3(self) -> tuple[int, int, int]:
+        """The batch's AttentionInputs.host_3."""
+        if self.num_tokens == self.num_requests:
+            return self.num_requests, self.query_len, self.max_seq_len
+        return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
+
+
+def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
+    """Return batches that run every kernel of a step: the largest, then prompts, then, on a GPU, decodes of many sizes.
+
+    Attention kernels depend on the number of decodes (powers of two cover them), on the bound of the contexts, and on
+    whether prompt tokens are few or many. Kernels of passes depend on the token counts that the passes declare.
+    query_lens: numbers of rows that a decoding request may have; by default the engine's.
+    """
+    scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.query_lens
+    max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    longest = scheduler.max_model_len
+    num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
+    if config.device.type != "cuda":
+        prompts = [BatchShape(min(max_tokens, PROMPT_TOKENS), num_requests, longest)] if max_tokens > 1 else []
+        return [BatchShape(1, 1, longest), *prompts]
+    of_adapters = () if config.adapters is None else Adapters.kernel_token_counts
+    counts = sorted({*kernel_token_counts(config.compile.passes), *of_adapters})
+    num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
+    few_tokens = min(max_tokens, PROMPT_TOKENS)
+    more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]
+    prompts = [
+        BatchShape(count, num_requests, bound)
+        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest), *more_counts)
+        if max_tokens > 1
+    ]
+    sizes = sorted({max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts})
+    sizes = [size for size in sizes if size <= max_requests]
+    decodes = [BatchShape(size, size, longest) for size in sizes]
+    short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
+    # Without a graph, the longest context itself is the bound; it selects kernels, and the splits of a few requests.
+    captured = max(graph.decode_sizes, default=0) if graph.mode.captures_decodes else 0
+    without = [size for size in sizes if size > captured]
+    few = [size for size in sorted({captured + 1, min(4, max_requests)}) if captured < size <= max_requests]
+    bounds = [1 << i for i in range(5, longest.bit_length())]
+    shapes = [*product(few, bounds), *product(without, bounds[:1])]
+    of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
+    several: list[BatchShape] = []
+    for number in query_lens:
+        kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
+        of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
+        several += [shape for shape in of_number if shape.num_tokens <= max_tokens]
+    most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
+    return [BatchShape(max_tokens, most_rows, longest), *prompts, *decodes, *several, *short, *of_any_length]
+
+
+def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
+    """Return the batches that the warm-up runs: all but decodes with a graph and several rows or short contexts.
+
+    Other decodes are warmed up although they have graphs, because a step with prompts computes the logits of equally
+    many rows without a graph.
+    """
+    longest = config.scheduler.max_model_len
+    dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
+    of_decodes = {*dispatcher.decode_keys, *dispatcher.several_keys, *dispatcher.short_keys}
+
+    def runs(shape: BatchShape) -> bool:
+        if shape.num_tokens != shape.num_requests or (shape.query_len == 1 and shape.max_seq_len == longest):
+            return True
+        num_requests = shape.num_requests // shape.query_len
+        key = dispatcher.dispatch(shape.num_tokens, num_requests, shape.query_len, shape.max_seq_len)
+        return key not in of_decodes
+
+    return [shape for shape in shapes if runs(shape)]
+
+
+FILTERED = SamplingParams(top_k=20, top_p=0.9)
+# Sampling parameters that together launch all kernels of sampling. A bias makes sampling edit float32 copies of the
+# logits.
+WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(logprobs=1),
+    SamplingParams(logit_bias={0: 0.0}),
+    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(bad_words_token_ids=((0, 0),)),
+    SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
+)
+# The parameters that take the most memory, except for penalties, whose memory is reserved separately.
+MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
+
+
 def ways_of_sampling(
     vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
     """Yield functions that each sample once from one row of logits; the longest compilations come first.
 
-    Edited logits are float32. The kernels of their filters are included here, so that they compile early.
+    The filters come first, for the model's dtype and for float32, which edited logits have.
     """
     yield from (
         partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
@@ -258,7 +237,7 @@ def _sample_zeros(
 def sample_once(
     params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
 ) -> torch.Tensor:
-    """Sample with a separate sampler, without side effects. masked, or with a bias: the first row has a mask."""
+    """Sample with a separate sampler, without side effects. The first row has a mask if `masked` or biased."""
     num_rows, device = len(logits_RV), logits_RV.device
     sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)
     for row in range(num_rows):
@@ -276,20 +255,6 @@ def sample_once(
     return token_ids_R
 
 
-def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
-    """Dry-run sampling and attention during the trace. Raises what a part raises; leaves nothing but kernels."""
-    _prepare_thread(config)
-    with _asked(config, workers) as kernels:
-        sampling = []
-        if config.model.pooling is None:
-            sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
-        for shape in start_up_batches(config):  # the largest batch has the longest compilations
-            if not workers.closed:  # closed if the start has failed
-                _attention(config, shape)
-        for job in as_completed([*sampling, *kernels.load()]):
-            job.result()
-
-
 def compile_kernels(
     config: EngineConfig,
     step: ModelStep,
@@ -297,7 +262,7 @@ def compile_kernels(
     progress: Progress,
     features: Sequence[StepFeature] = (),
 ) -> None:
-    """Dry-run every part of a step. Raises what a part raises; leaves nothing but compiled kernels."""
+    """Compile the kernels of every part of a step, by dry runs. Raises what a part raises."""
     with _asked(config, workers) as kernels:
         tail = step.tail
         sampling = _sampling(config, tail.sampler.vocabulary, kernels) if isinstance(tail, StepSampling) else []
@@ -315,9 +280,23 @@ def compile_kernels(
                 progressed(1)
 
 
+def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
+    """Compile the kernels of sampling and attention while the model is traced. Raises what a part raises."""
+    _prepare_thread(config)
+    with _asked(config, workers) as kernels:
+        sampling = []
+        if config.model.pooling is None:
+            sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
+        for shape in start_up_batches(config):  # the largest batch has the longest compilations
+            if not workers.closed:  # closed if the start has failed
+                _attention(config, shape)
+        for job in as_completed([*sampling, *kernels.load()]):
+            job.result()
+
+
 @contextmanager
 def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
-    """Collect the kernels launched in this context and compile them in parallel; on an exception, cancel the rest."""
+    """Collect the kernels launched in this context, and compile them in parallel. An exception cancels the rest."""
     with ThreadPoolExecutor(initializer=_prepare_thread, initargs=(config,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
@@ -328,21 +307,21 @@ def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelColle
 
 
 def _prepare_thread(config: EngineConfig) -> None:
-    """Set this thread's GPU, and keep its kernels apart from those of pieces that other threads load."""
+    """Set this thread's GPU, and keep the kernels that it loads apart from those of other threads."""
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)
         keep_kernels_of_this_thread(kernel_folder(config.compile.cache_dir))
 
 
 def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:
-    """Launch each way of sampling in a thread: sampling indexes with the results of its kernels, so it must run."""
+    """Run each way of sampling in a thread. It cannot be dry-run, because it indexes with its kernels' results."""
     alone = replace(vocabulary, group=fake_group_for(vocabulary.group))  # other ranks do not take part
     return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
 
 
 @torch.inference_mode()
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
-    """Dry-run attention of each kind of layer, on separate tensors."""
+    """Dry-run the attention of each kind of layer, on separate tensors."""
     model, backend, block_size = local_model(config), get_backend(config.attention_backend), config.cache.block_size
     num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
@@ -365,8 +344,7 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 @torch.inference_mode()
 def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
-    """Go through the forwards of requests without slots and with empty contexts, on tensors of its own: that which
-    ends with hidden states, and that of few tokens which ends with logits, if there is one."""
+    """Dry-run a batch's forwards: to hidden states, and to logits if the forward for few tokens ends there."""
     for variant in forward.model.variants:
         asked = forward.buffers.asked[variant]
         empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
@@ -384,7 +362,7 @@ def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchSha
 def _empty_step(
     config: EngineConfig, shape: BatchShape, num_blocks: int, asked: Sequence[StepTensor] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return the step tensors of padding; attention's work is not planned."""
+    """Return the step tensors of a batch of padding, without planned attention work."""
     num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
     sizes = {"tokens": num_tokens, "requests": num_requests, "blocks_per_request": num_blocks, "work": 0}
     step = padding_of((*STEP_TENSORS, *asked), sizes | {"request_borders": num_requests + 1}, device)
@@ -396,7 +374,7 @@ def _empty_step(
 
 @torch.inference_mode()
 def _inputs(config: EngineConfig, step: ModelStep) -> None:
-    """Dry-run the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
+    """Run the kernels of a step's inputs and tokens, in a dry run or in the warm-up. Only they use rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
     for num_tokens, numbered in product(counts, config.numberings):
@@ -409,3 +387,29 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
         advance.without_tokens(batch, 1)
         advance(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1, again=True)
     buffers.forget_staged()  # in a dry run it does not reach the device
+
+
+# Prefixes of config fields that select many kernels without being factors of the compiled model's key. Sizes of batches
+# and contexts are left out, as they select few.
+FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
+
+
+def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
+    """Return the file that exists if an earlier start with these kernels has succeeded.
+
+    entry_key: the compiled model's key in the compile cache. stage: index of the pipeline stage.
+    """
+    fields = {
+        name: value
+        for name, value in flat_fields(config).items()
+        if name.startswith(FIELDS) and name not in OF_NO_EFFECT
+    }
+    profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
+    factors = {"entry": entry_key, "stage": stage, "config": fields, "profiles": profiles}
+    return kernels / f"start_{factors_key(factors)}"
+
+
+def write_stamp(stamp: Path) -> None:
+    """Record that the start has succeeded. If the file cannot be written, the next start uses workers again."""
+    with suppress(OSError):
+        stamp.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""The features that a configuration switches on. Whoever builds an engine core or a runner hands them to it."""
+"""Makes the features that a configuration switches on, for an engine core and for a runner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compiled_engine.features.structured.plan import Structured
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
-    """Return the parts of the features in planning steps."""
+    """Return the planning parts of the enabled features."""
     features: list[PlanFeature] = []
     features.append(_draft_plan(config))
     vocab_size = config.model.vocab_size
@@ -54,7 +54,7 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 
 
 def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
-    """Implements MakeFeatures."""
+    """Return the device parts of the enabled features, and the tail; see MakeFeatures."""
     config, model = parts.config, parts.config.model
     features = drafting(parts)
     tail: Tail | None = None

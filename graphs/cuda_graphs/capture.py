@@ -1,4 +1,8 @@
-"""Captures work as CUDA graphs, by stream capture, with one memory pool for all graphs."""
+"""Captures work as CUDA graphs, by stream capture, with one memory pool for all graphs.
+
+Work is captured whole, or as a graph for each stretch between attention calls (`SegmentedGraph`). `Capture` is the
+interface, `CudaCapture` the implementation for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,62 +19,6 @@ from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
 from compiled_engine.process.memory import collection_paused
 
-
-class Graph(Protocol):
-    """A captured stretch, such as `torch.cuda.CUDAGraph`."""
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None: ...
-
-
-class SegmentedGraph:
-    """Replays graphs and runs attention calls in turn; may consist of a single graph."""
-
-    def __init__(self) -> None:
-        self._graphs: list[Graph] = []
-        self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-
-    def add_graph(self, graph: Graph) -> None:
-        self._graphs.append(graph)
-
-    def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Add an attention call with the arguments of the capture; a replay substitutes its own inputs."""
-        self._calls.append((function, without_inputs(arguments)))
-
-    def replay(self, inputs: AttentionInputs | None) -> None:
-        *stretches, last = self._graphs
-        if stretches:
-            assert inputs is not None
-            fields_of_inputs = inputs.flat()
-            for graph, (function, arguments) in zip(stretches, self._calls, strict=True):
-                graph.replay()
-                function(*arguments, *fields_of_inputs)
-        last.replay()
-
-    def reset(self) -> None:
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs, self._calls = [], []
-
-
-class AttentionsOfEagerCode(TorchDispatchMode):
-    """A mode that passes all attention ops to `on_attention`."""
-
-    def __init__(self, on_attention: OnAttention):
-        super().__init__()
-        self._on_attention = on_attention
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function = ATTENTION_OPS.get(func.name()) if isinstance(func, torch._ops.OpOverload) else None
-        if function is None:
-            return func(*args, **(kwargs or {}))
-        return self._on_attention(function, args)
-
-
-# Integer types by element size, since the CUDA array interface has no bfloat16.
-_INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
-
 Work = Callable[[], torch.Tensor]
 
 
@@ -78,21 +26,21 @@ class Replayable(Protocol):
     """Captured work that can run again on the same addresses."""
 
     def replay(self, inputs: AttentionInputs | None) -> None:
-        """Run the work. inputs: for attention, if it is not captured."""
+        """Run the work. inputs: the batch's attention inputs if attention is not captured; otherwise None."""
         ...
 
     def reset(self) -> None: ...
 
 
 class Capture(Protocol):
-    """Makes the captures of one set of graphs, which share a memory pool.
+    """Captures a set of graphs, which share a memory pool.
 
-    Captured work does not run during its capture. A tensor that it returns has its values after a replay, until the
+    Captured work does not run during its capture. The tensor that it returns is filled by a replay, is valid until the
     next replay of any graph of the set, and does not own its memory.
     """
 
     def session(self) -> AbstractContextManager[None]:
-        """Enter the context in which work is captured, and run that must run as in a capture."""
+        """Enter the context in which work is captured, and in which it runs once before."""
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
@@ -104,7 +52,10 @@ class Capture(Protocol):
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Take an attention op between two graphs of `segments`; outside a capture, run it."""
+        """End the current graph of `segments`, record an attention call, and begin the next graph.
+
+        Outside of `segments`, run the call.
+        """
         ...
 
     def memory(self) -> MemoryReading: ...
@@ -114,15 +65,15 @@ class Capture(Protocol):
         ...
 
     def renew(self) -> None:
-        """Begin another set of graphs, once those of this one are reset."""
+        """Begin another set of graphs, after the graphs of this one were reset."""
         ...
 
 
 class CudaCapture:
     """Captures CUDA streams.
 
-    Sessions use a separate stream, since the default stream cannot be captured. Between captures it neither
-    synchronises nor collects garbage, as `torch.cuda.graph` does each time: a model has many pieces.
+    Sessions use a separate stream, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a capture
+    neither synchronises nor collects garbage, which would add up over a model's many pieces.
     """
 
     def __init__(self, device: torch.device):
@@ -204,8 +155,64 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
 
+class Graph(Protocol):
+    """A captured graph, such as `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class SegmentedGraph:
+    """Captured work in segments: replays graphs and runs the attention calls between them. May be a single graph."""
+
+    def __init__(self) -> None:
+        self._graphs: list[Graph] = []
+        self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def add_graph(self, graph: Graph) -> None:
+        self._graphs.append(graph)
+
+    def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Add an attention call. arguments: the capture's; a replay replaces the attention inputs among them."""
+        self._calls.append((function, without_inputs(arguments)))
+
+    def replay(self, inputs: AttentionInputs | None) -> None:
+        *stretches, last = self._graphs
+        if stretches:
+            assert inputs is not None
+            fields_of_inputs = inputs.flat()
+            for graph, (function, arguments) in zip(stretches, self._calls, strict=True):
+                graph.replay()
+                function(*arguments, *fields_of_inputs)
+        last.replay()
+
+    def reset(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs, self._calls = [], []
+
+
+class AttentionsOfEagerCode(TorchDispatchMode):
+    """A dispatch mode that passes all attention ops of eager code to `on_attention`."""
+
+    def __init__(self, on_attention: OnAttention):
+        super().__init__()
+        self._on_attention = on_attention
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = ATTENTION_OPS.get(func.name()) if isinstance(func, torch._ops.OpOverload) else None
+        if function is None:
+            return func(*args, **(kwargs or {}))
+        return self._on_attention(function, args)
+
+
+# Integer types by element size, since the CUDA array interface has no bfloat16.
+_INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
 class _Memory:
-    """A tensor's memory for `torch.as_tensor`, by the CUDA array interface, with integers as elements."""
+    """A tensor's memory as integers, in the CUDA array interface, for `torch.as_tensor`."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.element_size()

@@ -1,4 +1,8 @@
-"""Chooses the CUDA graph of a batch: a pure function of the batch's shape, from tables built once."""
+"""Chooses the CUDA graph of a batch: a pure function of the batch's shape, from tables built once.
+
+Graphs are named by keys (`GraphKey`). Decode graphs have sizes in requests, other graphs sizes in tokens; a batch is
+padded to the smallest size that holds it.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +15,35 @@ from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 
 
 class GraphKind(Enum):
-    """FULL: the whole forward, attention included. PIECEWISE: the compiled pieces between attentions. BREAKABLE: eager
-    code between attentions. In the last two, attention runs between graphs, on the unpadded batch.
-    """
+    """The content of a graph. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
 
-    FULL = "full"
-    PIECEWISE = "piecewise"
-    BREAKABLE = "breakable"
+    FULL = "full"  # the whole forward, attention included
+    PIECEWISE = "piecewise"  # the compiled pieces between attention ops
+    BREAKABLE = "breakable"  # eager code between attention ops
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The key of a captured graph.
+    """The key of a captured graph: everything that its launches depend on.
 
-    num_tokens: tokens of the padded batch, on which every launch outside of attention depends. Attention's launches
-    depend on the others, which are 0 if attention is not captured: num_requests rows, of which the first num_decodes
-    have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
-    engine's limit in graphs for short contexts. Where all rows are decodes, max_query_len is the number of rows that
-    share a request. unnumbered: the rows have no numbers, in an engine whose rows may have them (see InputBatch).
-    purpose: what a graph holds that is not a step of the engine's model, "" for a step. extra: the sizes of further
-    fields, by name, for batches that use them.
+    Launches outside of attention depend only on num_tokens. The fields from num_requests to max_seq_len describe the
+    captured attention; they are 0 if attention is not captured.
     """
 
     kind: GraphKind
     num_tokens: int  # of the padded batch
     num_requests: int = 0  # rows of attention
     num_decodes: int = 0  # leading rows with one query token each
-    # Most query tokens of a row; in graphs of decodes the rows per request: its newest token and its drafts.
+    # Most query tokens of a row. In decode graphs, the rows per request: for its newest token and its drafts.
     max_query_len: int = 0
-    max_seq_len: int = 0
-    short: bool = False
-    unnumbered: bool = False
-    purpose: str = ""
-    extra: tuple[tuple[str, int], ...] = ()
+    max_seq_len: int = 0  # longest context
+    short: bool = False  # max_seq_len is below the engine's limit
+    unnumbered: bool = False  # the batch is not numbered, in an engine with numbered batches (see input_batch.py)
+    purpose: str = ""  # names a graph that is not a step of the engine's model, "" for a step
+    extra: tuple[tuple[str, int], ...] = ()  # names and sizes of further fields that the batch uses, see KeyField
 
     def __hash__(self) -> int:
-        """Cheaper than that of all fields: a step looks up several keys."""
+        """Hash some of the fields, which is cheaper than all; a step looks up several keys."""
         return hash((self.num_tokens, self.num_requests, self.max_query_len, self.max_seq_len, self.purpose))
 
     @property
@@ -61,7 +58,7 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """A name, unique within an engine.
+        """The graph's name in metrics and logs, unique within an engine.
 
         `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
         `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`.
@@ -76,29 +73,29 @@ class GraphKey:
 
 @dataclass(frozen=True)
 class KeyField:
-    """A host value of a batch that a pass launches kernels with, rounded up to one of `sizes`.
+    """A further host value of a batch that launches depend on, rounded up to one of `sizes`.
 
-    Batches that do not use the pass have 0, and use the graphs without the field.
+    Batches with the value 0 use the graphs without the field.
     """
 
     name: str
     sizes: tuple[int, ...]
 
     def size_for(self, value: int) -> int | None:
-        """Return the smallest size of at least `value`; None if it exceeds all."""
+        """Return the smallest size of at least `value`; 0 for 0, None if `value` exceeds all sizes."""
         return 0 if value == 0 else min((size for size in self.sizes if size >= value), default=None)
 
 
 def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, query_len: int = 1) -> GraphKey:
-    """A full graph of num_requests decodes, with query_len rows for each."""
+    """Return the key of a full graph of num_requests decodes, with query_len rows for each."""
     num_rows = num_requests * query_len
     return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, query_len, max_seq_len, short)
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
-    """Return the key of a full graph of any batch of up to num_tokens tokens; the device finds the decodes.
+    """Return the key of a full graph for any batch of up to num_tokens tokens; the device finds the decodes.
 
-    It has one row more than requests, to which all padding tokens belong.
+    The graph has a row more than there are requests; all padding tokens belong to it.
     """
     return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)
 
@@ -109,14 +106,14 @@ _MIXED_KINDS = {
     GraphMode.BREAKABLE: GraphKind.BREAKABLE,
 }
 
-# Up to this many rows, a product of matrices takes about as long as reading its weights.
+# Up to this number of rows, a matrix product takes about as long as reading its weights.
 MOST_ROWS_READ = 256
 
 
 class Dispatcher:
-    """Maps every batch shape to the smallest graph that holds it, preferring graphs of decodes.
+    """Maps every batch shape to the smallest graph that holds it, preferring decode graphs.
 
-    keys: every key that `dispatch` may return.
+    `keys` are all keys that `dispatch` may return.
     """
 
     def __init__(
@@ -127,8 +124,11 @@ class Dispatcher:
         query_lens: Sequence[int] = (),
         rare: Sequence[int] = (),
     ):
-        """fields: what passes add to the keys; there is a graph of each size for each combination. query_lens:
-        rows of a request in decodes with several of them. rare: see EngineConfig.rare_query_lens."""
+        """Build the tables.
+
+        fields: further fields of the keys; each combination of their sizes has graphs of all sizes. query_lens: rows
+        per request in decodes with several rows. rare: see EngineConfig.rare_query_lens.
+        """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
 
@@ -159,13 +159,13 @@ class Dispatcher:
         )
         self._decode_table = _table(self.decode_keys)
         self._several_tables = {number: _table(keys) for number, keys in several_keys.items()}
-        # By query tokens of a request and size, short contexts first.
+        # Keys by (max_query_len, num_tokens), short contexts first.
         self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
         for key in self.short_keys:
             self._short_keys.setdefault((key.max_query_len, key.num_tokens), []).append(key)
         self._token_table = _table(self.token_keys)
         usual_keys = self.decode_keys + self.several_keys + self.short_keys + self.token_keys
-        # By the sizes of the fields: for each key without them the one with them.
+        # By the sizes of the fields: a map from each key without the fields to the key with them.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
             names = (field.name for field in self._fields)
@@ -181,10 +181,10 @@ class Dispatcher:
         longest: int,
         values: Mapping[str, int] | None = None,
     ) -> GraphKey | None:
-        """Return the key of the graph that serves the batch; None if it runs without one.
+        """Return the key of the graph that serves the batch; None if it runs without a graph.
 
-        uniform_query_len: tokens per request if all are decodes with equally many, otherwise None. longest: the longest
-        context, this step's tokens included. values: of further fields, by name; 0 if missing.
+        uniform_query_len: rows per request if all requests are decodes with equally many; otherwise None. longest: the
+        longest context, this step's tokens included. values: values of further fields by name, 0 if missing.
         """
         key = self._usual_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
@@ -205,13 +205,13 @@ class Dispatcher:
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
     def _shortest(self, key: GraphKey, longest: int) -> GraphKey:
-        """Return the key for the shortest sufficient contexts, with as many decodes as `key`."""
+        """Return the key with as many decodes as `key` and the smallest sufficient max_seq_len."""
         short_keys = self._short_keys.get((key.max_query_len, key.num_tokens), ())
         return next((short for short in short_keys if longest <= short.max_seq_len), key)
 
 
 def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Return a list whose item n is the smallest key of at least n tokens. keys: ascending."""
+    """Return a list whose item n is the smallest key of at least n tokens. keys: in ascending order."""
     table: list[GraphKey] = []
     for key in keys:
         table += [key] * (key.num_tokens + 1 - len(table))
@@ -219,11 +219,10 @@ def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
-    """Those of these ascending sizes that powers of two are padded to, as long as these have at most MOST_ROWS_READ
-    rows, and all larger ones.
+    """Thin out ascending capture sizes: up to MOST_ROWS_READ rows keep one size per power of two, above keep all.
 
-    For batches that are rare, or of little work: up to so many rows, a few more take about as long. query_len: rows of
-    a request.
+    For batches that are rare or do little work: up to that number of rows, padding costs little. query_len: rows per
+    request.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}

@@ -1,4 +1,7 @@
-"""Owns the captured graphs: explicit capture in a fixed order, replay by key, memory predicted and measured."""
+"""Owns the captured graphs: captures them in a fixed order, replays them by key, predicts and measures their memory.
+
+The work of a graph is a `Capturable`. `GraphCounters` counts the batches with and without a graph.
+"""
 
 from __future__ import annotations
 
@@ -27,63 +30,8 @@ from compiled_engine.process.progress import Progress
 log = logging.getLogger("compiled_engine")
 
 
-class Fallback(Enum):
-    """Why a batch runs without a graph although graphs are enabled."""
-
-    NO_SUCH_GRAPH = "the mode captures only decodes"
-    TOO_LARGE = "larger than every captured size"
-    DECODES_TOO_LARGE = "more decodes than every captured size"
-    HIDDEN_STATES = "prompt log-probabilities need the hidden states"
-
-
-class GraphCounters:
-    """Counts batches; logs a warning at the first batch of decodes that is too large for all graphs."""
-
-    def __init__(self, dispatcher: Dispatcher):
-        self._dispatcher = dispatcher
-        self._replays: Counter[GraphKey] = Counter()
-        self._padded_tokens = 0
-        self._fallbacks: Counter[Fallback] = Counter()
-        self._decodes: Counter[int] = Counter()
-        self._mixed: Counter[int] = Counter()
-
-    def batch(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch, whether it is replayed or not."""
-        (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
-
-    def replay(self, key: GraphKey, num_tokens: int) -> None:
-        self._replays[key] += 1
-        self._padded_tokens += key.num_tokens - num_tokens
-
-    def no_key(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch for which the dispatcher has no graph."""
-        if decodes_only and self._dispatcher.keys:
-            self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
-        elif self._dispatcher.token_keys:
-            self.fallback(Fallback.TOO_LARGE, f"{num_tokens} tokens")
-        elif self._dispatcher.decode_keys:
-            self.fallback(Fallback.NO_SUCH_GRAPH, f"{num_tokens} tokens")
-
-    def fallback(self, reason: Fallback, batch: str) -> None:
-        """Count a batch that runs without a graph. batch: its description for the warning."""
-        self._fallbacks[reason] += 1
-        if reason is Fallback.DECODES_TOO_LARGE and self._fallbacks[reason] == 1:
-            log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the counts since the start; `batch_histogram` shows which sizes are worth capturing."""
-        return {
-            "graph_replays": self._replays.total(),
-            "graph_replays_by_key": {key.name: count for key, count in self._replays.items()},
-            "graph_padded_tokens": self._padded_tokens,
-            "graph_fallbacks": self._fallbacks.total(),
-            "graph_fallbacks_by_reason": {reason.value: count for reason, count in self._fallbacks.items()},
-            "batch_histogram": {"decodes": dict(self._decodes), "mixed": dict(self._mixed)},
-        }
-
-
 class Capturable(Protocol):
-    """A step that can be captured: its kernels only read buffers at fixed addresses."""
+    """Work that can be captured: its kernels only read buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
         """Write a batch of the key's size into the buffers; running it must change no state. Not captured."""
@@ -94,11 +42,10 @@ class Capturable(Protocol):
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...] for
-        a step of the engine's model.
+        """Run the work on the padded batch in the buffers.
 
-        Returns the graph's result, [num_tokens, ...], or a draft model's logits of its last pass. Unless the key is
-        FULL, attention ops go to the capture's `on_attention`.
+        Returns the graph's result: [num_tokens, ...] for a step of the engine's model, the logits of the last pass for
+        a draft model. Unless the key is FULL, attention ops go to the capture's `on_attention`.
         """
         ...
 
@@ -115,24 +62,24 @@ class Captured(NamedTuple):
 
 
 class CudaGraphManager:
-    """Owns the graphs of the keys of `steps`, each of which holds its step, and their memory pool. Only these are ever
-    captured, each once.
+    """Captures the graph of each key once, replays it, and owns the graphs' memory pool.
 
     Kernels in a graph read fixed addresses: the caller writes each batch's inputs into the same buffers, and reads the
-    result before the next replay. Graphs without attention are captured first, and large ones before small ones: the
-    pool then grows to what the largest needs, and the others fit into it.
+    result before the next replay. Graphs without attention are captured first, and large ones before small ones, so
+    that the pool grows to what the largest graph needs, and the others fit into it. steps: the work of each key's
+    graph.
     """
 
     def __init__(self, steps: Mapping[GraphKey, Capturable], capture: Capture):
         self._capture, self._steps = capture, dict(steps)
         self._distinct = tuple({id(step): step for step in self._steps.values()}.values())
-        single = len(self._distinct) == 1  # one call less in each replay
+        single = len(self._distinct) == 1  # saves a call in each replay
         self._tensor_ids = self._distinct[0].tensor_ids if single else self._all_tensor_ids
         self._pending = sorted(self._steps, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
         self._captured_ids: tuple[int, ...] = ()
         self._memory: dict[GraphKey, MemoryReading] = {}
-        self._kept_by_driver = 0  # memory of the graphs of `predict` that the driver reuses for the next ones
+        self._kept_by_driver = 0  # memory of the graphs of `predict`, which the driver keeps for the next graphs
         self.capture_seconds = 0.0
 
     @property
@@ -158,8 +105,8 @@ class CudaGraphManager:
     def predict(self, all_reduce_min: Callable[[int], int]) -> int:
         """Predict the bytes of all graphs by capturing, measuring and releasing a few.
 
-        Call it once everything that a step uses is in memory, except the full KV cache. all_reduce_min: minimum over
-        ranks, which run the same steps but measure their own devices.
+        Call it when everything that a step uses is in memory, except the full KV cache. all_reduce_min: takes the
+        minimum over ranks, which must capture the same graphs although each measures its own device.
         """
         if not self._pending:
             return 0
@@ -187,9 +134,9 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """Use the prediction of an earlier process instead of `predict`; returns it.
+        """Take the prediction of an earlier process instead of calling `predict`; returns it.
 
-        Allocates what the graphs need besides their own memory, such as the stream's workspaces.
+        Allocates the memory that captures need besides the graphs' own, such as the stream's workspaces.
         """
         if self._pending:
             with self._capture.session():
@@ -228,7 +175,7 @@ class CudaGraphManager:
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
         """Run the graph on the batch in the buffers; its result, [key.num_tokens, ...], is valid until the next replay.
 
-        inputs: of the unpadded batch, for attention that runs between graphs; None for a full graph.
+        inputs: the unpadded batch's attention inputs, if attention runs between graphs; None for a full graph.
         """
         assert self._tensor_ids() == self._captured_ids, "a buffer that graphs read was replaced"
         captured = self._graphs[key]
@@ -251,8 +198,63 @@ class CudaGraphManager:
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
     """Yield the two largest keys, then evenly spaced samples.
 
-    The largest determine the pool; the second may not fit into the first one's memory.
+    The largest ones determine the pool; the second may not fit into the memory of the first.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
     yield from family[1 + step :: step]
+
+
+class Fallback(Enum):
+    """Reasons why a batch runs without a graph although graphs are enabled."""
+
+    NO_SUCH_GRAPH = "the mode captures only decodes"
+    TOO_LARGE = "larger than every captured size"
+    DECODES_TOO_LARGE = "more decodes than every captured size"
+    HIDDEN_STATES = "prompt log-probabilities need the hidden states"
+
+
+class GraphCounters:
+    """Counts batches with and without a graph, and warns of the first decodes that are too many for all graphs."""
+
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self._replays: Counter[GraphKey] = Counter()
+        self._padded_tokens = 0
+        self._fallbacks: Counter[Fallback] = Counter()
+        self._decodes: Counter[int] = Counter()
+        self._mixed: Counter[int] = Counter()
+
+    def batch(self, num_tokens: int, decodes_only: bool) -> None:
+        """Count a batch by size, whether it has a graph or not."""
+        (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
+
+    def replay(self, key: GraphKey, num_tokens: int) -> None:
+        self._replays[key] += 1
+        self._padded_tokens += key.num_tokens - num_tokens
+
+    def no_key(self, num_tokens: int, decodes_only: bool) -> None:
+        """Count a batch for which the dispatcher has no graph."""
+        if decodes_only and self._dispatcher.keys:
+            self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
+        elif self._dispatcher.token_keys:
+            self.fallback(Fallback.TOO_LARGE, f"{num_tokens} tokens")
+        elif self._dispatcher.decode_keys:
+            self.fallback(Fallback.NO_SUCH_GRAPH, f"{num_tokens} tokens")
+
+    def fallback(self, reason: Fallback, batch: str) -> None:
+        """Count a batch that runs without a graph. batch: its description for the warning."""
+        self._fallbacks[reason] += 1
+        if reason is Fallback.DECODES_TOO_LARGE and self._fallbacks[reason] == 1:
+            log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the counts since the start; `batch_histogram` shows which sizes are worth capturing."""
+        return {
+            "graph_replays": self._replays.total(),
+            "graph_replays_by_key": {key.name: count for key, count in self._replays.items()},
+            "graph_padded_tokens": self._padded_tokens,
+            "graph_fallbacks": self._fallbacks.total(),
+            "graph_fallbacks_by_reason": {reason.value: count for reason, count in self._fallbacks.items()},
+            "batch_histogram": {"decodes": dict(self._decodes), "mixed": dict(self._mixed)},
+        }

@@ -1,4 +1,7 @@
-"""Device memory of CUDA graphs: predicted from a few captures before the KV cache is sized, kept for later starts."""
+"""Predicts the device memory of CUDA graphs from a few captures, and keeps the prediction for later starts.
+
+The prediction is needed before the capture, because the KV cache gets the memory that graphs leave.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 # Captures of a family are sampled until their driver memory reaches this: the driver allocates in steps of 2 MiB.
 ENOUGH_DRIVER_BYTES = 24 << 20
 MOST_SAMPLES = 16
-# Plausible driver memory per graph; other readings are caused by other processes.
+# Plausible driver memory per graph in bytes; other readings are caused by other processes.
 PLAUSIBLE_DRIVER_BYTES = range(0, 64 << 20)
 
 
 class MemoryReading(NamedTuple):
-    """Bytes of device memory in use."""
+    """Device memory in use, in bytes."""
 
-    pool: int  # reserved by torch; holds what captured kernels write
-    driver: int  # everything else; graphs take some for each node
+    pool: int  # reserved by torch; holds the outputs of captured kernels
+    driver: int  # everything else; a graph takes some for each node
 
     def since(self, before: MemoryReading) -> MemoryReading:
         """Return the increase since an earlier reading."""
@@ -46,7 +49,7 @@ def enough_samples(readings: Sequence[MemoryReading]) -> bool:
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
     """Predict the bytes of all graphs from (readings, number of graphs) of each family.
 
-    Graphs that were not measured need no further memory in the pool: they fit into that of the others.
+    Graphs that were not measured need no further pool memory, as they fit into the memory of the measured ones.
     """
     total = 0.0
     for readings, count in families:
@@ -74,14 +77,14 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     return list(found.values())
 
 
-# Predictions are kept next to the compile cache's entry that the graphs are captured from.
+# Predictions are kept beside the compile cache entry of the captured model.
 #
-# A prediction holds for one configuration on one device with one driver. Everything it may depend on is a factor, and a
-# file is used only if all its factors equal those of this process.
+# A prediction is valid for one configuration on one device with one driver. Everything that it may depend on is a
+# factor, and a file is used only if all its factors equal those of this process.
 
-# Packages besides those in the entry's key whose code is captured or captures.
+# Packages whose code is captured, or captures, and which the entry's key does not cover.
 CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "engine", "features", "sampling", "kernels")
-# Fields that say where something is, or why: not what is captured.
+# Config fields without influence on captured work: locations, and reasons for automatic choices.
 _WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
 OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
@@ -90,9 +93,9 @@ MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
-    """Return all factors of the graphs' memory, as JSON.
+    """Return all factors of the graphs' memory, as JSON values.
 
-    entry_key: of the compiled model. keys: names of the captured graphs, in order. stage: of a pipeline.
+    entry_key: the compiled model's key. keys: names of the graphs in capture order. stage: index of the pipeline stage.
     """
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
@@ -110,7 +113,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Return the device and its driver, identified by the library's file name, which ends in the version."""
+    """Describe the device and its driver; the driver library's file name ends in the version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -137,9 +140,9 @@ def predicted_bytes(
 ) -> int:
     """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
 
-    lookup: of the compiled model; without it, or without a cache, the prediction is made now. Files that are damaged or
-    belong to another user are ignored. all_reduce_min: minimum over ranks; either all ranks predict or none. stage: of
-    a pipeline, as each stage has its own graphs.
+    lookup: the compiled model's; None, or without a cache: predict now. Files that are damaged or belong to another
+    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. stage: index of
+    the pipeline stage, as each stage has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":

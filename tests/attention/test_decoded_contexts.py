@@ -48,7 +48,7 @@ TILES_OF_KEYS = 32, 64, 128
 
 
 def difference(case: Case, dtype: torch.dtype = torch.float32, keys: int = 0) -> str | None:
-    """What is wrong with the prompts' results: all from the workspace, or, where contexts do not fit, from codes.
+    """Return the fault of the prompts' results, which come from the workspace, or from codes if contexts do not fit.
 
     keys: of a tile; 0: as many as the kernel chooses.
     """

@@ -15,7 +15,7 @@ PARTS = 8
 
 
 def seeds(config: pytest.Config, part: int, more: int) -> range:
-    """Those of a part; `more` times as many with --all."""
+    """Return the seeds of a part; with --all, `more` times as many."""
     count = COUNT * (more if config.getoption("--all") else 1)
     return range(1000 * part, 1000 * part + count)
 

@@ -1,4 +1,4 @@
-"""What a step's tensors hold, and what launches follow from them; all is plain data on a CPU."""
+"""The contents of a step's tensors, and the launches that follow from them, as plain data on a CPU."""
 
 from __future__ import annotations
 

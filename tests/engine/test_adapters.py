@@ -159,7 +159,7 @@ def test_steps_run_while_an_adapter_is_read(adapted: Adapted, tmp_path: Path, mo
 def test_few_adapters_are_kept_that_were_read_and_never_loaded(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when requests are cancelled while their adapters are read."""
+    """This happens when requests are cancelled while their adapters are read."""
     core, read = adapted.llm.core, list[Path]()
     monkeypatch.setattr(
         adapter_slots, "read_adapter", lambda path, **how: (read.append(path), read_adapter(path, **how))[1]
@@ -176,7 +176,7 @@ def test_few_adapters_are_kept_that_were_read_and_never_loaded(
 def test_adapters_that_are_read_delay_no_other_request(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt that is prepared in a thread, as long ones are, or with an adapter that has been read."""
+    """The other requests have a prompt that is prepared in a thread, as long ones are, or an adapter that was read."""
     may_read, ended = threading.Event(), list[str]()
     slow = [LoRARequest(f"slow {i}", 6 + i, make_adapter(tmp_path / f"{i}", adapted.model, 2)) for i in range(3)]
 

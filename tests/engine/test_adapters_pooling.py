@@ -127,7 +127,7 @@ def test_a_prefix_is_not_shared_with_another_adapter(tmp_path: Path) -> None:
     ],
 )
 def test_the_head_behind_the_pooling_has_no_adapter(make: Callable[[Path], Any], head: str, tmp_path: Path) -> None:
-    """What it gets is no token's."""
+    """The head processes pooled values, not tokens."""
     model = make(tmp_path / "base")
     (request,) = make_adapters(tmp_path, model, (head,), 1)
     with LLM(tmp_path / "base", **OPTIONS) as llm:

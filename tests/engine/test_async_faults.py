@@ -1,4 +1,4 @@
-"""What becomes of requests when the engine core, the process that started it, or the event loop ends before them."""
+"""The fate of requests if the engine core, the process that started it, or the event loop ends before them."""
 
 from __future__ import annotations
 

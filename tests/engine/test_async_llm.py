@@ -150,7 +150,7 @@ def test_hundreds_of_streams_at_once(engine: AsyncLLM, llm: LLM) -> None:
 
 
 def test_a_slow_reader_gets_all_at_once(engine: AsyncLLM, llm: LLM) -> None:
-    """What it has not read is kept once, however many steps there were."""
+    """Output that was not read yet is one delta, however many steps it comes from."""
 
     async def main() -> list[RequestOutput]:
         outputs = []

@@ -29,7 +29,7 @@ def checkpoint(tmp_path: Path, bundled_model_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with a file is found before the engine starts; with the vocabulary's entries, beside the start."""
+    """Start no engine: a fault of a file is found before the start, a fault of the vocabulary in parallel to it."""
     core = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr("compiled_engine.llm_parts.start_cores", lambda *_: core)
 

@@ -1,4 +1,4 @@
-"""What the caller has set in torch, before or beside the engine, does not reach it; and it leaves nothing behind."""
+"""The caller's settings of torch, made before or while the engine runs, do not affect it; and it leaves none behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_default_dtype_and_grad_mode_change_nothing(dtype: torch.dtype) -> Non
 
 
 def large_tensors() -> dict[int, torch.Tensor]:
-    """Those of 64 KiB at least: weights and KV caches, not the runner's buffers, nor the compiler's fake tensors."""
+    """Return tensors of at least 64 KiB: weights and KV caches, but no buffers of the runner and no fake tensors."""
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)
     return {id(thing): thing for thing in gc.get_objects() if type(thing) in kinds and thing.nbytes >= 1 << 16}

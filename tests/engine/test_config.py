@@ -1,4 +1,4 @@
-"""What follows from the fields of a resolved configuration."""
+"""The derived values of a resolved configuration."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_not_said_asks_for_nothing() -> None:
 
 
 def test_the_bounds_of_scaled_angles_are_those_of_their_papers() -> None:
-    """Where a checkpoint does not state them: llama3's wave lengths, and YaRN's numbers of rotations."""
+    """These are the defaults of checkpoints that state none: llama3's wave lengths, and YaRN's numbers of rotations."""
     rope = RopeConfig(1e4)
     assert (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0)
     assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
@@ -259,7 +259,7 @@ CONFIG_JSON: dict[str, Any] = {
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [100, 104])
 def test_the_share_of_a_rank(num_ranks: int, vocab_size: int) -> None:
-    """It is equal in all that is not divided; ranks that are more than the K/V heads have one each."""
+    """Undivided values stay equal. If there are more ranks than K/V heads, each rank has one."""
     whole = replace(
         MODEL,
         num_heads=8,

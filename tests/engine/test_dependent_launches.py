@@ -56,14 +56,14 @@ def test_splits_are_read_after_the_wait_as_a_layer_may_have_planned_them_just_be
 
 @triton.jit
 def _letting_go_kernel() -> None:
-    """As norms do: lets the next kernel start before this one has waited."""
+    """Let the next kernel start before this one has waited, like norms do."""
     gdc_launch_dependents()
     gdc_wait()
 
 
 @triton.jit
 def _reading_early_kernel(seq_lens_ptr: tl.tensor, seen_ptr: tl.tensor) -> None:
-    """As attention does: reads lengths before it waits."""
+    """Read lengths before waiting, like attention does."""
     seen = tl.load(seq_lens_ptr, volatile=True)
     gdc_wait()
     tl.store(seen_ptr, seen)

@@ -91,7 +91,7 @@ def test_a_preempted_request_is_drafted_for_again(caches_prefixes: bool, bundled
 
 
 def test_a_draft_model_is_compiled_like_any_other(own_draft: LLM, bundled_model_path: Path) -> None:
-    """It shares the entry of models of its shape, and its decodes are recorded too."""
+    """The draft model shares the cache entry of models of its shape, and its decodes are recorded too."""
     metrics = own_draft.metrics()
     assert metrics["draft_cache_entry"] == metrics["cache_entry"]
     compiled = {name for name in metrics["passes"] if not name.startswith("draft ")}
@@ -132,7 +132,7 @@ def test_an_aborted_request_leaves_nothing_to_the_next_in_its_row(own_draft: LLM
 
 
 def test_nothing_is_read_behind_the_last_token_of_a_prompt(own_draft: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a single token is left of it, behind a chunk, the step has room for drafts behind that."""
+    """If a chunk leaves a single token of the prompt, the next step has room for drafts after that token."""
     read: list[int] = []
     read_prompts = DraftModel.read_prompts
 
@@ -167,7 +167,7 @@ def test_the_cache_of_a_draft_model_counts(bundled_model_path: Path) -> None:
 def test_synthetic_acceptance(
     acceptance: dict[str, Any], shares: list[float], tmp_path: Path, bundled_model_path: Path
 ) -> None:
-    """Whatever the drafts are: those of a random model are never right."""
+    """Acceptance does not depend on the drafts: a random model's drafts are never right."""
     make_checkpoint(tmp_path, "qwen3", vocab_size=4096)
     config = drafts_of(tmp_path, 3, rejection_sample_method="synthetic", **acceptance)
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=60, ignore_eos=True) for seed in range(12)]

@@ -115,7 +115,7 @@ def test_drafts_are_those_of_the_whole_sequence(
 
 @pytest.fixture(scope="module")
 def bigram(bundled_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the bundled model's shape, for which test_speculation.py compiles a head too."""
+    """A bigram model of the bundled model's shape, for which test_speculation.py compiles a head too."""
     folder = shutil.copytree(bundled_model_path, tmp_path_factory.mktemp("bigram"), dirs_exist_ok=True)
     make_bigram_model(folder)
     return folder
@@ -231,7 +231,7 @@ def test_logits_that_are_no_numbers_are_wrong_drafts(target: Path, tmp_path: Pat
 def test_a_head_at_rest_computes_nothing(
     target: Path, tmp_path: Path, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes as many steps as without a head."""
+    """The engine takes as many steps as without a head."""
     monkeypatch.setattr(registry, "DraftLength", AtRest)
     passes: list[int] = []
     one_pass = EagleDrafter._forward

@@ -86,7 +86,7 @@ def test_the_tokens_are_those_without_drafts(
     expected: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the number of drafts changes, requests cease to have any, and some step has both kinds."""
+    """If the number of drafts changes, requests stop drafting, and some step has requests with and without drafts."""
     monkeypatch.setattr(registry, "DraftLength", AnyLength)
     core = start_core(config_of(mode, of_head(fitted, num_drafts, adapts=adapts), **options), SilentProgress())
     assert run(core, requests(text, SAMPLING)) == expected
@@ -114,8 +114,10 @@ def test_the_tokens_are_those_without_drafts(
 def test_a_graph_is_captured_for_what_may_be_replayed(
     mode: GraphMode, adapts: bool, num_captures: int, fitted: Path
 ) -> None:
-    """Of three sizes, and two of other batches: with one and three drafts where their number changes. A head follows
-    steps that have graphs."""
+    """There are three decode sizes and two sizes of other batches, with one and three drafts if the number changes.
+
+    The head is prefilled by a graph after each step that has a graph.
+    """
     core = start_core(config_of(mode, of_head(fitted, 3, adapts=adapts)), SilentProgress())
     assert core.metrics()["captures"] == num_captures
     core.close()

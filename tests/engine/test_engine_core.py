@@ -91,7 +91,7 @@ def seeds(core: EngineCore, executor: ScriptedExecutor, *asked: EngineRequest) -
 
 
 def test_a_request_without_a_seed_gets_one() -> None:
-    """The same ones in an engine with the same seed."""
+    """Engines with the same seed give the same seeds."""
     asked = [request("a"), request("b", seed=5), request("c"), request("d", seed=0)]
     first = seeds(*made(), *asked)
     assert first[1::2] == [5, 0]

@@ -94,7 +94,7 @@ ELSEWHERE = "belongs to the process that this one is a fork of; use multiprocess
 
 
 def run_program(program: str, options: dict[str, Any], **values: Any) -> tuple[list[Any], list[list[int]]]:
-    """What the fork has found, and the tokens before, across and after it."""
+    """Return the findings of the fork, and the tokens before, across and after it."""
     text = program
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", str(value))

@@ -162,7 +162,7 @@ print(use()() is None)
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("mode", "starts"), [("eager", 1), ("compiled", 2)])
 def test_also_the_first_one_of_a_process(mode: str, starts: int) -> None:
-    """What is imported while it is made does not hold it; the second start finds what the first has compiled."""
+    """Modules imported during a start do not hold the engine; the second start finds the compiled code of the first."""
     for _ in range(starts):
         run = subprocess.run(
             [sys.executable, "-c", FIRST.format(mode=mode)], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""What the host keeps does not grow with the requests that it has served."""
+"""Host memory does not grow with the number of served requests."""
 
 from __future__ import annotations
 

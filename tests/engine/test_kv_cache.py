@@ -65,7 +65,7 @@ def test_the_blocks_that_requests_can_use() -> None:
 
 
 def test_the_share_that_is_left(gpu: Callable[..., None]) -> None:
-    """Of all memory, less what others hold; what the allocator has idle is free."""
+    """The share is of all memory, less the memory of others; the allocator's idle memory counts as free."""
     assert bytes_left(BASE) is None
     gpu(free=60, total=100, reserved=15, allocated=5)
     assert bytes_left(ON_GPU) == (90 - 30) * BLOCK

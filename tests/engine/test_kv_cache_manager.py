@@ -219,7 +219,7 @@ def test_only_first_admissions_that_look_count_for_the_hit_rate() -> None:
 
 
 def test_of_a_request_that_goes_on_its_prompt_alone_counts() -> None:
-    """What another core has generated for it may be cached too."""
+    """Tokens that another core has generated for the request may be cached too, but do not count as prompt tokens."""
     cache = make_cache()
     run_once(cache, range(16))
     begun = EngineRequest("r", tuple(range(6)), SamplingParams(), output_token_ids=tuple(range(6, 15)))
@@ -429,7 +429,7 @@ class ResourcesMachine(RuleBasedStateMachine):
 
     @rule(lost=st.booleans())
     def forget(self, lost: bool) -> None:
-        """What was registered last is unregistered, as when its step fails; or all is."""
+        """Unregister the blocks that were registered last, like a failed step does; or all blocks."""
         registered = self.cache.take_registered()
         if lost:
             self.cache.unregister(registered)

@@ -1,4 +1,4 @@
-"""What the calls of LLM and AsyncLLM pass on, without a model: to those that prepare requests, and to the core."""
+"""The arguments that LLM and AsyncLLM pass to the preparation of requests and to the core, without a model."""
 
 from __future__ import annotations
 

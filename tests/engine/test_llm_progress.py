@@ -1,4 +1,4 @@
-"""What an LLM shows of its progress and returns, and what it refuses, without a model."""
+"""The progress that an LLM shows, its results, and its refusals, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages say of themselves: the rows of outputs, what a request may have, and the roots of prefixes."""
+"""Derived values of messages: the rows of outputs, the limits of requests, and the roots of prefixes."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def expected(runner: Runner) -> list[int]:
 
 
 def test_a_prompt_may_come_in_chunks_beside_other_requests(runner: Runner, expected: list[int]) -> None:
-    """Where chunks end and in which blocks the keys lie changes no token; results are in the step's order."""
+    """The borders of chunks and the blocks of keys change no token; results are in the step's order."""
     new = (request("a", 7), request("b", 3, prompt=(8, 9)))
     first = runner.submit(step_of(("b", 0, 2), ("a", 0, 4), new=new, samples=[True, False])).result()
     assert len(first.token_ids) == 1

@@ -116,7 +116,7 @@ def in_the_process_of_the_core(checkpoint: Path, plugin: str) -> None:
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_a_pass_that_another_process_does_not_have_is_an_error(checkpoint: Path, kind: Any) -> None:
-    """It would be left out there without a word."""
+    """Otherwise that process would silently leave the pass out."""
     more = {"tensor_parallel_size": 2} if kind is LLM else {}
     register_pass(Here())
     try:

@@ -79,7 +79,7 @@ def test_end_of_sequence_tokens_that_are_ignored_end_nothing() -> None:
 
 @pytest.mark.parametrize(("most", "limit"), [(None, 5), (9, 5), (4, 4)])
 def test_a_step_computes_a_part_of_a_prompt(most: int | None, limit: int) -> None:
-    """As much as is allowed, and up to where a step has to end."""
+    """The part has at most the allowed number of tokens, and ends where a step must end."""
     request = made()
     assert request.step_limit > 1 << 40
     if most is not None:

@@ -1,4 +1,4 @@
-"""What a scheduler refuses, and the smallest cases that it does not."""
+"""Refusals of a scheduler, and the nearest cases that it accepts."""
 
 from __future__ import annotations
 

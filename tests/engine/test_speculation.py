@@ -148,7 +148,7 @@ ENDS: list[dict[str, Any]] = [
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[int, int, int, SamplingParams]:
-    """Where a prompt begins in the text, its length, how often it is repeated, and its parameters."""
+    """Draw a prompt's start in the text, its length, how often it is repeated, and its parameters."""
     sampling, ends = draw(st.sampled_from(SAMPLING)), draw(st.sampled_from(ENDS))
     if "structured_outputs" in sampling:
         ends = {name: value for name, value in ends.items() if name != "ignore_eos"}

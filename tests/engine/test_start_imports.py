@@ -1,4 +1,4 @@
-"""What a start does not import, as importing it would take longer than what it is for."""
+"""Modules that a start does not import, as importing them would take longer than their work."""
 
 from __future__ import annotations
 

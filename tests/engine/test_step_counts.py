@@ -1,4 +1,4 @@
-"""What a step costs, in counts that are the same on every machine: launches, kernels, the host's calls, bytes read."""
+"""The cost of a step, in counts that are equal on every machine: launches, kernels, host calls, bytes read."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_steady_step_keeps_no_memory_but_its_tokens(small_engine: LLM, num_req
 
 
 def test_a_request_more_costs_the_host_hardly_a_call(small_engine: LLM) -> None:
-    """What there is to do for each request is done for all of them at once."""
+    """The work for each request is done for all of them at once."""
     alone, six = (steady(small_engine, num_requests, calls) for num_requests in (1, 6))
     assert six - alone <= 5 * MOST_CALLS_MORE
     assert alone <= MOST_CALLS
@@ -130,7 +130,7 @@ def test_a_step_at_which_a_head_rests_costs_the_host_little_more(
 
 
 def test_a_text_more_that_is_embedded_costs_the_host_few_calls(tmp_path: Path, one_thread: None) -> None:
-    """What there is to do for each text is done for all texts of a call at once, as far as it can be."""
+    """The work for each text is done for all texts of a call at once, as far as possible."""
     make_encoder(tmp_path)
     counts = []
     with LLM(tmp_path, device="cpu", mode="eager", max_num_batched_tokens=640, max_num_seqs=40, progress=False) as llm:

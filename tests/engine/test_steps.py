@@ -52,7 +52,7 @@ def test_a_mask_of_indices() -> None:
 
 @pytest.mark.parametrize("any_late", [True, False])
 def test_a_step_has_its_decodes_first(any_late: bool) -> None:
-    """Whatever the order in which its shares come."""
+    """The order does not depend on the order in which shares are added."""
     late = request("m", samples_late=True)
     other, prompt, chunk, unsampled = (request(name) for name in "opcu")
     builder = StepBuilder(decode_tokens=2, single=True)

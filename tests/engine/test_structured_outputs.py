@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(llm: LLM, given: dict[st
 
 
 def test_objects_are_closed_where_that_is_asked_for() -> None:
-    """Those with properties that do not say; what only looks like a schema stays."""
+    """Objects with properties are closed unless they state otherwise; values that only look like a schema are kept."""
     inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
     open_one = {"type": "object", "properties": {}, "additionalProperties": True}
     schema = {"type": "object", "properties": {"a": inner, "o": open_one}, "$defs": {"d": inner}, "default": inner}

@@ -132,7 +132,7 @@ def test_the_warm_up_launches_only_what_was_asked_for(
 def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few tokens, too, that which ends with hidden states: a prompt that is short has it."""
+    """This includes the forward of few tokens that ends at hidden states, which short prompts use."""
     config = replace(llm.config, attention_backend="triton")
     on_gpu = replace(config, device=torch.device("cuda", 0))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))

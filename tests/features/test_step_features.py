@@ -1,4 +1,4 @@
-"""What features keep of the requests in rows, and what they do around a step."""
+"""The data that features keep about requests in rows, and their work around a step."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Gluon kernel: decodes over a cache of 8 bits, on Hopper. Norm, rotation and write of this step's key and value come
-first where they are asked for.
+"""Gluon kernel for Hopper: decode attention over an 8-bit cache. On request it first norms, rotates and writes this
+step's key and value.
 
-Tiles of codes pass through a ring of stages in shared memory. Codes become half precision in registers, in the order in
-which the tensor cores take them: four of them are two byte permutations and two subtractions (int8), or two conversions
-(FP8). So that a thread reads neighbouring bytes of a value, the columns of results are permuted, see `column_of`.
+Tiles of codes (quantised values) pass through a ring buffer in shared memory. Codes are converted to half precision in
+registers, in the order in which the tensor cores take them: four codes need two byte permutations and two subtractions
+(int8), or two conversions (FP8). For a thread to read neighbouring bytes of a value, the columns of results are
+permuted, see `column_of`.
 
-Scales multiply scores and weights, never elements. Keys are split as in triton_decode, and combined by its kernel.
+Scales multiply scores and weights, never elements. Keys are split as in triton_decode.py, and combined by the same
+kernel.
 """
 
 from __future__ import annotations
@@ -531,26 +533,22 @@ SHORT_KEYS = 128
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """The split of keys; keys of a tile, warps of a program, and stages of the ring buffer of tiles.
-
-    raw_keys: whether the bias of int8 keys is taken off scores, which pays for many tiles. registers: the most of a
-    thread, so that more programs share a multiprocessor; 0: no limit.
-    """
+    """The split of keys, and the tiles of a program."""
 
     splits: Splits
-    keys: int = 64
-    warps: int = 4
-    stages: int = 2
-    raw_keys: bool = True
-    registers: int = 128
+    keys: int = 64  # per tile
+    warps: int = 4  # per program
+    stages: int = 2  # of the ring buffer of tiles
+    raw_keys: bool = True  # subtract the bias of int8 keys from scores instead of keys, which pays for many tiles
+    registers: int = 128  # most per thread, so that more programs share a multiprocessor; 0: no limit
 
 
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
-    """Choose splits and tiles by what a captured graph is keyed by, and the device; see plan_splits.
+    """Choose splits and tiles from the fields of a graph's key and the device alone; see plan_splits.
 
-    max_seq_len: the host's bound of the keys that are read. scaled: codes have scales of their own. A few short
-    contexts are not split: all their tiles are under way before the weights of the next kernel. Otherwise keys are
-    split until a multiprocessor has as many programs as it holds.
+    max_seq_len: the host's bound of the keys that are read. scaled: the cache has scales. A few short contexts are not
+    split: all their tiles are being loaded before the weights of the next kernel. Otherwise keys are split until a
+    multiprocessor has as many programs as it holds.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):
@@ -576,7 +574,7 @@ def coded_decode(
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens.
 
-    new None: queries are rotated, and this step's keys and values are in the cache.
+    new: this step's keys and values; None: queries are rotated, and keys and values are in the cache.
     """
     splits = plan.splits
     rotating = RotatingArguments.of_rotated(q_THd) if new is None else RotatingArguments.of(q_THd, *new)

@@ -1,4 +1,7 @@
-"""The number of programs among which a decode splits the keys of each request."""
+"""Decides among how many programs a decode splits the keys of each request.
+
+Launches are captured in CUDA graphs, so decisions depend only on fields of a graph's key and on the device.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,21 @@ from dataclasses import dataclass
 from compiled_engine.attention.inputs import AttentionInputs
 
 MAX_SPLITS = 64
-# The same if the work list has the contexts.
+# Most splits of a request in the work list.
 MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
 GRAIN = 32
-# The fewest keys of a listed split: of a mixed batch with few rows, times K/V heads, and of any other.
+# Fewest keys of a listed split: in a mixed batch with few (rows times K/V heads), and in any other batch.
 FEW_HEADS = 1024
 FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
 # Small programs per multiprocessor.
 SMALL = 4
-# The host's bound of contexts up to which rotation, KV write and attention are one kernel.
+# Most tokens of a context (by the host's bound) for which rotation, KV write and attention are one kernel.
 MOST_CONTEXT_IN_ONE_KERNEL = 8192
-# Context lengths whose keys one program reads, if a Hopper has a multiprocessor for each request and K/V head.
+# Context lengths whose keys one program reads on Hopper, if there is a multiprocessor for each request and K/V head.
 SHORT_CONTEXTS = (256, 512)
 MOST_SHORT_REQUESTS = 16
-# Up to this many requests, the longer contexts are split into this many parts.
+# Up to FEW_REQUESTS requests, the longer of the short contexts are split into FEW_SPLITS parts.
 FEW_REQUESTS, FEW_SPLITS = 2, 16
 # Most keys read by one program if a few long contexts are among many short ones.
 LONG_SPLIT = 16384
@@ -30,23 +33,20 @@ LONG_SPLIT = 16384
 
 @dataclass(frozen=True)
 class Splits:
-    """The largest number of splits of a request's keys, and the smallest number of keys in a split.
+    """The split of each request's keys."""
 
-    programs: intended number per multiprocessor: 1, 2 or SMALL.
-    """
-
-    count: int
-    min_keys: int
-    programs: int = 1
+    count: int  # most splits of a request
+    min_keys: int  # fewest keys of a split
+    programs: int = 1  # intended number per multiprocessor: 1, 2 or SMALL
 
 
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
-    """The split rule: a pure function of what a captured graph is keyed by, and of the device.
+    """Choose the splits of a batch of decodes.
 
-    num_requests: rows of the batch, padding included. max_seq_len: the host's bound of the contexts.
-    A few programs are split until there are two for each multiprocessor; up to one a multiprocessor they are split into
-    small ones, lest the longest context be waited for; more of them even each other out. Contexts above LONG_SPLIT are
-    always split.
+    num_requests: rows of the batch, padding included. max_seq_len: the host's bound of the contexts. Without splits
+    there is a program per request and K/V head. Few programs are split until there are two per multiprocessor. Up to
+    one per multiprocessor, they are split into small ones, so that the longest context does not delay the step. More
+    programs balance each other and are not split, except that contexts above LONG_SPLIT always are.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
@@ -62,8 +62,9 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
 
 def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Context lengths, ascending, up to which this many decodes use special kernels on Hopper: few decodes whose keys
-    fit into a program, and many that are not split.
+    """Return the context lengths, ascending, up to which this number of decodes uses special kernels on Hopper.
+
+    The kernels serve few decodes whose keys fit into a program, and many decodes that are not split.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs > 4 * num_sms:
@@ -76,16 +77,18 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 
 
 def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Context lengths up to which this many decodes over a cache of 8 bits are one kernel, which reads the keys of a
-    request and K/V head in one program if it can."""
+    """Return the context lengths up to which one kernel serves this number of decodes over an 8-bit cache.
+
+    One program reads all keys of a request and K/V head if it can.
+    """
     fits = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
     return SHORT_CONTEXTS if fits else ()
 
 
 def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> Splits | None:
-    """The splits of decodes up to one of these contexts; None for longer ones.
+    """Return the splits of decodes with short contexts; None if max_seq_len exceeds all short_contexts.
 
-    A program reads all keys of its request, unless requests are so few that the longer of the contexts are split.
+    A program reads all keys of its request, unless requests are so few that the longer contexts are split.
     """
     if max(short_contexts, default=0) < max_seq_len:
         return None
@@ -95,39 +98,35 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
-    """Return those of these contexts up to which requests with drafts have launches of their own.
+    """Return the short contexts for which requests with drafts have different launches than for longer contexts.
 
-    in_one_tile: keys are one tile of their number if requests are few, see short_drafts.py. Otherwise splits differ,
-    see short_splits, if requests are very few.
+    in_one_tile: short_drafts.py serves few requests, with one tile of all keys. Otherwise only the splits of very few
+    requests differ, see short_splits.
     """
     few = MOST_SHORT_REQUESTS if in_one_tile else FEW_REQUESTS
     return short_contexts if short_contexts == SHORT_CONTEXTS and num_requests <= few else short_contexts[-1:]
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
-    """Return whether rotation and KV write are fused into attention: for small programs and short contexts.
+    """Return whether to fuse rotation and KV write into attention, which pays for small programs and short contexts.
 
-    With a single request each program waits for the norm; with long contexts the registers of the first tile are
-    missing later.
+    With a single request every program would wait for the norm; with long contexts the first tile would occupy
+    registers that later tiles need.
     """
     return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """The facts that a batch's launches follow from: a captured graph's key and the device, never the lengths.
-
-    listed: whether the kernels take their items from the work list, each split being of min_keys keys or more.
-    query_len: rows in turn that share a request, where all are decodes.
-    """
+    """The properties of a batch that its launches depend on. They follow from a graph's key and the device."""
 
     num_tokens: int
     num_requests: int
     num_decodes: int
     max_seq_len: int
-    listed: bool
-    min_keys: int
-    query_len: int = 1
+    listed: bool  # kernels take their work from the work list
+    min_keys: int  # fewest keys of a listed split
+    query_len: int = 1  # consecutive rows per request, if all rows are decodes
 
     @classmethod
     def of(cls, inputs: AttentionInputs, num_kv_heads: int, num_sms: int) -> BatchFacts:

@@ -1,10 +1,9 @@
-"""Triton kernel: the contexts of a step's prompts, decoded from a cache of 8 bits into one of 16 or 32 bits, from which
-prefill kernels read.
+"""Triton kernel: dequantises the contexts of a step's prompts from an 8-bit cache into a workspace for prefill kernels.
 
-Each key of a prompt is multiplied with many queries, by several programs: to decode it once is cheaper, and kernels
-that copy keys to where they are multiplied can be used. Contexts are packed, block by block, into a workspace. Its size
-is bounded by the tokens of the step; where the contexts do not fit, which only the device knows, prefill kernels read
-the codes.
+Each key of a prompt is multiplied with many queries, by several programs. Dequantising it once is cheaper, and allows
+kernels that copy keys directly to where they are multiplied. Contexts are packed block by block into the workspace. Its
+size is bounded by the tokens of the step. If the contexts do not fit, which only the device knows, prefill kernels read
+the codes (the quantised values) instead.
 """
 
 from __future__ import annotations
@@ -128,28 +127,26 @@ def decode_contexts_kernel(
 
 
 class PrefillSource(NamedTuple):
-    """A cache that a prefill kernel reads, with its block table and scales. num_tiles: see num_tiles_of."""
+    """A cache that a prefill kernel reads, with its block table and scales."""
 
     kv_cache_N2PKd: torch.Tensor
     inputs: AttentionInputs
     scoring: Scoring
-    num_tiles: torch.Tensor | None
+    num_tiles: torch.Tensor | None  # see num_tiles_of
 
 
 class DecodedContexts(NamedTuple):
-    """source: the workspace, [N, 2, P, K, d] in the dtype of queries. num_tiles_2: how many tiles of the work list read
-    it, and how many read codes. certain: whether all contexts fit, whatever their lengths are.
-    """
+    """Dequantised contexts of a step's prompts."""
 
-    source: PrefillSource
-    num_tiles_2: torch.Tensor
-    certain: bool
+    source: PrefillSource  # the workspace, [N, 2, P, K, d] in the dtype of queries
+    num_tiles_2: torch.Tensor  # how many tiles of the work list read the workspace, and how many read codes
+    certain: bool  # all contexts fit, whatever their lengths
 
 
 def prefill_sources(
     contexts: DecodedContexts | None, kv_cache_N2PKd: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
 ) -> list[PrefillSource]:
-    """Return the caches that prefill kernels read in turn: decoded contexts, and codes unless those certainly fit."""
+    """Return the caches that prefill kernels read in turn: the workspace, and the codes unless all contexts fit."""
     if contexts is None:
         return [PrefillSource(kv_cache_N2PKd, inputs, scoring, None)]
     if contexts.certain:
@@ -158,9 +155,9 @@ def prefill_sources(
 
 
 def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
-    """Return the blocks of the workspace, and the most that the contexts of a batch's prompts may have.
+    """Return the number of blocks of the workspace, and the most that the contexts of a batch's prompts may need.
 
-    Padding alone has none, but a program has to say so to the readers: there is a block at least.
+    The workspace has at least one block, because even for padding a program must tell the readers that there is none.
     """
     num_prompts = facts.num_requests - facts.num_decodes
     bound = cdiv(MOST_CONTEXT_PER_TOKEN * facts.num_tokens, block_size) + num_prompts

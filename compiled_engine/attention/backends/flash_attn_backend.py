@@ -1,6 +1,6 @@
-"""Attention by the package flash-attn: version 3 (module flash_attn_interface) on Hopper if installed, or else 2.
+"""Attention with the package flash-attn: version 3 (module flash_attn_interface) on Hopper if installed, otherwise 2.
 
-Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3). K and V are written by the engine's own kernel.
+See Dao 2023 (FlashAttention-2) and Shah et al. 2024 (FlashAttention-3). The engine's own kernel writes K and V.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashAttnBackend(AttentionBackend):
-    """See the module's docstring. A row with seq_len 0 gives zeros: the kernels write them and read no key."""
+    """See the module's docstring. For a row with seq_len 0 the kernels write zeros and read no key."""
 
     name = "flash_attn"
     default_block_size = 256
@@ -127,7 +127,10 @@ class FlashAttnBackend(AttentionBackend):
 
 @cache
 def _defect_of_build(dtype: torch.dtype, head_dim: int, soft_cap: float) -> str | None:
-    """Try a decode and a prefill against the reference: builds may leave out types and head sizes, even silently."""
+    """Return the defect of the installed build for this case, if any, by comparing a decode and a prefill.
+
+    Builds may leave out dtypes and head sizes, even silently.
+    """
     block_size, num_queries = FlashAttnBackend.default_block_size, 70
     cache_N2PKd = torch.arange(6 * 2 * block_size * head_dim, device="cuda").sin().to(dtype)
     cache_N2PKd = cache_N2PKd.view(6, 2, block_size, 1, head_dim)

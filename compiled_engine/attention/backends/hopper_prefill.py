@@ -1,9 +1,9 @@
-"""Prefill attention for Hopper, in Gluon: one warp copies keys and values, two groups of four warps compute.
+"""Gluon kernel for Hopper: prefill attention in which one warp copies keys and values, and two warp groups compute.
 
-After FlashAttention-3 (Shah et al. 2024): copies by TMA into two stages; products are asynchronous, a tile's scores
-being computed in parallel with the product of the values before them; probabilities stay in registers.
+The design follows FlashAttention-3 (Shah et al. 2024): TMA copies into two stages; asynchronous products, where the
+scores of a tile are computed in parallel with the product of the previous tile's values; probabilities in registers.
 
-Copies go by TMA into stages, a box for each block and each 64 columns, all of a tile completing on its stage's barrier.
+A tile is copied in boxes, one for each block and each 64 columns; all of them complete on the barrier of its stage.
 """
 
 # ruff: noqa: RUF005 - Triton unpacks no tuples
@@ -446,9 +446,9 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
-    """Return whether the kernel serves a batch with tiles of this many rows.
+    """Return whether the kernel serves a batch with tiles of this number of rows.
 
-    It takes no codes: keys and values are copied to where they are multiplied.
+    It does not read an 8-bit cache, because keys and values are copied directly to where they are multiplied.
     """
     return (
         tile_rows == ROWS.value
@@ -464,7 +464,7 @@ def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int,
 
 
 def box_rows(block_size: int) -> int:
-    """Rows of a box: the largest power of two that blocks and tiles consist of."""
+    """Return the rows of a box: the largest power of two that divides blocks and tiles."""
     return min(block_size & -block_size, KEYS.value)
 
 
@@ -484,8 +484,10 @@ def hopper_prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel for all requests with several queries, right after `listed_decode`; the list has tiles of ROWS
-    rows. num_tiles: see num_tiles_of."""
+    """Launch the kernel for all requests with several queries, right after `listed_decode`.
+
+    The work list must have tiles of ROWS rows. num_tiles: see num_tiles_of.
+    """
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
     box = box_rows(block_size)

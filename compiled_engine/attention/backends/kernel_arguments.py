@@ -1,4 +1,4 @@
-"""The arguments that launches of attention kernels share. Constants are cached: each launch of a layer has the same."""
+"""Builds the arguments that launches of attention kernels share. Constants are cached, as they repeat in each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def paged_constants(
 ) -> dict[str, Any]:
     """Return the constants of kernels that read a paged cache: heads, blocks and scoring.
 
-    tiled: those of Triton kernels too, whose tiles hold whole heads of a cache of any dtype.
+    tiled: include the constants of Triton kernels, whose tiles hold whole heads of a cache of any dtype.
     """
     head_strides = q_THd.stride(1), out_THd.stride(1)
     window, (_, cap_scale) = scoring.sliding_window, scales(scoring)
@@ -57,10 +57,10 @@ class NewKeys(NamedTuple):
 
 
 class RotatingArguments(NamedTuple):
-    """q, k, v, weights of their norms, cos and sin; strides of the tokens of q, k, v, cos and sin; constants."""
+    """The arguments of a kernel that may norm and rotate q and k, and write k and v."""
 
-    tensors: tuple[torch.Tensor | None, ...]
-    token_strides: tuple[int, ...]
+    tensors: tuple[torch.Tensor | None, ...]  # q, k, v, weights of the norms of q and k, cos and sin
+    token_strides: tuple[int, ...]  # of q, k, v, cos and sin
     constants: dict[str, Any]
 
     @classmethod
@@ -78,7 +78,7 @@ class RotatingArguments(NamedTuple):
 
     @classmethod
     def of_rotated(cls, q_THd: torch.Tensor) -> RotatingArguments:
-        """Return those of a launch that leaves the rotation out. k_ptr is None, and q in the place of cos and sin."""
+        """Return the arguments of a launch without rotation: k_ptr is None, and q stands in for cos and sin."""
         stride = q_THd.stride(0)
         left_out = {"K_HEAD_STRIDE": 0, "V_HEAD_STRIDE": 0, "OFFSET": 0.0, "WIDE": False}
         tensors = q_THd, None, None, None, None, q_THd, q_THd
@@ -86,5 +86,5 @@ class RotatingArguments(NamedTuple):
 
 
 def rows_of(num_queries: int) -> int:
-    """Return the rows of a tile that holds this many queries: a power of two that tensor cores take."""
+    """Return the rows of a tile for this number of queries: a power of two that tensor cores support."""
     return max(16, next_power_of_2(num_queries))

@@ -1,6 +1,6 @@
-"""The kernel that attends for a batch: one choice, for queries that are rotated and for those that are not yet.
+"""Chooses the attention kernel of a batch, whether its queries are rotated already or not.
 
-docs/architecture.md, "Attention kernels", shows it as a table.
+docs/architecture.md, "Attention kernels", shows the choice as a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compiled_engine.kv_format import has_scales, is_coded
 
 
 class Kernel(Enum):
-    """The kernels by the function that launches them. Those in ROTATING also norm and rotate, and write K and V."""
+    """The attention kernels, by the function that launches them. Those in ROTATING can also norm, rotate and write."""
 
     SHORT_DECODE = "short_decode"
     SHORT_DRAFTS = "short_drafts"
@@ -42,25 +42,21 @@ ROTATING = frozenset({Kernel.SHORT_DECODE, Kernel.SHORT_DRAFTS, Kernel.ROPE_DECO
 
 
 class Plan(NamedTuple):
-    """A kernel, and how it divides a request's keys. LISTED_DECODE takes its splits from the work list, and a prefill
-    kernel follows it where there are prompts."""
+    """A kernel, and how it divides a request's keys. If there are prompts, a prefill kernel follows LISTED_DECODE."""
 
     kernel: Kernel
-    division: Splits | CodedPlan | ShortTiles | None = None
+    division: Splits | CodedPlan | ShortTiles | None = None  # None for LISTED_DECODE: splits are in the work list
 
 
 class LayerFacts(NamedTuple):
-    """The facts of a layer and its device that a choice follows from.
-
-    on_hopper: whether Hopper's decode kernels exist for these heads. on_gpu: not Triton's interpreter.
-    """
+    """The properties of a layer and its device that the choice depends on."""
 
     num_heads: int
     num_kv_heads: int
     cache_dtype: torch.dtype
     num_sms: int
-    on_hopper: bool
-    on_gpu: bool = True
+    on_hopper: bool  # Hopper's decode kernels exist for these heads
+    on_gpu: bool = True  # not Triton's interpreter
 
     @classmethod
     def of(cls, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> LayerFacts:
@@ -70,7 +66,7 @@ class LayerFacts(NamedTuple):
         )
 
     def short_contexts(self, num_requests: int) -> tuple[int, ...]:
-        """Return the context lengths, ascending, up to which this many requests have kernels of their own."""
+        """Return the context lengths, ascending, up to which special kernels serve this number of requests."""
         if self.on_hopper:
             return short_contexts_of(num_requests, self.num_kv_heads, self.num_sms)
         if self.on_gpu and is_coded(self.cache_dtype):
@@ -87,7 +83,7 @@ def layer_facts(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> LayerFacts:
-    """Return the facts of a layer. dtype: of queries."""
+    """Return the facts of a layer. dtype: the queries'."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     on_hopper = on_gpu and exists_on_hopper(num_heads, num_kv_heads, head_dim, dtype)
     return LayerFacts(num_heads, num_kv_heads, cache_dtype, num_multiprocessors(device), on_hopper, on_gpu)
@@ -95,17 +91,17 @@ def layer_facts(
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; 16 for Triton's interpreter, and where there is no GPU."""
+    """Return the number of multiprocessors of a GPU; 16 for Triton's interpreter, or without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 16
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotated: bool = False) -> Plan:
-    """Choose the kernel for a batch, by what a captured graph is keyed by and by the device.
+    """Choose the kernel for a batch, from the fields of a graph's key and the device alone.
 
-    sliding_window: see Scoring. unrotated: q and k are not rotated yet. A plan whose kernel is not in ROTATING then
-    says that rotation and attention are kernels of their own.
+    sliding_window: see Scoring. unrotated: q and k are not rotated yet; if the chosen kernel is not in ROTATING,
+    rotation must be a separate kernel.
     """
     if batch.num_decodes < batch.num_requests:
         return Plan(Kernel.LISTED_DECODE)

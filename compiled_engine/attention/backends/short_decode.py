@@ -1,12 +1,11 @@
-"""Gluon kernel: decodes whose keys are not split. One program handles all keys of a request and K/V head, so there are
-no splits to combine; it also norms, rotates and writes.
+"""Gluon kernel for Hopper: decode attention without splits, which also norms, rotates and writes.
 
-Keys of earlier steps do not depend on the kernels just before this one (programmatic dependent launch): the first ones
-are loaded before the wait.
+One program handles all keys of a request and K/V head, so there are no splits to combine. Keys of earlier steps do not
+depend on the kernels just before this one, so with programmatic dependent launch the first ones are loaded before the
+wait.
 
-Few keys and values are read at once: keys into the registers that the tensor cores take them from, values into shared
-memory. Otherwise tiles of both pass through a ring of stages in shared memory, which leaves registers for more
-programs.
+Short contexts are read at once: keys into the registers from which the tensor cores take them, values into shared
+memory. Otherwise tiles of both pass through a ring buffer in shared memory, which leaves registers for more programs.
 """
 
 from __future__ import annotations
@@ -229,30 +228,30 @@ MAX_GROUP = 16
 
 @cache
 def exists_on_hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether Hopper's decode kernels, which are this one, short_drafts and coded_decode, serve these heads on
-    the current GPU: 16-bit queries on compute capability 9."""
+    """Return whether Hopper's decode kernels serve these heads on the current GPU.
+
+    The kernels are short_decode, short_drafts and coded_decode. They take 16-bit queries on compute capability 9.
+    """
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
     return fits and torch.cuda.get_device_capability()[0] == 9
 
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """Keys of a tile; warps of a program; stages of the ring buffer of tiles, or 0 if a program keeps keys in
-    registers; most registers of a thread, so that more programs share a multiprocessor, or 0 for no limit.
-    """
+    """The tiles of a program."""
 
-    keys: int
-    warps: int = 8
-    stages: int = 0
-    registers: int = 0
+    keys: int  # per tile
+    warps: int = 8  # per program
+    stages: int = 0  # of the ring buffer of tiles; 0: keys are kept in registers
+    registers: int = 0  # most per thread, so that more programs share a multiprocessor; 0: no limit
 
     @classmethod
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
-        """Choose tiles for this many programs and contexts up to this many tokens.
+        """Choose tiles for this number of programs, and contexts of up to max_seq_len tokens.
 
-        A program that has a multiprocessor to itself loads all of a few keys at once. Up to four programs share one: if
-        contexts may differ widely, the longest must not be slow, so two run at a time, with more warps. Many programs
-        balance each other, and each waits less for its first keys than for the next program.
+        A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to four programs share a
+        multiprocessor. If contexts may differ widely, the longest must not be slow, so two run at a time, with more
+        warps. Many programs balance each other, and each waits less for its first keys than for the next program.
         """
         if num_programs <= num_sms:
             return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))

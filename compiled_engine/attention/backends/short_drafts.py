@@ -1,9 +1,8 @@
-"""Gluon kernel: decodes with drafts whose keys are not split, with the norm and rotation of q and k and the write of k
-and v before it.
+"""Gluon kernel for Hopper: decode attention with drafts and without splits, which also norms, rotates and writes.
 
-As in short_decode.py, one program handles all keys of a request and K/V head. They are one tile, loaded before the
-program waits for the kernels before it. Its queries are the rows of another: those of each token for each head that
-shares the K/V head. Keys and values of this step do not go through the cache: they are a tile of their own.
+One program handles all keys of a request and K/V head, like in short_decode.py. They are a single tile, which is loaded
+before the program waits for the previous kernels. The rows of the queries' tile are each token's query heads that share
+the K/V head. This step's keys and values are a separate tile, which is not read from the cache.
 """
 
 from __future__ import annotations
@@ -249,13 +248,12 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
 
 
 def tiles_of_drafts(max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
-    """Return the tile for contexts up to max_seq_len, which is the host's bound; None for contexts that are not short.
-    A larger tile than needed takes longer."""
+    """Return the smallest tile for contexts of up to max_seq_len tokens, the host's bound; None if none holds them."""
     return next((ShortTiles(context) for context in short_contexts if max_seq_len <= context), None)
 
 
 def fits_one_tile(query_len: int, group: int) -> bool:
-    """Return whether the kernel serves so many tokens of a request, each with `group` heads for a K/V head."""
+    """Return whether the kernel serves query_len tokens per request, with `group` query heads per K/V head."""
     return query_len * group <= ROWS.value
 
 
@@ -271,8 +269,10 @@ def short_drafts(
     scoring: Scoring,
     tiles: ShortTiles,
 ) -> None:
-    """Launch the kernel for rows of one query each, of which as many as `query_len` in turn share a request; see
-    fits_one_tile. The tile holds the keys of any context, in registers; the cache has the dtype of q."""
+    """Launch the kernel for rows of one query each, of which `query_len` consecutive ones share a request.
+
+    See fits_one_tile. The tile must hold the keys of any context, in registers; the cache must have the dtype of q.
+    """
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
     short_drafts_kernel[(kv_cache_N2PKd.shape[3], q_THd.shape[0] // query_len)](
         *rotating.tensors,

@@ -1,6 +1,7 @@
-"""Attention in plain torch: gather the context out of the paged cache, then dense operations.
+"""Attention in plain torch: gathers contexts from the paged cache, then computes with dense operations.
 
-The reference for the other backends and the default on a CPU. It runs on every device and for every shape.
+It is the reference for the other backends, and the default on a CPU without a C++ compiler. It runs on every device and
+for every shape.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class TorchBackend(AttentionBackend):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """Requests of equal length that follow one another are computed together."""
+        """See AttentionBackend. Consecutive requests of equal length are computed together."""
         starts, seq_lens = inputs.query_start_loc_R1.tolist(), inputs.seq_lens_R.tolist()
         lens = [end - start for start, end in pairwise(starts)]
         first = 0
@@ -91,7 +92,7 @@ class TorchBackend(AttentionBackend):
 def _attend_both_ways(
     q_NLHd: torch.Tensor, k_NLKd: torch.Tensor, v_NLKd: torch.Tensor, out_NLHd: torch.Tensor, scoring: Scoring
 ) -> None:
-    """Attention within each of N requests of L tokens."""
+    """Compute attention within each of N requests of L tokens."""
     length = q_NLHd.shape[1]
     q_NHLd, k_NKLd, v_NKLd = (x.transpose(1, 2) for x in (q_NLHd, k_NLKd, v_NLKd))
     hidden_LL = None
@@ -118,7 +119,7 @@ def write_kv_waiting(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
-    """Look at the slots first and leave the padding tokens out."""
+    """Store K and V without the padding tokens, which requires waiting for the slots."""
     block_size = kv_cache_N2PKd.shape[2]
     real_T = slot_mapping_T >= 0
     if not bool(real_T.all()):
@@ -143,7 +144,10 @@ def write_kv_without_waiting(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
-    """Padding tokens repeat the first real token's write; without any real one, all write back what is there."""
+    """Store K and V without reading the slots on the host.
+
+    Padding tokens repeat the first real token's write; without a real token, all write back the present contents.
+    """
     block_size = kv_cache_N2PKd.shape[2]
     real_T = slot_mapping_T >= 0
     any_real = real_T.any()
@@ -173,9 +177,9 @@ def _decode_in_groups(
     longest: int,
     scoring: Scoring,
 ) -> None:
-    """Attention of the first num_decodes requests, in groups that keep the gathered keys few.
+    """Compute attention of the first num_decodes requests, in groups that limit the number of gathered keys.
 
-    `longest` bounds the contexts; where reading seq_lens costs nothing, their true maximum replaces it.
+    longest: upper bound of the contexts; on a CPU their true maximum is used, as reading seq_lens costs nothing.
     """
     ragged, gather_bytes = True, GPU_GATHER_BYTES
     if inputs.seq_lens_R.device.type == "cpu":
@@ -213,7 +217,7 @@ def _decode(
     ragged: bool,
     scoring: Scoring,
 ) -> None:
-    """Attend with one query per request; contexts are padded to the longest if they are `ragged`."""
+    """Compute attention of one query per request. ragged: contexts differ, and are padded to the longest."""
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     sliding_window = scoring.sliding_window
@@ -258,7 +262,7 @@ def _decode(
 
 
 def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Weigh keys by scaled products, which are overwritten. hidden: the keys without weight, to be broadcast."""
+    """Return attention weights of scaled products, which are overwritten. hidden: mask of keys without weight."""
     if scoring.soft_cap:
         scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if hidden_RHQL is not None:
@@ -277,8 +281,7 @@ def _decode_one(
     seq_len: int,
     scoring: Scoring,
 ) -> None:
-    """The first request's single query: whole blocks are gathered, in few operations, since each costs more than
-    its work."""
+    """Compute attention of the first request's single query, in few operations, as each costs more than its work."""
     if is_coded(kv_cache_N2PKd.dtype):
         block_size = kv_cache_N2PKd.shape[2]
         skipped = max(0, seq_len - scoring.sliding_window) // block_size if scoring.sliding_window else 0
@@ -304,7 +307,7 @@ def _decode_one(
 
 
 def _k_rows(block_table_RB: torch.Tensor, length: int, block_size: int, num_kv_heads: int) -> torch.Tensor:
-    """Row of each position's K in the cache flattened to [N * 2 * P * K, d]; its V is P * K rows further."""
+    """Return the row of each position's K in the cache flattened to [N * 2 * P * K, d]; V is P * K rows further."""
     blocks_RB = block_table_RB[:, : -(-length // block_size)].long() * (2 * block_size * num_kv_heads)
     offsets_PK = torch.arange(block_size * num_kv_heads, device=blocks_RB.device).view(block_size, num_kv_heads)
     return (blocks_RB[:, None, :, None] + offsets_PK.t()[:, None, :]).flatten(2)[..., :length].contiguous()
@@ -318,7 +321,7 @@ def prefill_each(
     num_decodes: int,
     scoring: Scoring,
 ) -> None:
-    """The requests after the first num_decodes, one by one."""
+    """Compute attention of the requests after the first num_decodes, one by one."""
     if num_decodes == inputs.seq_lens_R.shape[0]:
         return
     starts = inputs.query_start_loc_R1.tolist()
@@ -332,10 +335,10 @@ def prefill_each(
 
 
 def _chunk_bounds(num_queries: int) -> list[int]:
-    """Where chunks of queries begin and end.
+    """Return the borders of the chunks of queries.
 
     PyTorch's memory-efficient kernel for GPUs applies a mask wrongly to a query that is alone in a tile, if heads share
-    keys. So such a query is a chunk of its own, which needs no mask.
+    keys. So such a query is a separate chunk, which needs no mask.
     """
     bounds = [*range(0, num_queries, QUERIES_PER_CHUNK), num_queries]
     if num_queries % QUERIES_PER_TILE == 1 and bounds[-2] != num_queries - 1:
@@ -351,7 +354,7 @@ def _prefill(
     block_table_B: torch.Tensor,
     scoring: Scoring,
 ) -> None:
-    """The last T positions of one request of seq_len tokens, in chunks that gather only the keys that they see."""
+    """Compute attention of a request's last T positions, in chunks that gather only the keys that they see."""
     kv_cache_N2PKd, table_1B = decoded(kv_cache_N2PKd, block_table_B.unsqueeze(0), seq_len, scoring.kv_scales_2K)
     q_THd = q_THd.to(kv_cache_N2PKd.dtype)
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]

@@ -1,4 +1,7 @@
-"""Attention by the engine's own Triton kernels: any block size that is a multiple of 16, any head size up to 256."""
+"""Attention with the engine's own Triton and Gluon kernels, the default on CUDA.
+
+Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 256.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
 from compiled_engine.kv_format import is_coded
 
-# Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
+# Shared memory of a thread block in bytes that the largest tiles need; on Hopper, which has more, they use more.
 MIN_SHARED_MEMORY = 96 << 10
 BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
@@ -55,11 +58,11 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """See the module's docstring, and kernel_choice.py for the kernel of each batch. A batch with prompts has a kernel
-    each for its decodes and its prompts: a tile of 16 rows needs other registers than one of 128.
+    """See the module's docstring; kernel_choice.py chooses the kernel of each batch.
 
-    Kernels read everything that changes between batches from the device; launches follow from tensor shapes and
-    host_3, so every batch can be captured.
+    A batch with prompts has separate kernels for its decodes and its prompts, because a tile of 16 rows needs other
+    registers than one of 128. Kernels read everything that differs between batches from the device. Launches depend
+    only on tensor shapes and host_3, so every batch can be captured.
     """
 
     name = "triton"
@@ -166,7 +169,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Serve decodes alone, where it is faster, with the usual kind of rotation."""
+        """See AttentionBackend. Serves batches of decodes with a plain rotation, if one kernel is faster."""
         if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
             return False
         layer = LayerFacts.of(q_THd, kv_cache_N2PKd)
@@ -193,7 +196,7 @@ class TritonBackend:
 def _listed_work(
     batch: BatchFacts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[PrefillTiles, WorkLayout]:
-    """Return the tiles of a batch's prompts, and the layout of its work list, which has such tiles."""
+    """Return the tiles of a batch's prompts, and the layout of its work list."""
     tiles = prefill_tiles(head_dim, dtype.itemsize, batch.max_seq_len)
     return tiles, WorkLayout(batch.num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
 
@@ -207,8 +210,7 @@ def _attend_listed(
     batch: BatchFacts,
     layer: LayerFacts,
 ) -> None:
-    """Launch the kernels that take their work from the list: those of decodes, then those of prompts if there are
-    any."""
+    """Launch the kernels that take their work from the list: for decodes, then for prompts if there are any."""
     num_sms, head_dim = layer.num_sms, q_THd.shape[2]
     tiles, layout = _listed_work(batch, layer.num_heads, layer.num_kv_heads, head_dim, q_THd.dtype)
     work_W = inputs.work_W

@@ -1,4 +1,4 @@
-"""Triton kernel: the result of each query from what the splits of its keys left (Dao et al. 2023, Flash-Decoding)."""
+"""Triton kernel: combines the partial results of a query's splits (Dao et al. 2023, Flash-Decoding)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 class Partials(NamedTuple):
-    """Space for what splits leave, float32: acc [R, H, S, d], max and sum [R, H, S]; empty for a single split."""
+    """Buffers for the partial results of splits, float32: acc [R, H, S, d], max and sum [R, H, S].
+
+    They are empty for a single split.
+    """
 
     acc: torch.Tensor
     max: torch.Tensor
@@ -144,7 +147,7 @@ def combine_splits(
     scoring: Scoring,
     query_len: int = 1,
 ) -> None:
-    """Launch the kernel for rows of which as many as `query_len` in turn share a request."""
+    """Launch the kernel for rows of which `query_len` consecutive ones share a request."""
     num_rows, num_heads, _, head_dim = partials.acc.shape
     combine_kernel[(num_heads, num_rows)](
         *partials,

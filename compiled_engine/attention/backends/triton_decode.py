@@ -1,7 +1,7 @@
-"""Triton kernels: attention of one query per request over the paged cache, its keys split between programs.
+"""Triton kernels: decode attention over the paged cache, with each request's keys split between programs.
 
-Split keys and a second kernel that combines them: Dao et al. 2023 (Flash-Decoding). The query heads that share
-a K/V head are computed together, so that each key is read once.
+A second kernel combines the splits, as in Flash-Decoding (Dao et al. 2023). The query heads that share a K/V head are
+computed together, so that each key is read once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from compiled_engine.kernels.launcher import quick_launches
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Keys of a tile, how it is compiled, and whether blocks are looked up one tile ahead."""
+    """The keys of a tile and how the kernel is compiled."""
 
     keys: int
     num_warps: int
     num_stages: int
-    look_ahead: bool = False
+    look_ahead: bool = False  # look up blocks one tile ahead
 
 
 @cache
 def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
-    """Tiles by head size (elements), element size (bytes) and the programs that share a multiprocessor."""
+    """Return the tiles for a head size (elements), element size (bytes) and number of programs per multiprocessor."""
     width = max(64, triton.next_power_of_2(head_dim))
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)

@@ -1,8 +1,8 @@
-"""Triton kernels: attention of a request's newest token and its drafts over the paged cache.
+"""Triton kernels: attention of each request's newest token and its drafts over the paged cache.
 
-Each of these tokens is a row of the batch, and rows of a request follow one another. Their queries and the heads that
-share a K/V head are rows of one tile, so that each key is read once for all of them; each query sees the keys up to its
-own position. Keys are split between programs as those of a single query are, see triton_decode.py.
+Each of these tokens is a row of the batch, and a request's rows are consecutive. Their queries, for all heads that
+share a K/V head, are rows of one tile, so that each key is read once for all of them. Each query sees the keys up to
+its own position. Keys are split between programs like those of a single query, see triton_decode.py.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MOST_ROW_BYTES = 128
 
 
 def queries_of_tile(query_len: int, group: int, element_size: int) -> int:
-    """Queries of a request in one tile, of which each has a row for each of `group` heads."""
+    """Return the number of a request's queries in a tile, which has a row for each query and each of `group` heads."""
     return min(query_len, max(1, MOST_ROW_BYTES // element_size // group))
 
 
 @cache
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
-    """Tiles as those of a single query; more rows take more warps, or fewer keys."""
+    """Return decode_tiles for tiles with few rows; tiles with more rows have more warps, or fewer keys."""
     tiles = decode_tiles(head_dim, element_size, programs)
     if rows <= 16:
         return tiles
@@ -192,10 +192,10 @@ def draft_decode(
     splits: Splits,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernels for rows of one query each, of which as many as `query_len` in turn share a request.
+    """Launch the kernels for rows of one query each, of which `query_len` consecutive ones share a request.
 
-    The contexts of a request's rows end one token after the other; those at its end may be rows of padding. q, cache,
-    out: see AttentionBackend.attend.
+    The contexts of a request's rows end one token after the other; its last rows may be padding. q, cache, out: see
+    AttentionBackend.attend.
     """
     num_rows = inputs.seq_lens_R.shape[0]
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

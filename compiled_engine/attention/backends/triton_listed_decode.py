@@ -1,8 +1,7 @@
-"""Triton kernel: attention of one query per request over the paged cache, by persistent programs that take splits from
-the work list.
+"""Triton kernel: decode attention over the paged cache, by persistent programs that take splits from the work list.
 
-The split that is the last of its request's to end combines what they left, in the order of the keys: so a result
-depends on the request and on the launch alone, never on its neighbours.
+The last split of a request to finish combines the partial results, in the order of the keys. A result therefore depends
+only on the request and the launch, not on other requests.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from compiled_engine.kernels.launcher import quick_launches
 
 @dataclass(frozen=True)
 class ListedDecodeTiles:
-    """Keys of a tile, how it is compiled, and how many programs a multiprocessor holds."""
+    """The keys of a tile and how the kernel is compiled and launched."""
 
     keys: int
     num_warps: int
     num_stages: int
-    programs: int
+    programs: int  # per multiprocessor
 
 
 @cache
 def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
-    """Tiles by head size (elements) and element size (bytes): small ones, since contexts may be short."""
+    """Return tiles for a head size (elements) and element size (bytes); small ones, since contexts may be short."""
     if element_size == 4:
         return ListedDecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
@@ -187,7 +186,7 @@ def listed_decode(
     num_sms: int,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernel for all requests with one query. min_keys: as the list was made with."""
+    """Launch the kernel for all requests with one query. min_keys: see write_lists."""
     num_kv_heads = kv_cache_N2PKd.shape[3]
     tiles = listed_decode_tiles(q_THd.shape[2], q_THd.element_size())
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

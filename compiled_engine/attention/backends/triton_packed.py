@@ -1,8 +1,8 @@
-"""Triton kernel: attention in both directions among the tokens of each request, without a cache.
+"""Triton kernel: bidirectional attention among the tokens of each request, without a cache.
 
-A program takes one tile of a request's queries and one head. The requests' tiles are not listed: request i has its
-tiles from number start_i // TILE_M + i on, of which some are left over, so a program finds its request among the
-starts. Launches follow from tensor shapes alone, so every batch can be captured.
+A program computes one tile of a request's queries for one head. There is no list of tiles: the tiles of request i begin
+at number start_i // TILE_M + i, with some unused numbers in between, so a program finds its request by searching the
+starts. Launches depend only on tensor shapes, so every batch can be captured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class PackedTiles:
-    """Queries and keys of a tile, and how the kernel is compiled."""
+    """The queries and keys of a tile, and how the kernel is compiled."""
 
     queries: int
     keys: int
@@ -44,10 +44,10 @@ class PackedTiles:
 
 
 def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTiles:
-    """Tiles by head size (elements) and element size (bytes), so that registers and shared memory suffice.
+    """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    num_tokens: of the batch. A captured graph has rows for the most requests, so how long texts are does not follow
-    from the number of rows.
+    num_tokens: of the batch. The number of rows says nothing about the length of texts, because a captured graph has
+    rows for the most requests.
     """
     if element_size == 4:
         return PackedTiles(32, 16 if head_dim > 128 else 32, num_warps=8 if head_dim > 128 else 4, num_stages=2)

@@ -1,5 +1,4 @@
-"""Triton kernel: ragged causal attention over the paged cache, several queries per request, by persistent programs that
-take tiles from the work list."""
+"""Triton kernel: prefill attention over the paged cache, by persistent programs that take tiles from the work list."""
 
 from __future__ import annotations
 
@@ -34,21 +33,20 @@ SMALLEST_ROWS = 32
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Rows (queries times the heads that share a K/V head) and keys of a tile, how it is compiled, and how many
-    programs a multiprocessor holds."""
+    """The rows and keys of a tile, and how the kernel is compiled and launched."""
 
-    rows: int
+    rows: int  # queries times the heads that share a K/V head
     keys: int
     num_warps: int
     num_stages: int
-    programs: int
+    programs: int  # per multiprocessor
 
 
 def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> PrefillTiles:
-    """Tiles by head size (elements) and element size (bytes), so that registers and shared memory suffice.
+    """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    max_seq_len: the host's bound of the contexts; short ones leave large tiles half empty. `rows` is at least the
-    largest group of query heads that the backend allows.
+    max_seq_len: the host's bound of the contexts; short contexts would leave large tiles half empty. `rows` is at least
+    the largest group of query heads that the backend allows.
     """
     if element_size == 4:
         return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2, programs=2)
@@ -202,8 +200,10 @@ def prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel for all requests with several queries, right after `listed_decode`. num_tiles: see
-    num_tiles_of."""
+    """Launch the kernel for all requests with several queries, right after `listed_decode`.
+
+    num_tiles: see num_tiles_of.
+    """
     prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(q_THd.shape[0]) * layout.num_kv_heads),)](
         q_THd,
         kv_cache_N2PKd,

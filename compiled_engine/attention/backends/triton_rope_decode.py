@@ -1,8 +1,8 @@
-"""Triton kernel: decodes' attention, with the norm and rotation of q and k and the write of k and v before it.
+"""Triton kernel: decode attention that first norms and rotates q and k, and writes k and v.
 
-For few requests, where a kernel takes longer to start than to run. Keys of earlier steps do not depend on the kernels
-just before this one, so each program loads its first tile before it waits for them (programmatic dependent launch).
-This step's key never goes through the cache: it is the first that the last split weighs.
+It is for few requests, where a kernel takes longer to start than to run. Keys of earlier steps do not depend on the
+kernels just before this one, so each program loads its first tile before it waits for them (programmatic dependent
+launch). This step's key is not read from the cache: the last split begins with it.
 """
 
 from __future__ import annotations

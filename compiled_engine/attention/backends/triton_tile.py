@@ -1,8 +1,7 @@
-"""Steps of attention over the paged cache that all kernels share: addresses of keys and values, the mask of a query,
-and the online softmax over a tile.
+"""Device functions that attention kernels share: addresses of keys and values, masks, and the online softmax.
 
-Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention). Gluon kernels call these
-functions too, except those that load or multiply tiles.
+The online softmax is by Milakov & Gimelshein 2018; its use in tiles by Dao et al. 2022 (FlashAttention). Gluon kernels
+call these functions too, except those that load or multiply tiles.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ TILES_OF_KEYS = tl.constexpr(128)
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:
-    """(scale_log2, CAP_SCALE) of the kernels: what weights are powers of two of, and what the product is scaled by
-    before its tanh; 0 leaves the tanh out."""
+    """Return (scale_log2, CAP_SCALE) for kernels. A weight is 2 ** (score * scale_log2).
+
+    CAP_SCALE: factor of products before the tanh of a soft cap; 0: no tanh.
+    """
     if scoring.soft_cap:
         return scoring.soft_cap * LOG2_E.value, scoring.scale / scoring.soft_cap
     return scoring.scale * LOG2_E.value, 0.0

@@ -1,4 +1,4 @@
-"""Triton kernel: store each token's K and V at its slot of the paged cache."""
+"""Triton kernel: stores each token's K and V at its slot of the paged cache."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_kv(
     kv_scales_2K: torch.Tensor | None,
     dependent_launch: bool,
 ) -> None:
-    """Launch the kernel: [T, K, d] with d contiguous into a contiguous cache, slots int64 [T]."""
+    """Launch the kernel. k, v: [T, K, d] with d contiguous; the cache must be contiguous; slots are int64 [T]."""
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     head_dim = k_TKd.shape[2]
     write_kv_kernel[(k_TKd.shape[0],)](

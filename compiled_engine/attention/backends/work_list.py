@@ -1,12 +1,12 @@
-"""The work of a batch's attention as two lists: splits of decodes, and tiles of prompts.
+"""The work list of a batch's attention: splits of decodes and tiles of prompts.
 
-A kernel writes them once a step, when the lengths are on the device; each layer's kernels take items until none is
-left. So one captured graph serves any mixture of decodes and prompts. Persistent programs over a list that the device
-makes: FlashInfer (Ye et al. 2025), FlashAttention-3's scheduler metadata.
+A kernel writes the list once per step, when the lengths are on the device; in each layer, persistent programs take
+items until none is left. So one captured graph serves any mixture of decodes and prompts. FlashInfer (Ye et al. 2025)
+and FlashAttention-3's scheduler metadata work like this.
 
-Layout, int32: [0] how many splits are listed, [1] how many tiles; arrived [R, K], how many splits of a request's K/V
-head have left their results so far, zero between layers; splits [R * MAX_SPLITS], request * MAX_SPLITS + split, as many
-as any layer may need; tiles [., 2], the request and its first query.
+Layout, int32: [0] number of splits, [1] number of tiles; arrived [R, K], number of splits of a request's K/V head that
+have stored their results, zero between layers; splits [R * MAX_SPLITS], request * MAX_SPLITS + split, as many as any
+layer may need; tiles [., 2], the request and its first query.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SEARCH_WIDTH = tl.constexpr(256)
 
 @dataclass(frozen=True)
 class WorkLayout:
-    """The places of a batch's lists in memory. queries: those of a tile."""
+    """The layout of a batch's work list in memory."""
 
     num_requests: int
     num_kv_heads: int
-    queries: int
+    queries: int  # per tile
 
     @property
     def arrived(self) -> int:
@@ -49,11 +49,11 @@ class WorkLayout:
         return self.splits + self.num_requests * MAX_LISTED_SPLITS
 
     def most_tiles(self, num_tokens: int) -> int:
-        """Each request's last tile may be part of one."""
+        """Return the most tiles of num_tokens tokens; each request's last tile may be partly filled."""
         return num_tokens // self.queries + self.num_requests
 
     def length(self, num_tokens: int) -> int:
-        """int32 elements for any batch of up to num_tokens tokens."""
+        """Return the number of int32 elements for any batch of up to num_tokens tokens."""
         return self.tiles + 2 * self.most_tiles(num_tokens)
 
 
@@ -155,7 +155,7 @@ def list_kernel(
 
 
 def write_lists(inputs: AttentionInputs, work_W: torch.Tensor, layout: WorkLayout, min_keys: int) -> None:
-    """Launch the kernel. min_keys: the fewest keys of a split."""
+    """Launch the kernel that writes the list. min_keys: fewest keys of a split."""
     list_kernel[(layout.num_requests,)](
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,

@@ -11,12 +11,11 @@ NAME = "adapters"
 
 
 class AdapterRef(NamedTuple):
-    """The LoRA adapter of a request: the digest of its files, which is its name within the engine, and its folder, from
-    which it is read again if the engine has dropped it. name: the user's, for metrics."""
+    """The LoRA adapter of a request."""
 
-    digest: str
-    path: str
-    name: str = ""
+    digest: str  # of its files; identifies the adapter within the engine
+    path: str  # its folder, from which it is read again if the engine has dropped it
+    name: str = ""  # the user's name of it, for metrics
 
 
 def extras_of(adapter: AdapterRef | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Which requests may overtake those that wait for the slot of their adapter.
+"""Decides which requests may overtake a request that waits for a slot for its adapter.
 
-The scheduler sets a request aside whose adapter finds no slot, so that others need not wait for it. Requests with an
-adapter overtake it only if they had come when it was set aside first: there are finitely many, so each slot gets free
-in time.
+The scheduler sets a request aside if its adapter finds no slot, so that others need not wait. Another request with an
+adapter may only overtake it if it had arrived when the first was set aside. There are finitely many of these, so a slot
+becomes free in time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from compiled_engine.engine.request import Request
 
 
 class Overtaking:
-    """Knows the waiting requests that were set aside, by their order."""
+    """Tracks the waiting requests that were set aside, by their order."""
 
     def __init__(self) -> None:
-        self._newest = 0  # arrival number
-        self._last: dict[tuple[int, int], int] = {}  # of those set aside once, the last arrival that may overtake
+        self._newest = 0  # newest arrival number
+        # For each request that was set aside, the last arrival number that may overtake it.
+        self._last: dict[tuple[int, int], int] = {}
         self._first_aside: tuple[int, int] | None = None
-        self._is_over = False  # the first that was set aside has ended
+        self._is_over = False  # the first request that was set aside has ended
 
     def added(self, request: Request) -> None:
         self._newest = max(self._newest, request.order[1])
@@ -38,10 +39,10 @@ class Overtaking:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request that the others wait behind has ended."""
+        """Whether the request that others must not overtake has ended."""
         return self._is_over
 
     def forget(self, request: Request) -> None:
-        """Forget a request that waits no more."""
+        """Forget a request that no longer waits."""
         self._last.pop(request.order, None)
         self._is_over |= request.order == self._first_aside

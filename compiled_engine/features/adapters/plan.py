@@ -1,7 +1,7 @@
-"""Adapters of requests: loaded when they are named, in a slot while their requests run.
+"""Plans LoRA adapters: loads them when users name them, and gives them slots while their requests run.
 
-In the extras: for a new request the slot of its adapter, for a step the digests of the adapters that are placed before
-it, by slot.
+In the extras, a new request has its adapter's slot, and a step has the digests of the adapters to place before it, by
+slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OFF = "enable_lora is False, so there are no adapters; allowed: True"
 
 
 class Adapters(PlanFeature):
-    """call_ranks: has all ranks apply a control call, see Executor."""
+    """Loads adapters and gives them slots. call_ranks: Executor.call."""
 
     calls = CALLS
 
@@ -36,21 +36,20 @@ class Adapters(PlanFeature):
         self._overtaking = Overtaking()
 
     def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Have the ranks read an adapter beside steps, for a `load_adapter` that follows when `has_read_adapter`."""
+        """Have the ranks read an adapter in the background; `load_adapter` may follow when `has_read_adapter`."""
         if not self._table.is_loaded(digest):
             self._call_ranks(ControlCall(f"{NAME}.begin_load", {"path": path, "digest": digest}))
 
     def has_read_adapter(self, digest: str) -> bool:
-        """Return whether `load_adapter` would not wait."""
+        """Return whether `load_adapter` would return without waiting for a file."""
         return self._table.is_loaded(digest) or all(
             self._call_ranks(ControlCall(f"{NAME}.has_read", {"digest": digest}))
         )
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Have the ranks read an adapter into host memory, unless they have it; return the adapters that were dropped
-        for it. Raises ControlError if it does not fit.
+        """Have the ranks load an adapter into host memory, unless they have it; returns the adapters dropped for it.
 
-        digest: of its files, which must be those in the folder.
+        digest: must be the digest of the files in the folder. Raises ControlError if the adapter does not fit.
         """
         if self._table.is_loaded(digest):
             return []
@@ -61,7 +60,7 @@ class Adapters(PlanFeature):
         return dropped
 
     def unload_adapter(self, digest: str) -> None:
-        """Drop an adapter now if no request uses it, otherwise once others need its place."""
+        """Drop an adapter now if no request uses it; otherwise when others need its memory."""
         if self._table.unload(digest):
             self._call_ranks(ControlCall(f"{NAME}.drop", {"digest": digest}))
 
@@ -69,7 +68,7 @@ class Adapters(PlanFeature):
         return (self._table,)
 
     def check(self, request: EngineRequest) -> None:
-        """Load its adapter, which may have been dropped since it was named."""
+        """Load the request's adapter, which may have been dropped since the user named it."""
         if (adapter := adapter_of(request)) is None:
             return
         try:
@@ -115,23 +114,23 @@ class Adapters(PlanFeature):
 
 
 class NoAdapters(PlanFeature):
-    """Refuses adapters, in an engine without slots for them."""
+    """Refuses adapters in an engine with enable_lora False."""
 
     calls = CALLS
 
     def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Nothing is read."""
+        """Do nothing; `load_adapter` refuses."""
 
     def has_read_adapter(self, digest: str) -> bool:
-        """Return True: `load_adapter` refuses at once."""
+        """Return True, as `load_adapter` refuses at once."""
         return True
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Raises ControlError."""
+        """Raise ControlError."""
         raise ControlError(OFF)
 
     def unload_adapter(self, digest: str) -> None:
-        """None is loaded."""
+        """Do nothing, as no adapter is loaded."""
 
     def check(self, request: EngineRequest) -> None:
         if NAME in request.extras:

@@ -1,8 +1,8 @@
-"""The adapters of a rank: copies in host memory, and the slots on the device that the forward reads.
+"""A rank's adapters: copies in host memory, and the slots on the device that the forward reads.
 
-A copy is cut to the rank's share when it is read: rows of B as the linear's results are divided, columns of A as its
-input is. A thread can read it, beside steps. Placing a copy in a slot is launched on the stream of the steps, so a step
-in flight reads what was there before, and nothing waits for the device.
+A copy is sharded when it is read: rows of B like the linear's outputs, columns of A like its inputs. A thread can read
+it in the background. Copying it into a slot is launched in the steps' stream, so a step in flight reads the previous
+contents, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -31,23 +31,20 @@ from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.parameter import WEIGHT, Parameter
 from compiled_engine.passes.linear.adapters import MATRIX_A, MATRIX_B, RANKS, site_of
 
-# Host memory is pinned in parts of so many bytes: a part for each matrix would take most of the time of reading an
-# adapter, and while memory is pinned the driver launches nothing.
+# Bytes of host memory that are pinned at a time. Pinning memory for each matrix would take most of the time of reading
+# an adapter, and while memory is pinned the driver launches nothing.
 PINNED_BYTES = 4 << 20
-# Weights are compared in parts of so many bytes, which are copied to the device.
+# Bytes of a weight that are copied to the device and compared at a time.
 COMPARED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Site:
-    """A linear that may be adapted, and its part of the slots: a_SRK and b_SNR at the largest rank, ranks_S.
+    """A linear that may be adapted, and its part of the slots. Dimension R: max_lora_rank."""
 
-    shape: of the undivided weight [N, K]. shard: the rank's part of it. weight: this part; None if it is quantised.
-    """
-
-    shape: tuple[int, ...]
-    shard: Shard | None
-    weight: torch.Tensor | None
+    shape: tuple[int, ...]  # of the whole weight, [N, K]
+    shard: Shard | None  # the rank's part of the weight
+    weight: torch.Tensor | None  # this part; None if it is quantised
     a_SRK: torch.Tensor
     b_SNR: torch.Tensor
     ranks_S: torch.Tensor
@@ -55,7 +52,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A linear's matrices in host memory, cut and scaled."""
+    """An adapter's matrices for a linear in host memory, sharded and scaled."""
 
     site: _Site
     a_RK: torch.Tensor
@@ -63,7 +60,7 @@ class _Copy:
 
 
 class AdapterSlots:
-    """Not thread-safe, like the runner. Adapters are named by the digest of their files."""
+    """Loads adapters and places them in slots. Adapters are named by the digest of their files. Not thread-safe."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class AdapterSlots:
         rank: int = 0,
         num_ranks: int = 1,
     ):
-        """parameters: of the model, with its slots. tensors: the parameters' memory, by name."""
+        """Find the slots. parameters: the model's, slots included. tensors: the parameters' memory, by name."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
         self._most_bytes = _most_bytes(config, [site.shape for site in self._sites.values()])
@@ -89,21 +86,20 @@ class AdapterSlots:
         return cls(config.adapters, parameters, parts.tensors, parts.group.rank, config.parallel.tensor_parallel_size)
 
     def begin_load(self, path: str, digest: str) -> None:
-        """Have a thread read an adapter that `load` will be called for; nothing if it is there or being read."""
+        """Start reading an adapter in a thread, unless it is loaded or being read; `load` takes it."""
         if digest not in self._copies and digest not in self._reading:
             self._forget_unclaimed()
             reading = self._reading[digest] = Future()
             threading.Thread(target=self._read_for, args=(reading, path, digest), daemon=True).start()
 
     def has_read(self, digest: str) -> bool:
-        """Return whether `load` need not wait for a thread."""
+        """Return whether `load` would not wait for a thread."""
         return digest not in self._reading or self._reading[digest].done()
 
     def load(self, path: str, digest: str) -> None:
         """Read an adapter into host memory, unless it is there.
 
-        Raises ValueError, one line, if it does not fit the model or the slots, or if its files are not those with the
-        digest any more.
+        Raises ValueError, in one line, if it does not fit the model or the slots, or if its files have another digest.
         """
         if digest in self._copies:
             return
@@ -111,11 +107,11 @@ class AdapterSlots:
         self._copies[digest] = self._read(path, digest) if reading is None else reading.result()
 
     def drop(self, digest: str) -> None:
-        """Forget the copy in host memory; what slots hold stays."""
+        """Drop the copy in host memory; slots keep their contents."""
         self._copies.pop(digest, None)
 
     def place(self, slot: int, digest: str) -> None:
-        """Write an adapter that is loaded into a slot, for the steps that are launched from now on."""
+        """Copy a loaded adapter into a slot, for the steps that are launched from now on."""
         copies = self._copies[digest]
         adapted = {id(copy.site) for copy in copies}
         for site in self._sites.values():
@@ -128,8 +124,7 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Drop the oldest of more than max_cpu_loras adapters that were read and not loaded: their requests may have
-        ended."""
+        """Drop the oldest adapters beyond max_cpu_loras that were read but never loaded: their requests may be over."""
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
             del self._reading[digest]
@@ -165,7 +160,7 @@ class AdapterSlots:
         ]
 
     def _check_base(self, place: str, base: torch.Tensor, site: _Site) -> None:
-        """Raise ValueError unless the weight that an adapter was trained on is the base model's."""
+        """Raise ValueError unless the base weight saved with an adapter equals the model's."""
         if site.weight is None:
             raise ValueError(
                 f"{place} has the weight that it was trained on, and the base model's is quantised, so they cannot be "
@@ -190,14 +185,16 @@ class AdapterSlots:
 
 
 def _most_bytes(config: AdapterConfig, shapes: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of the largest file of an adapter for these linears: in fp32, at the largest rank, with the
-    weight of one linear, the output projection."""
+    """Return the size in bytes of the largest valid adapter file for linears of these shapes.
+
+    It has fp32 matrices of the largest rank, and the weight of one linear, the output projection.
+    """
     matrices = sum(sum(shape) for shape in shapes) * config.max_lora_rank
     return LONGEST_HEADER + 4 * (matrices + max((math.prod(shape) for shape in shapes), default=0))
 
 
 def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether two weights differ by no more than rounding to 16 bits does. stored: on the host, of any dtype."""
+    """Return whether two weights differ by no more than rounding to 16 bits. stored: on the host, of any dtype."""
     rows = max(1, COMPARED_BYTES // (stored.shape[1] * stored.dtype.itemsize))
     same = torch.ones((), dtype=torch.bool, device=weight.device)
     for part, own in zip(stored.split(rows), weight.split(rows), strict=True):
@@ -207,7 +204,7 @@ def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _HostMemory:
-    """Tensors on the host, many in an allocation."""
+    """Allocates host tensors, many in one allocation."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -225,7 +222,7 @@ class _HostMemory:
 def _sites(
     config: AdapterConfig, described: Mapping[str, Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, _Site]:
-    """By the name of the module."""
+    """Return the linears that may be adapted, by module name."""
     found: dict[str, _Site] = {}
     for parameter in described.values():
         if (weights := site_of(parameter, described)) is None:

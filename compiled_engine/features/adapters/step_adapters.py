@@ -1,4 +1,4 @@
-"""Requests with an adapter in a step: which rows they have, and which forward the step needs."""
+"""The device part of LoRA adapters: places them in slots, and chooses the forward of steps that use one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compiled_engine.rows.row_fields import RowField
 
 
 class StepAdapters(StepFeature):
-    """Places adapters in slots before a step. A step in which a request has an adapter runs the forward with the slots.
+    """Places adapters in slots before a step, and runs steps whose requests have adapters with the adapted forward.
 
-    Control calls: begin_load, has_read, load, drop; see AdapterSlots.
+    Control calls: see AdapterSlots.
     """
 
     name = NAME
@@ -40,7 +40,7 @@ class StepAdapters(StepFeature):
         self.rows.discard(row)
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Write the adapters that are newly placed into their slots."""
+        """Copy newly placed adapters into their slots."""
         for slot, digest in step.extras.get(self.name, {}).items():
             self._slots.place(slot, digest)
 

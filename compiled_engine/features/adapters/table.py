@@ -1,10 +1,10 @@
-"""The adapters that the ranks have, and the slots that running requests hold.
+"""The table of loaded adapters, and of the slots that running requests hold.
 
 An adapter is loaded into the ranks' host memory when it is named, and placed in one of their slots when the first of
-its requests is admitted. A slot keeps its adapter after the last request, until another adapter needs it: the one that
-was used least recently goes. A request whose adapter finds no slot waits for the first to be free; which requests may
-overtake it meanwhile, overtaking.py says. Copies in host memory that no request uses are dropped in the
-order of their last use, as far as there are more than `max_cpu_loras`.
+its requests is admitted. A slot keeps its adapter after the last request until another adapter needs it; the least
+recently used one is evicted. A request whose adapter finds no slot waits until one is free; overtaking.py decides which
+requests may overtake it. Copies in host memory that no request uses are dropped when there are more than
+`max_cpu_loras`, the least recently used first.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ from compiled_engine.engine.cache_resource import check_holders
 from compiled_engine.engine.request import Request
 from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
 
-# Names whose requests are counted.
+# Most adapter names whose requests are counted.
 MOST_COUNTED = 1000
 
 
 class AdapterTable:
-    """Implements CacheResource: a slot for each adapter of running requests; requests without one need nothing.
-
-    loads, placements: how often an adapter was read into host memory, and written into a slot.
-    """
+    """Loaded adapters and their slots, as a CacheResource: a running request's adapter has a slot."""
 
     def __init__(self, config: AdapterConfig) -> None:
         self._num_slots = config.max_loras
         self._most_loaded = max(config.max_cpu_loras, config.max_loras)
-        # Requests of each loaded adapter that have not ended, the least recently used adapter first.
+        # Number of unfinished requests of each loaded adapter (by digest), the least recently used adapter first.
         self._uses: dict[str, int] = {}
-        self._slots: dict[str, int] = {}  # of placed ones, the least recently used first
-        self._holders: dict[Request, str] = {}
-        self._placed: dict[int, str] = {}  # since the last step
-        self._names: dict[str, str] = {}  # of loaded ones, as the newest request has it
-        self._requests: dict[str, int] = {}  # by name, since the start, the name that was used last at the end
+        self._slots: dict[str, int] = {}  # slots of placed adapters, the least recently used first
+        self._holders: dict[Request, str] = {}  # running requests and their adapters
+        self._placed: dict[int, str] = {}  # adapters placed since the last step, by slot
+        self._names: dict[str, str] = {}  # names of loaded adapters in their newest requests
+        self._requests: dict[str, int] = {}  # requests since the start by adapter name, the last used name last
         self._changed = False  # a slot was given away, or may have become free
-        self.loads = self.placements = 0
+        self.loads = self.placements = 0  # adapters read into host memory, and placed in slots
 
     def is_loaded(self, digest: str) -> bool:
         return digest in self._uses
@@ -57,7 +54,7 @@ class AdapterTable:
         return dropped
 
     def unload(self, digest: str) -> bool:
-        """Forget an adapter that no request uses; returns whether the ranks are to drop it."""
+        """Forget an adapter, unless a request uses it; returns whether the ranks must drop it."""
         if self._uses.get(digest) != 0:
             return False
         del self._uses[digest]
@@ -65,7 +62,7 @@ class AdapterTable:
         return True
 
     def add(self, adapter: AdapterRef | None) -> None:
-        """A request with a loaded adapter waits from now on."""
+        """Count a new request. adapter: loaded; None if the request has none."""
         if adapter is not None:
             self._uses[adapter.digest] = self._uses.pop(adapter.digest) + 1
             self._names[adapter.digest] = adapter.name
@@ -74,29 +71,30 @@ class AdapterTable:
                 del self._requests[next(iter(self._requests))]
 
     def end(self, adapter: AdapterRef | None) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         if adapter is not None:
             self._uses[adapter.digest] -= 1
 
     def slot_of(self, adapter: AdapterRef) -> int:
-        """The slot of the adapter of a running request."""
+        """Return the slot of a running request's adapter."""
         return self._slots[adapter.digest]
 
     def take_placed(self) -> dict[int, str]:
-        """Return the adapters by the slots that they got since the last call."""
+        """Return the adapters that were placed since the last call, by slot."""
         placed, self._placed = self._placed, {}
         return placed
 
     def forget_slots(self) -> None:
-        """Take all slots for empty: a step that was to place adapters has failed, and its requests have ended."""
+        """Consider all slots empty, after a step that may have placed adapters failed and its requests ended."""
         self._slots.clear()
         self._placed.clear()
         self._changed = True
 
     def metrics(self) -> dict[str, Any]:
-        """Now: adapters_loaded, adapters_in_slots, max_adapters, and the requests of each adapter by its name,
-        adapter_requests_running and adapter_requests_waiting. Since the start: adapter_loads, adapter_placements, and
-        adapter_requests by name, of the MOST_COUNTED names that were used last.
+        """Return current numbers of adapters and of requests by adapter name, and counts since the start.
+
+        adapter_loads, adapter_placements and adapter_requests count since the start; the latter by name, for the
+        MOST_COUNTED names that were used last.
         """
         running = Counter(self._holders.values())
         return {
@@ -130,7 +128,7 @@ class AdapterTable:
         return len(set(self._holders.values())) < self._num_slots
 
     def takes_changes(self) -> bool:
-        """Return whether `has_slot` may answer otherwise than at the last call."""
+        """Return whether the answers of `has_slot` may have changed since the last call."""
         changed, self._changed = self._changed, False
         return changed
 

@@ -1,9 +1,8 @@
-"""Micro-batches: running requests divided where the stages of a pipeline work at several steps side by side.
+"""Divides running requests into micro-batches, so that all stages of a pipeline work on different steps at a time.
 
 A request's next token takes a whole round through the stages. So there are as many micro-batches as stages, and steps
-take them in turn: while the tokens of one are on their way, the other stages compute those of the others. A request
-joins the micro-batch of the step that samples its first token. A prompt before that belongs to none: each step may have
-the next chunk of it, so that a long one keeps all stages busy too.
+take them in turn. A request joins the micro-batch of the step that samples its first token. A prompt belongs to none:
+each step may have its next chunk, so that a long prompt keeps all stages busy too.
 """
 
 from __future__ import annotations
@@ -17,16 +16,19 @@ from compiled_engine.engine.steps import StepInFlight
 
 
 class MicroBatches(PlanFeature):
-    """most_requests: of a step, and so of a micro-batch. steps_in_flight: one more than there are micro-batches at
-    most, for which the next step of one is scheduled before the tokens of its last one are known."""
+    """Chooses the micro-batch of each step.
+
+    count: number of micro-batches. most_requests: most requests of a step. steps_in_flight: `count`, or one more with
+    async scheduling, which schedules a micro-batch's next step before the tokens of its last one are known.
+    """
 
     def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
         self.num_parts = self._count = count
         self._most_requests = most_requests
         self._depth = 2 if steps_in_flight > count else 1
         self._number = 0  # of the step that is being planned
-        self._recent: deque[int] = deque(maxlen=steps_in_flight)  # of the newest steps
-        self._of: dict[Request, int] = {}  # of requests that have sampled; may be out of date for others
+        self._recent: deque[int] = deque(maxlen=steps_in_flight)  # micro-batches of the newest steps
+        self._of: dict[Request, int] = {}  # micro-batches of requests that have sampled; outdated for others
 
     def divide(
         self, running: Sequence[Request], waiting: Sized, num_in_flight: int
@@ -39,8 +41,10 @@ class MicroBatches(PlanFeature):
                 yield self._part(running, len(waiting))
 
     def _part(self, running: Sequence[Request], num_waiting: int) -> tuple[Sequence[Request], int]:
-        """Return the requests that the step may have, and how many of the waiting ones: micro-batches should be equally
-        full once all are admitted."""
+        """Return the running requests that the step may have, and how many waiting ones.
+
+        Micro-batches should be equally full once all waiting requests are admitted.
+        """
         found = [request for request in running if self._number_of(request) in (None, self._number)]
         surplus = len(found) - self._most_requests
         if surplus > 0:  # prompts that come last wait for a step of another micro-batch

@@ -1,7 +1,7 @@
-"""Exchange a pipeline stage's values and tokens with the other stages, in the order of the launches.
+"""Exchanges activations and tokens between pipeline stages, in the order of the launches.
 
-Values go from each stage to the next, tokens from the last to the first, which embeds them: it receives them before the
-first step that depends on them.
+Activations go from each stage to the next. Sampled tokens go from the last stage to the first, which embeds them; it
+receives them before the first step that depends on them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from compiled_engine.rows.staged_writes import upload
 
 @dataclass(frozen=True)
 class _ExpectedTokens:
-    """Sampled tokens in flight, for rows_S of the states; a later chunk of a prompt does not need them."""
+    """Sampled tokens of a step that the first stage has yet to receive."""
 
     request_ids: frozenset[str]
-    rows_S: torch.Tensor
+    rows_S: torch.Tensor  # the requests' rows in the states, int64
 
 
 class StageTraffic(StepFeature):
-    """The traffic of one stage, whose request states are `states`. model: has the buffer for received values."""
+    """Sends and receives for one stage. model: has the buffer for received activations."""
 
     name = "pipeline"
 
@@ -40,8 +40,7 @@ class StageTraffic(StepFeature):
         self._expected: deque[_ExpectedTokens] = deque()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Receive tokens in the first stage: the tokens that the step depends on, and tokens of steps that ended long
-        ago."""
+        """In the first stage, receive the tokens that the step depends on, and those of steps that ended long ago."""
         needed = 0
         for number, expected in enumerate(self._expected, 1):
             if not expected.request_ids.isdisjoint(step.request_ids):
@@ -56,35 +55,35 @@ class StageTraffic(StepFeature):
             self._states.last_token_S.index_copy_(0, rows_S, tokens_S)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Receive the previous stage's values, unless this is the first stage."""
+        """Receive the previous stage's activations, unless this is the first stage."""
         into = self._model.received(batch.padded_tokens, hidden_wanted=hidden_wanted)
         if into is not None:
             self._link.receive(into)
 
     def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """Send a step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
+        """Send a step's activations to the next stage. packed: on a GPU, the next step may overwrite it."""
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
             sampled = frozenset(compress(batch.request_ids, batch.samples.tolist()))
             self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
 
     def after_sample(self, batch: InputBatch) -> None:
-        """Send the tokens that the last stage has sampled to the first."""
+        """Send the tokens that the last stage has sampled to the first stage."""
         if batch.samples.any():
             self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
 
     def close(self) -> None:
-        """Let everything arrive that was sent: no step comes any more."""
+        """Receive everything that is still in flight, as no further step comes."""
         self._receive_tokens(len(self._expected))
         self._link.drain()
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor:
-        """int64 [S], in the order of the batch, which is that of all stages."""
+        """Return the rows that sample, int64 [S], in the batch's order, which is the same in all stages."""
         return upload(batch.rows[batch.samples].astype("int64"), self._device)
 
 
 class SendTail:
-    """Implements `Tail` for a stage that is not the last: its forward's output goes to the next stage."""
+    """The `Tail` of a stage that is not the last: sends the forward's output to the next stage."""
 
     def __init__(self, traffic: StageTraffic, advance: StepAdvance) -> None:
         self._traffic, self.advance = traffic, advance

@@ -1,7 +1,8 @@
-"""Requests that pool, in the extras of messages: plain data, which both sides of the engine core read.
+"""The extras of pooling requests in messages: plain data that both sides of the engine core read.
 
-Of an EngineRequest and its NewRequest: under NAME that it gets a vector for each of its tokens instead of one, under
-TOKEN_TYPES how many tokens are before the second of two texts. Of a step's result and an EngineOutput: its Vectors.
+In an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of one, and
+TOKEN_TYPES is the number of tokens before the second of two texts. In a step's result and an EngineOutput, NAME has
+the request's Vectors.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ NAME, TOKEN_TYPES = "pooling", "token_types"
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """Results of a request that pools: rows of `width` little-endian fp32 values each. first: of a result for each
-    token, the position of the first one; what was delivered from there on before is replaced."""
+    """Vectors of a pooling request, as rows of little-endian fp32 values."""
 
+    # With a vector per token, the position of the first one. Vectors delivered earlier from there on are replaced.
     first: int
-    width: int
+    width: int  # values per row
     data: bytes
 
     @property
@@ -27,7 +28,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 def extras_of(*, by_token: bool, second_text: int | None = None) -> dict[str, Any]:
-    """Return the extras of a request. second_text: how many tokens are before the second text; None for one text."""
+    """Return the extras of a request. second_text: number of tokens before the second text; None for one text."""
     extras: dict[str, Any] = {NAME: True} if by_token else {}
     if second_text is not None:
         extras[TOKEN_TYPES] = second_text

@@ -1,4 +1,4 @@
-"""Requests that pool: they get vectors instead of tokens."""
+"""Plans pooling requests, which get vectors instead of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES
 
 
 class PoolingPlan(PlanFeature):
-    """The token of a request that pools means nothing, and ends it: its max_tokens is 1."""
+    """Ends a pooling request with its first token, which means nothing: its max_tokens is 1."""
 
     def added(self, request: Request) -> None:
         request.yields_tokens = False

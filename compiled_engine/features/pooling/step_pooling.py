@@ -1,10 +1,10 @@
-"""Pool a step's hidden states: the state of requests between steps, and the results of requests that end.
+"""Pools the hidden states of steps into one vector per request, or into one per token.
 
-The hidden state of a request's last token is the last row of the step that computes it. Every other kind is a weighted
-sum or a maximum over all tokens of a prompt, whose length is known from the start. It grows in a row field, so that a
-prompt may be computed in chunks. A request may instead ask for a result for each token, and gets those of each step.
+Pooling by the last token takes a row of the step that computes it. Every other kind is a weighted sum or a maximum over
+all tokens of a prompt, whose length is known from the start. It is accumulated in a row field, so that a prompt may be
+computed in chunks. A request that asks for a vector per token gets those of each step.
 
-Nothing waits for the device: results are copied to pinned memory, and read when the step is.
+Nothing waits for the device: results are copied to pinned memory, and read when the step has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import download, upload
 
 Weights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the position of each token, int32 [T], and the number of tokens of its request, fp32 [T]."""
+"""Computes the weight of each token, fp32 [T], from its position, int32 [T], and its request's length, fp32 [T]."""
 
 WEIGHTS: dict[str, Weights] = {
     "cls": lambda position_T, length_T: (position_T == 0).float(),
@@ -42,12 +42,12 @@ MAXIMUM = "max"
 
 @dataclass(frozen=True)
 class PooledRows:
-    """Results of a step on their way to the host: those of request i are `counts[i]` rows, from token `firsts[i]`."""
+    """Results of a step that are being copied to the host, as a Deferred."""
 
     request_ids: list[str]
-    firsts: list[int]
-    counts: list[int]
-    rows_ML: torch.Tensor
+    firsts: list[int]  # Vectors.first of each request
+    counts: list[int]  # number of rows of each request
+    rows_ML: torch.Tensor  # the requests' rows, one after the other
 
     def by_request(self) -> dict[str, Vectors]:
         """See Deferred."""
@@ -60,7 +60,7 @@ class PooledRows:
 
 
 class ByToken(StepFeature):
-    """Knows which rows belong to requests that get a result for each token."""
+    """Tracks the rows of requests that get a vector for each token."""
 
     name = NAME
 
@@ -75,8 +75,10 @@ class ByToken(StepFeature):
 
 
 class TokenTypes(StepFeature):
-    """Keeps where the second of two texts begins, for models whose embedding tells the two apart. The step tensor of
-    token types is computed from this row field, see attention/inputs.py."""
+    """Stores where the second of two texts begins, for models with token type embeddings.
+
+    The step tensor of token types is computed from this row field, see attention/inputs.py.
+    """
 
     name = TOKEN_TYPES
 
@@ -90,11 +92,7 @@ class TokenTypes(StepFeature):
 
 
 class StepPooling:
-    """Implements `Tail`: results in the place of tokens.
-
-    Declares the row fields of the model's kinds of pooling; none for the last token alone, or if a step computes all
-    tokens of its requests, as an encoder's does.
-    """
+    """The `Tail` of a model that pools. Row fields are only used if a prompt may take several steps."""
 
     def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: StepAdvance) -> None:
         model = parts.config.model
@@ -119,7 +117,7 @@ class StepPooling:
             results[ByToken.name] = pooled
 
     def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
-        """Launch the pooling of a step; None if no request gets a result."""
+        """Launch the pooling of a step; returns None if no request gets a result."""
         count, by_token = batch.num_requests, self._by_token
         done = np.flatnonzero(batch.samples).tolist()
         if by_token:
@@ -146,7 +144,7 @@ class StepPooling:
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Pool the tokens of the batch's requests up to the end of this step, fp32 [R, W]; the row fields keep it."""
+        """Pool each request's tokens up to the end of this step, fp32 [R, W]; the row fields keep the result."""
         count, num_tokens = batch.num_requests, batch.num_tokens
         buffers = self._buffers
         starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
@@ -170,7 +168,7 @@ class StepPooling:
             if not self._whole:
                 field_SD = self._states.fields[f"pooled_{kind}"]
                 both = torch.maximum if kind == MAXIMUM else torch.add
-                # Where a request begins, its row holds values of an earlier one.
+                # When a request begins, its row still holds the values of an earlier request.
                 begins_R1 = (buffers.seq_lens_R[:count] == tokens_R).unsqueeze(1)
                 new_RD = torch.where(begins_R1, new_RD, both(field_SD[rows_R], new_RD))
                 field_SD[rows_R] = new_RD

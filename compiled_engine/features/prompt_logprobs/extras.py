@@ -1,8 +1,8 @@
-"""Log-probabilities of prompts in the extras of messages: plain data, which both sides of the engine core read.
+"""The extras of prompt log-probabilities in messages: plain data that both sides of the engine core read.
 
-Of an EngineRequest that goes on in another replica: the first position that has not been delivered. Of a step's result
-and an EngineOutput: the position of the first row, and the rows. The row for position p is the log-probability of
-prompt token p given those before it, so positions start at 1.
+In an EngineRequest that continues in another replica: the first position that has not been delivered. In a step's
+result and an EngineOutput: the position of the first row, and the rows. The row of position p has the log-probability
+of prompt token p given the tokens before it, so positions start at 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 NAME = "prompt_logprobs"
 FIRST = 1
-"""The position of a prompt's first row."""
+"""Position of a prompt's first row."""
 
 
 def resumed(request: EngineRequest, position: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def resumed(request: EngineRequest, position: int) -> dict[str, Any]:
 
 
 def next_position(request: EngineRequest) -> int:
-    """Return the first position whose log-probability is to be delivered."""
+    """Return the first position whose row has not been delivered."""
     return request.extras.get(NAME, FIRST)
 
 
@@ -36,5 +36,5 @@ def rows_in(extras: dict[str, Any]) -> tuple[int, LogprobRows] | None:
 
 
 def as_rows(found: Any) -> tuple[int, LogprobRows]:
-    """Return the position of the first row and the rows, which may have crossed a process."""
+    """Return the position of the first row and the rows; decodes them if they come from another process."""
     return msgspec.convert(found, tuple[int, LogprobRows])

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: delivered once each, though a prompt may be computed in chunks and more than once."""
+"""Delivers each log-probability of a prompt once, although a prompt may be computed in chunks and more than once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.features.prompt_logprobs.extras import NAME, as_rows, next_position
 
-# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
+# Most log-probabilities of a prompt per step: all of them are in host memory at once, 8 bytes each.
 MOST_PROMPT_LOGPROBS = 1 << 24
 
 
 class PromptLogprobs(PlanFeature):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._next: dict[Request, int] = {}  # the first position that is still to be delivered
+        self._next: dict[Request, int] = {}  # first position that has not been delivered
 
     def added(self, request: Request) -> None:
         wanted = request.sampling_params.prompt_logprobs
@@ -27,7 +27,7 @@ class PromptLogprobs(PlanFeature):
         self._note(request)
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Raises RuntimeError if positions are missing."""
+        """See PlanFeature. Raises RuntimeError if positions are missing."""
         found = extras.get(NAME, {}).get(request.request_id)
         if found is None:
             return {}
@@ -46,5 +46,5 @@ class PromptLogprobs(PlanFeature):
         self._next.pop(request, None)
 
     def _note(self, request: Request) -> None:
-        """Have the whole prompt computed as long as any of it is to be delivered."""
+        """Require all prompt tokens to be computed while any of their rows has not been delivered."""
         request.computes_every_token = self._next[request] < request.num_prompt_tokens

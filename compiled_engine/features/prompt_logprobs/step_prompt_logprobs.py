@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the hidden states of the steps that compute it."""
+"""Computes the log-probabilities of prompt tokens from the hidden states of the steps that compute the prompt."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling.logprobs import logprob_rows
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
-# Positions of a prompt whose logits are computed at once.
+# Number of positions of a prompt whose logits are computed at once.
 CHUNK = 256
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of a step's requests on their way to the host: by request the position of the first one, and the chunks that
-    hold them, see logprob_rows."""
+    """Rows that are being copied to the host, as a Deferred."""
 
+    # By request: the position of the first row, and the rows in chunks, see logprob_rows.
     chunks: dict[str, tuple[int, list[torch.Tensor]]]
 
     def by_request(self) -> dict[str, tuple[int, LogprobRows]]:
@@ -36,15 +36,15 @@ class PromptRows:
 
 
 class StepPromptLogprobs(StepFeature):
-    """Computes the rows of requests that ask for them, as far as a step computes their prompts."""
+    """Computes the rows of requests that ask for prompt log-probabilities, in the steps that compute the prompts."""
 
     name = NAME
 
     def __init__(self, parts: RunnerParts, *, computes: bool) -> None:
-        """computes: False in a stage of a pipeline that is not the last, which has to run the same forward."""
+        """Make the feature. computes: False in a pipeline stage before the last, which only runs the same forward."""
         self._computes = computes
         self._states, self._model, self._vocabulary = parts.states, parts.model, parts.vocabulary
-        self.rows: dict[int, int] = {}  # with how many log-probabilities each wants
+        self.rows: dict[int, int] = {}  # rows of these requests, with the value of prompt_logprobs
 
     def added(self, row: int, request: NewRequest) -> None:
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -54,7 +54,7 @@ class StepPromptLogprobs(StepFeature):
         self.rows.pop(row, None)
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
-        """Return whether a request of the step computes its prompt and asks for log-probabilities of it."""
+        """Return whether a request of the step computes prompt tokens and asks for their log-probabilities."""
         states, rows = self._states, self.rows
         return any(
             (row := states.row(request_id)) in rows and start < states.num_prompt_tokens[row] - 1
@@ -62,7 +62,7 @@ class StepPromptLogprobs(StepFeature):
         )
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
-        """Compute the log-probabilities of the tokens behind this step's, of requests that are in their prompt."""
+        """Compute the log-probability of the prompt token after each of the step's tokens, for requests in prefill."""
         if not self._computes:
             return None
         found = {request_id: self._rows(batch, i, output) for i, request_id in enumerate(batch.request_ids)}

@@ -1,15 +1,15 @@
-"""Snapshots of recurrent states: which prefixes have one, where prompts take one, and which gives way to another.
+"""Prefix caching for recurrences: takes, finds and evicts snapshots of recurrent states.
 
-A layer that attends keeps keys and values of every token, so any prefix can be reused up to a block border. A
-recurrence keeps one state for each request, which is that after its newest token. So a prefix can be reused only up to
-a token at which the state was copied: a snapshot, found by the hash of the block that ends there (block_pool.py), which
+An attention layer keeps keys and values of every token, so any prefix can be reused up to a block border. A recurrence
+keeps a single state per request, the one after its newest token. A prefix can therefore only be reused up to a token at
+which the state was copied. Such a snapshot is found by the hash of the block that ends there (block_pool.py), which
 covers every token before it.
 
-A request takes a snapshot at the last full block of its prompt, for the conversation's next turn or the same prompt
-again, and where the part of its prompt that has cached blocks ends: there two prompts diverged, and more are likely to
-do so. A step ends at either place, so that the state exists there. A step first copies snapshots to the rows of its new
-requests, then computes, then copies the states to be kept. Steps run in the order in which they were scheduled, so a
-snapshot can be used from the next step on, and given to another prefix at once.
+A request takes a snapshot at the end of the last full block of its prompt, for the conversation's next turn or a
+repeated prompt. It takes another at the end of its longest prefix with cached blocks: there two prompts diverged, and
+more are likely to do so. A step must end at both places, so that the state exists there. A step first copies snapshots
+to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of scheduling,
+so a snapshot can be used from the next step on, and its slot can be given to another prefix at once.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from compiled_engine.engine.request import Request
 from compiled_engine.engine.steps import StepInFlight
 
 NAME = "recurrence"
-# Tokens that a snapshot must save: a prompt that is computed in more steps is later by the time of one.
+# Least tokens that a snapshot must save, because each additional end of a step delays the prompt by a step.
 LEAST_GAIN = 64
 
 
 class StateSnapshots(PlanFeature):
-    """Implements FindableResource, though no request holds a snapshot: it is copied when the request is admitted.
+    """Plans snapshots, as a FindableResource. Requests hold no snapshots: they are copied at admission.
 
-    `num_slots` snapshots; the one used least recently is given to another prefix. In the extras: for a new request the
-    slot with the state that it begins with, for a step the slots that states are copied to after it, by request.
+    num_slots: number of snapshots; the least recently used one is evicted. In the extras, a new request has the slot of
+    the state that it begins with, and a step has the slots that states are copied to after it, by request.
     """
 
     def __init__(self, num_slots: int, block_size: int, least_gain: int = LEAST_GAIN) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, got {num_slots}")
         self.num_slots, self.block_size, self._least_gain = num_slots, block_size, least_gain
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # the one used least recently first
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # the least recently used one first
         self._free = list(range(num_slots - 1, -1, -1))
         self._groups: Sequence[BlockGroup] = ()
-        # Of the step that is being planned.
+        # Slots that the step being planned writes, by hash and by request.
         self._unwritten: dict[bytes, int] = {}
         self._saved: dict[str, int] = {}
 
@@ -63,7 +63,7 @@ class StateSnapshots(PlanFeature):
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Choose where the request takes snapshots. Its blocks are not taken yet: those may hold what others cached."""
+        """Choose where the request takes snapshots. Its blocks are taken later, as that may evict the cached prefix."""
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
         num_shared = 0
@@ -78,7 +78,7 @@ class StateSnapshots(PlanFeature):
         request.step_ends = tuple(ends)
 
     def free(self, request: Request) -> None:
-        """Forget where the request was to take snapshots."""
+        """Cancel the request's snapshots that were not taken yet."""
         request.step_ends = ()
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class StateSnapshots(PlanFeature):
             extras[NAME] = self._slots[self._hash(request, num_cached)]
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
-        """Save the state after the step, unless the prefix has a snapshot, or this step needs all slots."""
+        """Save the state after the step, unless the prefix has a snapshot, or the step already writes all slots."""
         key = self._hash(request, num_tokens)
         if key in self._slots:
             self._slots.move_to_end(key)
@@ -108,22 +108,22 @@ class StateSnapshots(PlanFeature):
         self._saved = {}
 
     def take_registered(self) -> list[int]:
-        """Return the slots that the step being planned writes to; later steps find them."""
+        """Return the slots that the step being planned writes; later steps can find them."""
         registered, self._unwritten = [*self._unwritten.values()], {}
         return registered
 
     def unregister(self, slots: Iterable[int]) -> None:
-        """Forget what these slots hold, because it was not written."""
+        """Free these slots, because their states were not written."""
         gone = set(slots)
         for key in [key for key, slot in self._slots.items() if slot in gone]:
             self._free.append(self._slots.pop(key))
 
     def unregister_all(self) -> None:
-        """Forget every snapshot."""
+        """Free all slots."""
         self.unregister([*self._slots.values()])
 
     def check_all_free(self) -> None:
-        """Requests hold no snapshots."""
+        """Check nothing, as requests hold no snapshots."""
 
     def check_integrity(self, holders: Collection[Request]) -> None:
         slots = sorted([*self._free, *self._slots.values()])

@@ -1,8 +1,7 @@
-"""The states of recurrences on the device: those of running requests by row, and behind them the snapshots of prefixes.
+"""The states of recurrences on the device: first a row for each running request, then the snapshots of prefixes.
 
-Both are rows of the same tensors, so that a snapshot is taken and used by copying a row of each. Copies are launched in
-the stream of the steps: those to the rows of new requests before a step, those of states to be kept after it. See
-features/recurrence/snapshots.py.
+Both are rows of the same tensors, so a snapshot is taken or used by copying a row of each tensor. Copies are launched
+in the steps' stream: to the rows of new requests before a step, to snapshots after it. See snapshots.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class StateRows(StepFeature):
     name = NAME
 
     def __init__(self, recurrences: Recurrences, tensors: Mapping[str, torch.Tensor], states: RequestStates) -> None:
-        """tensors: parameters by name, the states among them, [num_rows + num_snapshots, ...] each."""
+        """Find the states among the parameters. tensors: by name; a state is [num_rows + num_snapshots, ...]."""
         self._num_rows, self._states = recurrences.num_rows, states
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for state in recurrences.states:
@@ -39,12 +38,12 @@ class StateRows(StepFeature):
                 self._copy(self._num_rows + slot, self._states.row(request.request_id))
 
     def end(self, step: SchedulerOutput) -> None:
-        """Copy the states that the step has left, as far as they are to be kept."""
+        """Copy the states after the step that are to be kept to snapshots."""
         for request_id, slot in step.extras.get(NAME, {}).items():
             self._copy(self._states.row(request_id), self._num_rows + slot)
 
     def metrics(self) -> dict[str, int]:
-        """Return the bytes of all states, and the part of them that snapshots take."""
+        """Return the bytes of all states, and the part that snapshots take."""
         tensors = [tensor for group in self._groups for tensor in group]
         snapshots = sum(tensor[self._num_rows :].nbytes for tensor in tensors)
         return {"state_bytes": sum(tensor.nbytes for tensor in tensors), "snapshot_bytes": snapshots}
@@ -59,7 +58,7 @@ class StateRows(StepFeature):
             torch._foreach_copy_(targets, sources)
 
     def _row(self, row: int) -> Sequence[list[torch.Tensor]]:
-        """Views of a row of each state, in groups of the same dtype."""
+        """Return views of a row of each state, in groups of the same dtype."""
         if row not in self._views:
             self._views[row] = [[tensor[row] for tensor in group] for group in self._groups]
         return self._views[row]

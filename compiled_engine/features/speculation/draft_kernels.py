@@ -42,7 +42,7 @@ def verify_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """A single program for all rows, since they share the step's number. See drafts.verify.
+    """See verification.verify. A single program for all rows, since they share the step's number.
 
     thresholds_ptr: None, or int64 [NUM_DRAFTS]: a draft is accepted if a draw of 63 bits is below its threshold.
     """
@@ -118,9 +118,9 @@ def ngram_kernel(
     TILE_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch): the drafts of its request, if the row is that of a sampled newest token.
+    """See ngram.ngram_drafts. One program per batch row; only a row with a sampled newest token does work.
 
-    See ngram.ngram_drafts. The best match is the largest (tokens compared, end position).
+    The best match is the largest (tokens compared, end position).
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -176,7 +176,7 @@ def keep_drafts_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (TILE rows). See drafts.keep_drafts."""
+    """See draft_rows.keep_drafts. One program per TILE rows."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,4 +1,8 @@
-"""The number of drafts of a step: that which yields most tokens in a second, by measured times and acceptance."""
+"""Chooses the number of drafts of each step that yields most tokens per second, by measured times and acceptance.
+
+Two kinds of steps are run only to measure: a probe makes the most drafts although fewer are best, to measure
+acceptance; and a promising number of drafts is timed again in a few consecutive steps.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +11,60 @@ from typing import Any, NamedTuple
 
 from compiled_engine.config import draft_lengths
 
-# Weight of the newest observation: of a draft, and of a step's time.
+# Weights of the newest draft and of the newest step's time in their running means.
 DRAFT_WEIGHT, TIME_WEIGHT = 0.02, 0.1
-# A step that takes longer than this many times the mean was held up, unless LEAST_STEPS in a row do.
+# A step that takes longer than this multiple of the mean is ignored as held up, unless LEAST_STEPS in a row are.
 HELD_UP = 2.0
-# Steps of a number of drafts before it may be judged; the first may be slower than all others.
+# Number of measured steps before a number of drafts is judged; the first step may be slower than all others.
 LEAST_STEPS = 3
-# Another number has to be this much better, so that noise changes nothing.
+# Another number of drafts must be better by this factor, so that noise changes nothing.
 MARGIN = 1.03
-# Every so many steps drafts are made even if they do not pay, so that a change of the text is noticed. They are rarer
-# where they would take more than this share of the time.
+# Number of steps between probes, so that a change of the text is noticed. Probes are rarer if they would take more than
+# PROBE_SHARE of the time.
 PROBE_EVERY, PROBE_SHARE = 64, 0.01
-# So many come in a row where a head may rest: it first has to read the prompt of a request that is to have them.
+# Number of consecutive probes if the head may be skipped: it must first read the prompt of a request to draft for.
 PROBES_OF_HEAD = 4
-# After so many steps that were not in a row their time will do: there may be no others where requests come and go.
+# After this number of steps that were not consecutive, their time counts too: if requests come and go, there may be no
+# consecutive ones.
 MOST_TRIES = 32
-# A number that would be this much better if its steps took no longer than those of any other is measured again, in so
-# many steps, or in at most so many if requests come or go meanwhile.
+# A number of drafts is promising if it would be better by this factor with the time of the fastest number. It is timed
+# again in STEPS_AGAIN steps, or in at most MOST_STEPS_AGAIN if requests come or go meanwhile.
 PROMISING, STEPS_AGAIN, MOST_STEPS_AGAIN = 1.1, 3, 6
-# Acceptance of a draft before any was verified, and how many drafts this guess counts as.
+# Acceptance of a draft before any was verified, and the number of drafts that this guess counts as.
 FIRST_GUESS, GUESSED_DRAFTS = 0.7, 8
-# The time of a step without the head, in times of one without drafts that the head reads, until one was measured.
+# Time of a step that skips the head, relative to one without drafts that does not, until it is measured.
 FIRST_GUESS_AT_REST = 0.75
-# Stands for a number of drafts: none, and the head rests.
+# Key in _Times for steps without drafts that skip the head.
 AT_REST = -1
 
 
 class Drafts(NamedTuple):
-    """The drafts that each request of a step may have. skips_head: no head reads the step, so that its requests have
-    none any more; with 0 only."""
+    """The drafts of a step."""
 
-    number: int
-    skips_head: bool = False
+    number: int  # most drafts of each request
+    skips_head: bool = False  # the step skips the head, so its requests stop drafting; only with number 0
 
 
 @dataclass
 class _Times:
-    """Of steps with about as many requests: number and mean seconds by number of drafts, of steps in a row. tries: the
-    number of others. held_up: how many one after the other were, by number of drafts. steps, probes: since the last
-    probes were over. again: the number that is measured again, in steps_again more steps at most. rounds: how often
-    one was."""
+    """Measurements of steps with about the same number of requests. Dicts are by number of drafts."""
 
-    counts: dict[int, int]
-    tries: dict[int, int] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
-    held_up: dict[int, int] = field(default_factory=dict)
-    current: int = 0
-    steps: int = 0
-    probes: int = 0
-    again: int = 0
-    steps_again: int = 0
-    rounds: int = 0
+    counts: dict[int, int]  # consecutive steps measured, see DraftLength
+    tries: dict[int, int] = field(default_factory=dict)  # other steps measured
+    seconds: dict[int, float] = field(default_factory=dict)  # mean time of a step
+    held_up: dict[int, int] = field(default_factory=dict)  # newest steps in a row that were held up
+    current: int = 0  # the best number of drafts
+    steps: int = 0  # since the last probes
+    probes: int = 0  # probes made of the current row of probes
+    again: int = 0  # number of drafts that is timed again
+    steps_again: int = 0  # most steps left for that
+    rounds: int = 0  # how often a number was timed again
 
     def knows(self, num_drafts: int) -> bool:
         return self.counts[num_drafts] >= LEAST_STEPS or self.tries.get(num_drafts, 0) >= MOST_TRIES
 
     def measure_again(self, num_drafts: int) -> None:
-        """Begin with a step of this number now."""
+        """Begin to time this number of drafts again, with the step that is being planned."""
         self.again, self.steps_again = num_drafts, MOST_STEPS_AGAIN - 1
         self.steps, self.rounds = 0, self.rounds + 1
 
@@ -92,20 +93,19 @@ class DraftLength:
     """Chooses 0 to `most` drafts for each step, see `draft_lengths`.
 
     The expected tokens of a step with K drafts are 1 + a_1 + a_1 a_2 + ... up to K factors, where a_i is the share of
-    drafts at position i that are right if those before were (Leviathan, Kalman and Matias, 2023, with a share for each
-    position). A draft that a request might have had, and for which its tokens give none, counts as wrong. Times are
-    kept by the number of requests, rounded to a power of 2.
+    drafts at position i that are right if all drafts before them are (Leviathan, Kalman and Matias, 2023, with a share
+    for each position). A draft that a request had room for but that was not found counts as wrong. Times are kept by
+    the number of requests, rounded up to a power of 2.
 
-    Another number of drafts has a price once: the host makes the rows of the step anew, and if it is slower than the
-    device, the step before seems to take longer. So a time is that of a step in a row: the steps before and behind it
-    have the same requests, each with as many tokens. A lone probe tells of shares alone. Where another number might be
-    much better, it has a few steps in a row instead of as many probes, and if these are faster their time counts: one
-    that was wrong, or is out of date, does not last.
+    Changing the number of drafts has a cost: the host lays out the step's rows anew, and if it is slower than the
+    device, the previous step seems to take longer. So only consecutive steps are timed: the steps before and after have
+    the same requests, each with the same number of tokens. A lone probe only measures shares. A promising number is
+    timed again in a few consecutive steps instead of probes. If they are faster, their time replaces the old one, so a
+    wrong or outdated time does not persist.
 
-    skips_head: drafts are those of a head, which need not read steps without drafts. A request of such a step has no
-    drafts from then on, so 0 is not chosen for a step alone: where it is best, requests rest one after the other, and
-    those that come later make the probes. Where it is not, the head reads each step, even one whose few requests with
-    drafts do not outweigh those at rest: there will be more of them.
+    skips_head: steps without drafts may skip the draft head. The requests of such a step stop drafting, so 0 drafts are
+    not chosen for single steps: if 0 is best, requests stop one after the other, and new ones make the probes. If it is
+    not, the head reads every step, even when few requests still draft, because there will be more of them.
     """
 
     def __init__(self, most: int, *, skips_head: bool = False) -> None:
@@ -116,8 +116,7 @@ class DraftLength:
         self._chosen = dict.fromkeys(self._lengths, 0)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
-        """Return the drafts of the next step of this many requests. num_drafting: requests that may have drafts; None
-        for all."""
+        """Return the drafts of the next step. num_drafting: requests that may have drafts; None: all."""
         times = self._of(num_requests)
         times.steps += 1
         drafts = self._next(times, num_requests, num_requests if num_drafting is None else num_drafting)
@@ -147,10 +146,10 @@ class DraftLength:
             times.probes += 1
             if times.probes == self._probes:
                 times.steps = times.probes = 0
-            return Drafts(self._lengths[-1])  # the longest tells of all positions
+            return Drafts(self._lengths[-1])  # the longest measures all positions
         if judged.current == 0:
             return Drafts(0, self.skips_head and not self._is_time_to_probe(times, judged))
-        if not num_drafting:  # none is used, and the head need not read for them
+        if not num_drafting:  # no request would use a draft
             return Drafts(0)
         if num_drafting == num_requests:
             return Drafts(judged.current)
@@ -158,14 +157,14 @@ class DraftLength:
         return Drafts(max(self._lengths, key=lambda length: self._rate(judged.seconds, length, share)))
 
     def _judge(self, times: _Times) -> None:
-        """Set the number that is best if all requests have drafts."""
+        """Set `current` to the number that is best if all requests have drafts."""
         seconds = times.seconds | {0: self._seconds_without(times)}
         best = max(self._lengths, key=lambda length: self._rate(seconds, length))
         if self._rate(seconds, best) > MARGIN * self._rate(seconds, times.current):
             times.current = best
 
     def _promising(self, times: _Times) -> list[int]:
-        """Return the numbers that are worth being measured again, the longest first. A head at rest has probes."""
+        """Return the promising numbers of drafts, the largest first; none while the head is skipped, but for probes."""
         if self.skips_head and times.current == 0:
             return []
         lengths = self._lengths[1:] if self.skips_head else self._lengths  # 0 would let requests rest
@@ -182,7 +181,7 @@ class DraftLength:
         return times.steps >= num_steps * max(PROBE_EVERY, longer / PROBE_SHARE)
 
     def _seconds_without(self, times: _Times) -> float:
-        """Seconds of a step without drafts, at rest where a head may rest."""
+        """Return the seconds of a step without drafts, which skips the head if it may."""
         if not self.skips_head:
             return times.seconds[0]
         return times.seconds.get(AT_REST, FIRST_GUESS_AT_REST * times.seconds[0])
@@ -190,13 +189,15 @@ class DraftLength:
     def took(
         self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False, in_a_row: bool = True
     ) -> None:
-        """Take in the time of a step in which most requests had up to num_drafts drafts and that did nothing else; the
-        steps before and behind it were of the same kind. in_a_row: these had the same requests, too; the time of
-        another step counts only until one in a row is known."""
+        """Record the time of a step of decodes with up to num_drafts drafts, between steps with the same number.
+
+        in_a_row: the steps before and after also had the same requests. The time of any other step only counts until
+        such a time is known.
+        """
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
-        """Take in the drafts of a request in a step. num_drafts: that it might have."""
+        """Record the drafts of a request in a step. num_drafts: the number that it had room for."""
         for position in range(min(num_drafts, num_right + 1)):
             self._verified[position] += 1
             weight, share = max(DRAFT_WEIGHT, 1 / self._verified[position]), self._shares[position]
@@ -213,7 +214,7 @@ class DraftLength:
         return None
 
     def _rate(self, seconds: dict[int, float], length: int, share: float = 1.0) -> float:
-        """Expected tokens of a request in a second. share: of the requests that have drafts."""
+        """Return the expected tokens per request and second. share: part of the requests that has drafts."""
         tokens, all_right = 1.0, share
         for right in self._shares[:length]:
             all_right *= right
@@ -221,9 +222,11 @@ class DraftLength:
         return tokens / max(seconds[length], 1e-9)
 
     def metrics(self) -> dict[str, Any]:
-        """draft_lengths: steps by number of drafts. draft_shares: a_i by position. draft_step_ms: mean time of a step,
-        by number of requests, rounded up to a power of 2, and number of drafts, 0 at rest where one was measured.
-        draft_length_chosen: the number of drafts that is best by these, by the same numbers of requests."""
+        """Return counts of steps by number of drafts, the shares a_i, and times and the best number by requests.
+
+        draft_step_ms: mean time of a step, by number of requests (rounded up to a power of 2) and number of drafts; for
+        0 drafts, of a step that skips the head if one was measured.
+        """
         return {
             "draft_lengths": {str(length): count for length, count in self._chosen.items()},
             "draft_shares": [round(share, 3) for share in self._shares],

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model with the same vocabulary."""
+"""Makes drafts with a smaller model that has the same vocabulary."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ NO_ROWS = np.empty(0, np.int32)
 class Drafting:
     """The work of a draft model, or draft head, in a step."""
 
-    rows: np.ndarray  # int32 [R], of the requests that have sampled, those with most room for drafts first
-    num_drafting: Sequence[int]  # for each draft, the number of requests with room for it
-    longest: int  # bound of the contexts
-    key: GraphKey | None  # of the graph; None without one
+    rows: np.ndarray  # int32 [R], rows of the requests that have sampled, by descending room for drafts
+    num_drafting: Sequence[int]  # number of requests with room for each draft
+    longest: int  # upper bound of the contexts
+    key: GraphKey | None  # the graph to replay; None: no graph
     prompts: InputBatch | None  # the prompt tokens to compute; None if there are none
-    num_tokens: int  # of the first pass
+    num_tokens: int  # tokens of the first pass
 
 
 def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
@@ -71,25 +71,25 @@ class DraftModel(StepFeature):
     """Drafts of a smaller model (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
     decoding", 2023), sampled with the parameters and the noise of the request.
 
-    With the same noise, two models choose the same token far more often than with separate noise (Daliri, Musco and
+    With equal noise, two models choose the same token far more often than with separate noise (Daliri, Musco and
     Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024), and two equal models
     always do.
 
     The draft model has its own KV cache under the requests' block tables. In each step it runs before the engine's
-    model, on the same tokens. A first pass takes the newest token of each request that has sampled and the token before
-    it, since no pass has computed a step's last draft, which may have been accepted. Each further pass takes the
-    previous pass's drafts. Prompts are read after these passes. If a request ends or is preempted, a block in the
-    prefix cache may lack K and V of a last draft, which makes later drafts worse but no token wrong.
+    model, on the same tokens. The first pass computes the newest token of each request that has sampled and the token
+    before it. That token may be the previous step's last draft, which no pass has computed. Each further pass computes
+    the previous pass's drafts. Prompts are computed after these passes. If a request ends or is preempted, a block in
+    the prefix cache may lack K and V of a last draft, which makes later drafts worse but no token wrong.
 
-    query_lens: rows per request in the first pass. Implements `Capturable`: a graph holds all passes over a number of
-    requests. Passes depend on the device alone: a request without room for a draft is padding in the passes after it.
-    In a graph, drafts are sampled by temperature alone; elsewhere the request's filters apply too.
+    A CUDA graph (see `Capturable`) holds all passes over a number of requests. Passes need no value from the host: a
+    request without room for a draft is padding in the passes after it. In a graph, drafts are sampled by temperature
+    alone; otherwise the request's filters apply too.
     """
 
-    query_lens: tuple[int, ...] = (FIRST,)
+    query_lens: tuple[int, ...] = (FIRST,)  # rows per request in the first pass
 
     def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
-        """config: of the draft model. Raises what the compiler and the loader raise."""
+        """Compile and load the draft model. config: its own. Raises what the compiler and the loader raise."""
         states, group, progress, timeline = parts.states, parts.group, parts.progress, parts.timeline
         self.config, self._states, self._sampler = config, states, parts.sampler
         self._lengths = parts.config.speculation.lengths  # the numbers of drafts that steps may have, ascending
@@ -150,11 +150,11 @@ class DraftModel(StepFeature):
         self.model.close()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Stage what the passes of the step are over."""
+        """Stage the inputs of the step's passes."""
         self._drafting = self.stage(step)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Make the step's drafts, by one launch, and read its prompts."""
+        """Make the step's drafts, with one graph if there is one, and compute its prompts."""
         drafting, self._drafting = self._drafting, None
         if drafting is None:
             return
@@ -166,7 +166,7 @@ class DraftModel(StepFeature):
         self.read_prompts(drafting)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage what the passes of a step are over. The requests have their rows and blocks."""
+        """Stage the inputs of a step's passes. The requests must have their rows and blocks."""
         rows = self._rows_of_steps.rows(step)
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
@@ -176,9 +176,9 @@ class DraftModel(StepFeature):
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
 
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
-        """Stage the tokens of requests that have not sampled, up to the end of their prompts.
+        """Stage the step's prompt tokens of requests that have not sampled.
 
-        A step with a prompt's last token also has room for drafts, which do not exist yet.
+        The step's count for a prompt's last chunk may include room for drafts, which do not exist yet.
         """
         states, starts_R = self._states, np.array(step.starts, np.int64)
         left_R = states.prefill_len[states.rows(step.request_ids)] - starts_R
@@ -226,7 +226,7 @@ class DraftModel(StepFeature):
         self._staged_room, self._staged = NO_ROWS, None
 
     def draft(self, drafting: Drafting) -> None:
-        """Launch the passes that make the drafts, without a graph."""
+        """Launch the drafting passes, without a graph."""
         rows, longest = drafting.rows, drafting.longest
         for draft, count in enumerate(drafting.num_drafting):
             if draft > 0 and not count:
@@ -253,7 +253,7 @@ class DraftModel(StepFeature):
         *,
         distinct: bool = False,
     ) -> torch.Tensor | None:
-        """Run the model on num_rows rows, and sample a draft for each of the first `count` requests.
+        """Run the model on num_rows rows, and sample draft `draft` for each of the first `count` requests.
 
         Returns the logits, None for no requests. rows: the requests' rows in the states, for their filters; None:
         sample by temperature alone.
@@ -278,7 +278,7 @@ class DraftModel(StepFeature):
     def _sample(
         self, logits_RV: torch.Tensor, count: int, positions_R: torch.Tensor, rows: np.ndarray | None
     ) -> torch.Tensor:
-        """Sample as step_sampling.py does for the engine's model, so that filters apply to drafts too."""
+        """Sample drafts like step_sampling.py samples tokens, so that filters apply to drafts too."""
         index_R = self.further.buffers.rows_R[:count]
         if rows is not None and self._sampler.sampler_class(rows) is SamplerClass.GENERAL:
             return self._sampler.sample(logits_RV.contiguous(), rows, index_R, positions_R)
@@ -312,7 +312,7 @@ class DraftModel(StepFeature):
         self.prompts(batch, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch all kernels of the passes but the model's, over padding."""
+        """Launch all kernels of the passes except for the model's, over padding."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts.buffers, num_tokens, 1, host_3)
@@ -320,7 +320,7 @@ class DraftModel(StepFeature):
             prepare(batch, self._states, self.prompts.buffers)
         tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)
         keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, 0)
-        self.failed()  # what was not launched has not arrived
+        self.failed()  # in a dry run, staged values do not reach the device
 
     # Capturable ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""Drafts in planning steps: how many a step has, how sharp they are, when a head is skipped, and what comes of them."""
+"""Plans drafts: how many a step has, how sharply they are sampled, and when the draft head is skipped. Counts results.
+
+Skipping the head saves its time in steps without drafts. A head that has not read all of a request's tokens cannot
+draft for it, so the requests of such a step stop drafting until they are admitted again.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDra
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of drafts: how often a request had any in a step, how many, and how many were right, by position."""
+    """Counts of drafts since the start."""
 
-    by_position: list[int]
-    requests: int = 0
-    tokens: int = 0
+    by_position: list[int]  # accepted drafts, by position from 0
+    requests: int = 0  # how often a request had drafts in a step
+    tokens: int = 0  # drafts
 
     def verified(self, num_drafts: int, num_right: int) -> None:
         """Count the drafts of a request in a step."""
@@ -34,9 +38,7 @@ class DraftCounts:
             self.by_position[position] += 1
 
     def metrics(self) -> dict[str, Any]:
-        """Since the start: drafted_requests (a request in a step), draft_tokens, accepted_tokens, accepted_by_position
-        (from 0).
-        """
+        """Return the counts under the names of metrics."""
         return {
             "drafted_requests": self.requests,
             "draft_tokens": self.tokens,
@@ -47,23 +49,25 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class TimedStep:
-    """num_drafts: in a step of decodes alone of which at least half have as many; None for any other. begun_s: when it
-    was planned, in seconds of time.perf_counter."""
+    """A step whose duration may be measured."""
 
     step: StepInFlight
-    num_drafts: int | None
-    begun_s: float
+    num_drafts: int | None  # drafts per decode, if the step has only decodes and at least half of them have as many
+    begun_s: float  # time of planning, in seconds of time.perf_counter
 
     @property
     def rows(self) -> tuple[int | None, bool, list[str], list[int]]:
-        """What the rows of a step depend on: the runner keeps those of the step before if it is equal."""
+        """The key of the step's rows: the runner reuses the previous step's rows if it is equal."""
         output = self.step.output
         return self.num_drafts, output.single, output.request_ids, output.counts
 
 
 class DraftPlan(PlanFeature):
-    """most: drafts of a request in a step. max_num_requests: of a step. length: chooses the number of drafts of each
-    step, up to `most`; None for always as many. sharpnesses: see SpeculationConfig."""
+    """Plans the drafts of each step.
+
+    most: most drafts of a request in a step. max_num_requests: most requests of a step. length: chooses the number of
+    drafts of each step; None: always `most`. sharpnesses: see SpeculationConfig.
+    """
 
     def __init__(
         self,
@@ -80,15 +84,15 @@ class DraftPlan(PlanFeature):
         self._step_sharpness = sharpnesses[0]  # of the step that is being planned
         self._counts = DraftCounts([0] * most)
         self._drafts = Drafts(most)  # of the step that is being planned
-        self._num_drafts: int | None = None  # the same, as TimedStep has it
+        self._num_drafts: int | None = None  # TimedStep.num_drafts of the step that is being planned
         self._stopped: set[Request] = set()
         self._num_stopped = 0
         self._in_flight: deque[TimedStep] = deque()
         self._updated: TimedStep | None = None  # the step processed last
-        self._updated_s = 0.0  # when it was, in seconds of time.perf_counter
+        self._updated_s = 0.0  # when that was, in seconds of time.perf_counter
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Decide from the waiting requests whether the head reads their prompts, if no request runs yet."""
+        """Choose the step's number of drafts. If no request runs, the number of waiting ones counts."""
         if self._length is not None:
             num_requests = len(running) or min(num_waiting, self._max_num_requests)
             drafting = [
@@ -109,8 +113,10 @@ class DraftPlan(PlanFeature):
         self._num_drafts = builder.decode_tokens - 1 if of_decodes else None
 
     def _skip_head(self, builder: StepBuilder) -> None:
-        """Decide whether the head skips the step; if so, its requests stop drafting. A step without drafts is also
-        skipped if all its requests have stopped before."""
+        """Decide whether the step skips the head; if so, its requests stop drafting.
+
+        A step without drafts also skips the head if all its requests have stopped drafting before.
+        """
         requests = (*builder.decodes, *builder.longer.requests)
         reading = [request for request in requests if request.max_new_tokens_per_step > 1]
         builder.single = self._drafts.skips_head or not (reading or self._drafts.number)
@@ -146,8 +152,11 @@ class DraftPlan(PlanFeature):
                 self._length.verified(bound - 1, count - 1)
 
     def _time(self, timed: TimedStep, length: DraftLength) -> None:
-        """Tell how long a step has taken that had the device to itself since the one before, unless a step beside it
-        has another number of drafts, or is missing: while it ran, the host has worked for these."""
+        """Report the duration of a step of decodes to `length`.
+
+        Neighbouring steps must be in flight and have the same number of drafts, because the host works on them while
+        the step runs.
+        """
         before, begun_s = self._updated, max(timed.begun_s, self._updated_s)
         self._updated, self._updated_s = timed, time.perf_counter()
         if timed.num_drafts is None or before is None or len(self._in_flight) < self._steps_ahead:
@@ -168,8 +177,10 @@ class DraftPlan(PlanFeature):
         self._in_flight.clear()
 
     def metrics(self) -> dict[str, Any]:
-        """See DraftCounts.metrics, DraftLength.metrics and DraftSharpness.metrics. resting: the requests that run and
-        have no drafts of a head any more. rested: how often a request has stopped drafting."""
+        """Return the metrics of DraftCounts, DraftLength and DraftSharpness, with `resting` and `rested`.
+
+        resting: running requests that have stopped drafting. rested: how often a request has stopped drafting.
+        """
         found = self._counts.metrics()
         for chosen in (self._length, self._sharpness):
             found |= {} if chosen is None else chosen.metrics()
@@ -179,7 +190,7 @@ class DraftPlan(PlanFeature):
 
 
 class NoDrafts(PlanFeature):
-    """Has the metrics of an engine without drafts."""
+    """Reports the metrics of drafts in an engine without drafts."""
 
     def metrics(self) -> dict[str, Any]:
         return DraftCounts([]).metrics() | {"resting": 0, "rested": 0}

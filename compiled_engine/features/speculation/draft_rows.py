@@ -1,4 +1,4 @@
-"""Drafts: guesses of a request's next tokens, which one step verifies together.
+"""Batches with drafts: guesses of a request's next tokens, which one step verifies together.
 
 A step computes a request's newest token and the drafts after it, and samples a token after each. Sampling noise is a
 function of seed, position and token id, so the next token does not depend on the step that computes it: a draft is
@@ -6,13 +6,13 @@ right exactly if it is that token. A step yields the drafts up to the first wron
 place. Drafts therefore change no token, greedy or sampled.
 
 In a batch, each of these tokens has a row with the request's blocks and a context that ends at the token. K and V of
-the whole batch are written before any row attends, so attention and sampling handle drafts as they do decodes. A wrong
-draft leaves K and V after the newest token, which the next step overwrites before they are read.
+the whole batch are written before any row attends, so attention and sampling treat drafts like decodes. A wrong draft
+leaves K and V after the newest token, which the next step overwrites before they are read.
 
-The host knows how many drafts there may be, and a row whose draft does not exist is one of padding. n-grams on a CPU
-are known when the batch is made: a draft that does not exist has no row there. If no request of a step computes a
-prompt, each has as many rows as any other, one behind the other, so that attention reads the keys of a request once for
-all of them.
+The host only knows how many drafts a request may have. A row whose draft does not exist is treated as padding; with
+n-grams on a CPU, which are known when the batch is made, it is left out. If no request of a step computes a prompt, all
+have the same number of rows, and a request's rows are consecutive, so that attention reads its keys once for all of
+them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,15 @@ from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step with drafts. Suffix A: rows.
-
-    request_A: int, the index of a row's request in the step; those of a request follow one another in the order of its
-    tokens, rows of one token come first. number_A: see InputBuffers.row_numbers_R. lens_A: tokens. exists_A: False
-    for padding. query_len: rows of each request if all have as many, of a token each; else None. lasting: whether later
-    steps with the same StepShares have these rows.
-    """
+    """The rows of a step with drafts. Dimension A: rows."""
 
     # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
     # first.
     request_A: np.ndarray
-    number_A: np.ndarray  # see InputBuffers.row_numbers_R
-    lens_A: np.ndarray  # tokens
+    number_A: np.ndarray  # row numbers, see input_batch.py
+    lens_A: np.ndarray  # number of tokens
     exists_A: np.ndarray  # False for padding
-    query_len: int | None  # rows per request if uniform, with one token each; otherwise None
+    query_len: int | None  # rows per request if it is uniform and each row has one token; otherwise None
     lasting: bool  # later steps with the same StepShares have these rows
 
     @property
@@ -65,8 +59,11 @@ class StepRows:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
-        """known: whether the host knows the drafts. Otherwise a request has a row for each that it may have.
-        query_lens: the numbers of rows that each may have in a step of decodes then, ascending."""
+        """Lay out a step's rows.
+
+        known: whether the host knows the drafts; otherwise there is a row for each draft that a request may have.
+        query_lens: allowed numbers of rows per request in a step of decodes, ascending; used unless `known`.
+        """
         assert states.ahead_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
         step_starts_R = np.array(step.starts, np.int32)
@@ -93,8 +90,8 @@ class StepRows:
 class DraftedSteps:
     """Makes the batches of steps with drafts.
 
-    While the same requests decode, a step has the rows of the previous one. They are made and staged once, ordered by
-    the contexts at that time.
+    While the same requests decode, steps reuse the rows of the first one, which are ordered by the contexts at that
+    time and staged once.
     """
 
     def __init__(self, states: RequestStates, buffers: InputBuffers, query_lens: Sequence[int], *, known: bool) -> None:
@@ -102,7 +99,7 @@ class DraftedSteps:
         self._states, self._buffers, self._query_lens, self._known = states, buffers, query_lens, known
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
-        self._batch: InputBatch | None = None  # of these rows, the newest one
+        self._batch: InputBatch | None = None  # the newest batch of these rows
         self._staged = buffers.numbered
 
     def rows(self, step: SchedulerOutput) -> StepRows:
@@ -114,7 +111,7 @@ class DraftedSteps:
         return self._rows
 
     def make_batch(self, step: SchedulerOutput, rows: StepRows, key: GraphKey | None) -> InputBatch:
-        """Make the batch of these rows, padded to `key`, and stage it, as make_batch does."""
+        """Make the batch of these rows, padded to `key`, and stage it, like input_batch.make_batch."""
         batch = self._batch
         if batch is None or batch.key != key or rows is not self._rows:
             self._batch = batch = make_drafted_batch(step, self._states, self._buffers, rows, key)
@@ -131,12 +128,12 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Implements RowsOfRequests: a request has a row for its newest token and one for each draft after it.
+    """The RowsOfRequests of a batch in which a request has a row for its newest token and one for each draft after it.
 
     All arrays are in the step's order.
     """
 
-    places: np.ndarray  # int [rows], the batch's rows in the order of the step's requests
+    places: np.ndarray  # int [rows], batch rows in the order of the step's requests
     starts: np.ndarray  # int [requests], where each request begins in `places`
     samples: np.ndarray  # bool [requests]
 
@@ -147,7 +144,7 @@ class DraftedRows:
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """See RowsOfRequests. tokens_R: NOT_TAKEN where there is none, as after a wrong draft, or NO_ROW."""
+        """See RowsOfRequests. tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist."""
         tokens_R = tokens_R[self.places]
         taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
         num_real = np.add.reduceat(tokens_R != NO_ROW, self.starts, dtype=np.int64)[self.samples]
@@ -172,12 +169,12 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The tokens that each request of a step computes, except their start. Equal shares allow reusing rows."""
+    """The requests of a step and how many tokens each computes. Equal shares allow reusing rows."""
 
     request_ids: list[str]
     counts: list[int]
     samples: list[bool]
-    generation: int  # of the states' rows
+    generation: int  # RequestStates.generation
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> StepShares:
@@ -188,7 +185,7 @@ class StepShares:
 def make_drafted_batch(
     step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, rows: StepRows, key: GraphKey | None = None
 ) -> InputBatch:
-    """Make the batch of a step, padded to `key`, and stage it, as make_batch does."""
+    """Make the batch of a step with drafts, padded to `key`, and stage it, like input_batch.make_batch."""
     request_A, number_A = rows.request_A, rows.number_A
     places = np.argsort(request_A, kind="stable")
     starts = np.flatnonzero(number_A[places] == 0)
@@ -221,10 +218,10 @@ def stage_numbered(
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Make a batch and stage it, with rows that begin `number_A` tokens after their requests' newest tokens.
+    """Make a numbered batch (see input_batch.py) and stage it.
 
-    Rows of one token come first. lens_A: tokens of each row. starts_A: at least the position of the newest token. key,
-    query_len: see make_batch and StepRows.
+    Rows of one token must come first. lens_A: tokens of each row. starts_A: upper bound of the newest token's position.
+    key, query_len: see make_batch and StepRows.
     """
     query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
     rows_A, number_A = rows_A.astype(np.int32), number_A.astype(np.int32)
@@ -260,9 +257,9 @@ def stage_numbered(
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """A draft head's inputs from the previous draft, int64 [rows]."""
+    """A draft head's inputs that depend on the previous draft, int64 [rows]."""
 
-    token_ids_T: torch.Tensor  # the draft
+    token_ids_T: torch.Tensor  # the previous draft
     positions_R: torch.Tensor  # position of the next draft
 
 
@@ -276,9 +273,9 @@ def keep_drafts(
 ) -> None:
     """Store a drafting pass's tokens, int64 [R], as draft `draft` of the first R rows of the batch in `buffers`.
 
-    A row with room for `draft` drafts or fewer (room_R, int32) gets none. Also sets the rows' numbers for the next
-    pass: those of these drafts, or one less for a head, whose entry at a position is computed from the token after it;
-    `head` then gets its inputs. May be captured.
+    room_R: most drafts of each row, int32; a row without room for this draft gets -1. Also sets the row numbers of the
+    next pass, which computes these drafts. For a head the numbers are one less, because it computes the KV entry of a
+    position from the token after it; `head` then gets its inputs. May be captured.
     """
     assert states.ahead_SK is not None
     assert buffers.row_numbers_R is not None
@@ -304,7 +301,6 @@ def launch_keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Launch the kernel of keep_drafts."""
     from compiled_engine.features.speculation.draft_kernels import (  # Triton is not installed everywhere
         KEPT,
         keep_drafts_kernel,

@@ -1,22 +1,22 @@
-"""The sharpness of a head's drafts: that with which most of them are right."""
+"""Chooses the sharpness of a head's drafts, the factor on its logits: the one with which most drafts are right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# Leaves the noise of sampling no influence on drafts.
+# So large that sampling noise has no influence on drafts.
 GREEDY_DRAFTS = 1e6
-# Requests of which a sharpness has drafted before it is judged.
+# Number of verified requests before a sharpness is judged.
 LEAST = 64
-# Requests that count: older ones fade.
+# Number of requests over which shares are averaged, with exponential decay.
 MEMORY = 2000
-# Every so many steps another sharpness drafts, each in turn, so that a change of the text is noticed.
+# Once in this number of steps another sharpness is used, each in turn, so that a change of the text is noticed.
 PROBE_EVERY = 8
 
 
 def sharpness_name(sharpness: float) -> str:
-    """Return it as users write it."""
+    """Return a sharpness as users write it."""
     return "greedy" if sharpness == GREEDY_DRAFTS else f"{sharpness:g}"
 
 
@@ -24,12 +24,12 @@ class DraftSharpness:
     """Chooses the factor on a head's logits with which the drafts of a step are sampled.
 
     A draft is right if the model samples the same token with the same noise. A head that is less certain than the model
-    is right more often if its logits grow; one that is as certain, if they stay. The first draft of a request in a step
-    tells; later ones depend on it. Requests without a temperature tell nothing.
+    is right more often with larger logits, an equally certain head with unchanged ones. Only a request's first draft in
+    a step counts, because later ones depend on it, and only if the request has a temperature.
     """
 
     def __init__(self, candidates: Sequence[float]) -> None:
-        """candidates: the first is in use until all are known."""
+        """Choose among these candidates; the first is best until each has been measured."""
         self._candidates = tuple(candidates)
         self._seen = dict.fromkeys(self._candidates, 0.0)
         self._right = dict.fromkeys(self._candidates, 0.0)
@@ -48,7 +48,7 @@ class DraftSharpness:
         return others[self._probes % len(others)]
 
     def verified(self, sharpness: float, *, right: bool) -> None:
-        """Take in the first draft of a request that has a temperature."""
+        """Count the first draft of a request that has a temperature."""
         self._seen[sharpness] += 1 - self._seen[sharpness] / MEMORY
         self._right[sharpness] += right - self._right[sharpness] / MEMORY
 
@@ -62,7 +62,7 @@ class DraftSharpness:
         return self._right[candidate] / max(self._seen[candidate], 1.0)
 
     def metrics(self) -> dict[str, Any]:
-        """draft_sharpness: in use. draft_sharpness_shares: of each, the share of first drafts that were right."""
+        """Return the best sharpness, and for each candidate the share of first drafts that were right."""
         return {
             "draft_sharpness": sharpness_name(self.best),
             "draft_sharpness_shares": {

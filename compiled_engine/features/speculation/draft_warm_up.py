@@ -1,4 +1,4 @@
-"""The start of a draft model or a head: every kind of batch of its passes runs once."""
+"""Warm-up of a draft model or draft head: runs every kind of batch of its passes once."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from compiled_engine.process.progress import Progress
 
 
 class Passes(Protocol):
-    """The passes of a draft model or a head. config: its own. query_lens: rows of a request in them, but for one.
-    prompts: the forward that all passes share kernels with."""
+    """The passes of a draft model or draft head."""
 
-    config: EngineConfig
-    query_lens: tuple[int, ...]
-    prompts: BatchForward
+    config: EngineConfig  # of the draft model or head
+    query_lens: tuple[int, ...]  # numbers of rows that a request may have in a pass, besides one
+    prompts: BatchForward  # the forward over prompts, whose kernels the other passes use too
 
     def launch_inputs(self) -> None:
-        """Launch the kernels beside the model, over padding."""
+        """Launch the kernels of the passes except for the model's, over padding."""
         ...
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
-        """Run a pass over padding alone, without a trace. host_3: see AttentionInputs. distinct: see
-        ModelForward.run."""
+        """Run a pass over padding, without side effects.
+
+        host_3: see AttentionInputs. distinct: see ModelForward.run.
+        """
         ...
 
 
 def draft_batches(draft: Passes) -> list[BatchShape]:
-    """Return the batches of a draft model or a head: rows of its first pass, rows of its further passes, and
-    prompts."""
+    """Return the start-up batches of a draft model or head: its first pass, its further passes, and prompts."""
     config = draft.config
     most = config.scheduler.max_num_seqs
     shapes = start_up_batches(config, draft.query_lens)
@@ -42,7 +42,7 @@ def draft_batches(draft: Passes) -> list[BatchShape]:
 
 
 def warm_up_draft(draft: Passes, progress: Progress) -> int:
-    """Run the start-up batches of a draft model; returns the peak bytes of a pass beyond what was there before."""
+    """Run the start-up batches; returns the peak memory of a pass in bytes, without memory allocated before."""
     device, shapes = draft.config.device, not_captured(draft.config, draft_batches(draft))
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -61,7 +61,7 @@ def warm_up_draft(draft: Passes, progress: Progress) -> int:
 
 
 def compile_draft_kernels(draft: Passes) -> None:
-    """Go through the launches of the passes."""
+    """Dry-run the launches of the passes, so that their kernels are compiled."""
     for shape in draft_batches(draft)[1:]:
         compile_forward(draft.config, draft.prompts, shape)
     draft.launch_inputs()

@@ -1,4 +1,4 @@
-"""The requests of a step for which a draft model or head makes drafts, and each one's number of drafts."""
+"""The requests of a step for which a draft model or head makes drafts, and how many drafts each has room for."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compiled_engine.features.speculation.draft_rows import StepShares
 
 @dataclass(frozen=True, eq=False)
 class DraftingRows:
-    """The requests of a step that have sampled, sorted by most room for drafts, then by longest context.
+    """The requests of a step that have sampled, sorted by descending room for drafts, then by descending context.
 
-    Suffix R: these requests.
+    Dimension R: these requests.
     """
 
-    indices_R: np.ndarray  # positions in the step
+    indices_R: np.ndarray  # indices of the requests in the step
     rows_R: np.ndarray  # int32, rows of the states
-    room_R: np.ndarray  # int32, most drafts of each
-    all_sampled: bool  # these are all requests of the step
+    room_R: np.ndarray  # int32, most drafts of each request
+    all_sampled: bool  # all requests of the step have sampled
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates) -> DraftingRows:
@@ -37,12 +37,12 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """For each draft, the number of requests with room for it, up to the last that any has room for."""
+        """The number of requests with room for each draft, from the first draft to the last that any has room for."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 
     def longest(self, step: SchedulerOutput) -> int:
-        """Return a bound of the contexts in a step with these rows."""
+        """Return an upper bound of the contexts in a step with these rows."""
         if self.all_sampled:
             return max(map(add, step.starts, step.counts), default=1)
         ends = np.array(step.starts, np.int32) + np.array(step.counts, np.int32)
@@ -50,7 +50,7 @@ class DraftingRows:
 
 
 class DraftingSteps:
-    """Finds the rows of steps; returns the previous step's object as long as the same requests decode."""
+    """Finds the drafting rows of steps, and reuses them while the same requests decode."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states

@@ -1,8 +1,8 @@
-"""Drafts of an EAGLE-3 head, which reads what the model knows of the tokens that are verified.
+"""Makes drafts with an EAGLE-3 head (Li et al., arXiv:2503.01840), which reads hidden states of the model.
 
-`prefill_head` computes the tokens of a step behind it, with the model's hidden states, and `draft` makes the drafts of
-the next one. Both depend on the device alone: the host does not know the tokens. A CUDA graph holds each of them, for
-batches of decodes.
+After each step, `prefill_head` computes the head's KV cache for the step's tokens, from the model's hidden states.
+Before each step, `draft` makes the drafts that the step verifies. Neither needs a value from the host, which does not
+know the tokens. For batches of decodes, each is in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ WORK = "attention_inputs.work_W"
 def following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Write the token after each position of a step whose tokens the states have; 0 for padding. token_ids_T: int64.
+    """Write the token that follows each position of a step, after the step's tokens were stored in the states.
 
-    After a rejected draft it is an arbitrary token.
+    token_ids_T: int64; 0 for padding, an arbitrary token after a rejected draft.
     """
     if buffers.rows_R.device.type != "cpu":
         launch_following_tokens(states, batch, buffers, token_ids_T)
@@ -74,7 +74,6 @@ def following_tokens(
 def launch_following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Launch the kernel of following_tokens."""
     from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
         TILE,
         following_kernel,
@@ -100,7 +99,7 @@ def launch_following_tokens(
 def keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Keep the hidden state of each request's last verified token, by its row of the states."""
+    """Store the hidden state of each request's last verified token in kept_SD, by the request's row."""
     if kept_SD.device.type != "cpu":
         launch_keep_hidden(states, buffers, num_rows, hidden_TD, kept_SD)
         return
@@ -112,7 +111,6 @@ def keep_hidden(
 def launch_keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Launch the kernel of keep_hidden."""
     from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
         TILE,
         keep_hidden_kernel,
@@ -138,7 +136,10 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Write the hidden states kept for these rows (int32, -1 for padding), and their next tokens' positions, int64."""
+    """Copy the kept hidden states of these rows to hidden_RD, and write the positions of their next tokens.
+
+    rows_R: int32, -1 for padding. positions_R: int64.
+    """
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
         return
@@ -154,7 +155,6 @@ def launch_begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Launch the kernel of begin_drafts."""
     from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
         TILE,
         begin_drafts_kernel,
@@ -173,20 +173,20 @@ def launch_begin_drafts(
 
 
 class EagleDrafter(StepFeature):
-    """The passes of a head. Implements `Capturable`.
+    """Prefills an EAGLE-3 head and drafts with it.
 
-    The head has a KV cache of its own under the block tables of the requests. Its entry of a position comes of the
-    model's hidden states there and of the token behind. `prefill_head` computes all tokens of a step: prompts, newest
-    tokens, and drafts, whose entries of the time when they were drafted it replaces. So where a block is in the prefix
-    cache, the head's entries are there too; only the last one may belong to another token behind the block, which makes
-    drafts worse, but no token wrong. Entries of wrong drafts are behind the newest token, where the next drafts are
-    written before anything reads.
+    The head has its own KV cache under the requests' block tables. The entry of a position is computed from the model's
+    hidden states there and the token after it. `prefill_head` computes the entries of all tokens of a step: prompts,
+    newest tokens, and drafts, whose entries from drafting it replaces. So if a block is in the prefix cache, the head's
+    entries are there too. Only the last one may have been computed with another token after the block, which makes
+    drafts worse but no token wrong. Wrong drafts leave entries after the newest token, which the next drafts overwrite
+    before they are read.
 
     Drafts are sampled by temperature and noise alone; the request's filters apply when drafts are verified.
     """
 
     def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
-        """config: of the head. Raises what the compiler and the loader raise."""
+        """Compile and load the head. config: its own. Raises what the compiler and the loader raise."""
         engine, states, buffers = parts.config, parts.states, parts.buffers
         self.config, self._states, self._sampler, self._steps = config, states, parts.sampler, buffers
         self._loaded = load_head(config, parts)
@@ -271,14 +271,15 @@ class EagleDrafter(StepFeature):
             self.combine_hidden_states(output.aux_hidden_states)
 
     def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
-        """Compute the features of a step's tokens from the inputs of the head's chosen layers, [T, target_size] each.
+        """Compute the head's input features of a step's tokens.
 
-        May be captured, with the forward that returns them.
+        aux_hidden_states: inputs of the model's layers that the head reads, [T, target_size] each. May be captured with
+        the forward that returns them.
         """
         self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
 
     def after_step(self, batch: InputBatch) -> None:
-        """Compute the tokens of a step that does not skip the head: by one launch after decodes."""
+        """Prefill the head with the tokens of a step, unless it skips the head; after decodes, with one graph."""
         if not batch.numbered:
             return
         key = batch.key
@@ -291,9 +292,9 @@ class EagleDrafter(StepFeature):
             self._replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
-        """Compute a step whose tokens the states have and whose features were taken; returns the hidden states.
+        """Run the head on the tokens of a step, and keep the hidden states that `draft` begins with; returns all.
 
-        May be captured.
+        The step's tokens must be in the states, and its features combined. May be captured.
         """
         states, steps = self._states, self._steps
         following_tokens(states, batch, steps, self._token_ids_T)
@@ -316,11 +317,11 @@ class EagleDrafter(StepFeature):
     # Draft ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: SchedulerOutput) -> None:
-        """Stage the passes of a step that does not skip the head."""
+        """Stage the drafting passes of a step, unless it skips the head."""
         self._drafting = None if step.single else self.stage(step)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Make the step's drafts, by one launch."""
+        """Make the step's drafts, with one graph if there is one."""
         drafting, self._drafting = self._drafting, None
         if drafting is None:
             return
@@ -331,7 +332,7 @@ class EagleDrafter(StepFeature):
             self._replay(drafting.key, drafting.num_tokens)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage what the passes of a step are over. The requests have their rows and blocks."""
+        """Stage the inputs of a step's drafting passes. The requests must have their rows and blocks."""
         rows = self._rows_of_steps.rows(step)
         longest, key = rows.longest(step), None
         count = rows.num_drafting[0] if rows.num_drafting else 0  # requests with room for a draft come first
@@ -361,12 +362,12 @@ class EagleDrafter(StepFeature):
             self._room.stage(0, room)
 
     def draft(self, drafting: Drafting) -> None:
-        """Launch the passes that make the drafts, without a graph."""
+        """Launch the drafting passes, without a graph."""
         if drafting.num_drafting:
             self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
 
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
-        """Make the drafts of the first `count` staged rows; returns the logits of the last ones."""
+        """Make num_drafts drafts for each of the first `count` staged rows; returns the last pass's logits."""
         states, own, given = self._states, self._own, self._inputs
         rows_R, hidden_RD = own.rows_R[:count], self._begun_RD[:count]
         begin_drafts(states, rows_R, self._kept_SD, hidden_RD, given.positions_R[:count])
@@ -442,7 +443,7 @@ class EagleDrafter(StepFeature):
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch all kernels of the passes but the head's, over padding."""
+        """Launch all kernels of the passes except for the head's, over padding."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)
@@ -457,4 +458,4 @@ class EagleDrafter(StepFeature):
         )
         keep_drafts(self._states, self._own, self._room.tensor, tokens_1, 0, given)
         self.failed()
-        self._steps.forget_staged()  # what was not launched has not arrived
+        self._steps.forget_staged()  # in a dry run, staged values do not reach the device

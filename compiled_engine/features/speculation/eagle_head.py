@@ -1,4 +1,4 @@
-"""An EAGLE-3 head of a rank: compiled or eager, with its weights and KV cache."""
+"""Loads a rank's EAGLE-3 head, compiled or eager, with its weights and KV cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from compiled_engine.parallel.rank_share import local_model
 
 
 def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
-    """Return the embedding of the engine's model for a head (`config`) without its own; None if the head has one.
+    """Return the embedding of the engine's model, for a head (`config`) without its own; None if the head has one.
 
-    Raises ValueError if the model has none of the right shape.
+    Raises ValueError if no parameter of the model has the right shape.
     """
     head = local_model(config)
     if has_embedding(head):
@@ -39,7 +39,7 @@ class EagleHead:
     compiled: CompiledModel | None
     model: ModelForward
     kv_caches: list[torch.Tensor]
-    token_ids_V: torch.Tensor  # int64 on the CPU: the model's token for each token of the head
+    token_ids_V: torch.Tensor  # the model's token id for each token id of the head, int64 on the CPU
     num_parameters: int
 
     def allocate(self, num_blocks: int) -> None:
@@ -53,7 +53,7 @@ class EagleHead:
 
 
 def load_head(config: EngineConfig, parts: RunnerParts) -> EagleHead:
-    """Compile and load a head. config: of the head. Raises what the compiler and the loader raise."""
+    """Compile and load a head. config: its own. Raises what the compiler and the loader raise."""
     group, progress, timeline = parts.group, parts.progress, parts.timeline
     embedding_VD, compiled = embedding_of(parts.module, config), None
     if config.compile.enabled:

@@ -26,8 +26,7 @@ def following_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has. See
-    eagle.following_tokens."""
+    """See eagle.following_tokens. One program per batch row; unless DECODES_ONLY, another for tokens without a row."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -69,7 +68,7 @@ def keep_hidden_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch). See eagle.keep_hidden."""
+    """See eagle.keep_hidden. One program per batch row."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -99,7 +98,7 @@ def begin_drafts_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (row of the batch). See eagle.begin_drafts."""
+    """See eagle.begin_drafts. One program per batch row."""
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

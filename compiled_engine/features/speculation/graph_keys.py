@@ -1,4 +1,4 @@
-"""Graph keys of an engine with drafts: of its steps, and of the passes of a draft model or head."""
+"""The keys of CUDA graphs in an engine with drafts: of its steps, and of the passes of a draft model or head."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of the graphs of steps, by the keys that the dispatcher finds. unread: for steps that no head reads;
-    read: for other steps. They differ if a head may be skipped."""
+    """The keys of the steps' graphs, by the dispatcher's key. The two mappings differ if steps may skip the head."""
 
-    unread: Mapping[GraphKey, GraphKey]
-    read: Mapping[GraphKey, GraphKey]
+    unread: Mapping[GraphKey, GraphKey]  # for steps that skip the head
+    read: Mapping[GraphKey, GraphKey]  # for all other steps
 
     @classmethod
     def of(cls, keys: Iterable[GraphKey], longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
-        """keys: of the dispatcher. sizes_read: see SpeculationConfig. These steps are rare, so their graphs serve
-        contexts of any length, up to `longest`."""
+        """Make the mappings for the dispatcher's keys. sizes_read: see SpeculationConfig.
+
+        A step without drafts that a head reads is rare, so its graph serves contexts of any length up to `longest`.
+        """
         same = {key: key for key in keys}
         if sizes_read is None:
             return cls(same, same)
@@ -36,14 +37,14 @@ class StepKeys:
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
-        """All keys, each once."""
+        """All keys to capture, each once."""
         return tuple(dict.fromkeys((*self.unread.values(), *self.read.values())))
 
 
 def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, GraphKey]:
-    """Return the keys of the graphs in which a head processes the tokens of a step, by the step's key.
+    """Return the keys of the graphs in which a head processes a step's tokens, by the step's key.
 
-    Each serves contexts of any length up to `longest`, and steps with further fields.
+    A graph serves contexts of any length up to `longest`, and steps with any further fields.
     """
 
     def following(key: GraphKey) -> GraphKey:
@@ -54,18 +55,20 @@ def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, 
 
 
 def model_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, int]:
-    """Return the keys of the graphs that hold all passes of a draft model, with the number of drafts of each.
-    dispatcher: for rows of the first pass."""
+    """Return the keys of the graphs that hold all passes of a draft model, with the number of drafts that each makes.
+
+    dispatcher: its keys are for batches of the first pass.
+    """
     keys = [key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode]
     return {drafting(key, length): length for length in lengths if length for key in keys}
 
 
 def head_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, int]:
-    """Return the keys of the graphs that hold the passes in which a head drafts, with the number of drafts of each."""
+    """Return the keys of the graphs that hold the drafting passes of a head, with the number of drafts of each."""
     keys = [key for key in dispatcher.keys if key.is_decode]
     return {drafting(key, length): length for length in lengths if length for key in keys}
 
 
 def drafting(key: GraphKey, num_drafts: int) -> GraphKey:
-    """Return the key of the graph that makes num_drafts drafts of each request, for rows as those of `key`."""
+    """Return the key of the graph that makes num_drafts drafts per request, for a batch of the size of `key`."""
     return replace(key, purpose=f"draft-{num_drafts}")

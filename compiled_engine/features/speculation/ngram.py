@@ -1,8 +1,8 @@
-"""Drafts from the request's own tokens.
+"""Drafts by n-grams: the tokens that followed an earlier occurrence of the request's last tokens.
 
-On a CPU the drafts of a step's requests are written before the step's batch is made, as many as the step has blocks
-for. On a GPU the host does not know which tokens the requests have: there a kernel writes the drafts, in the CUDA graph
-of the step.
+The method is prompt lookup decoding (Saxena, "Prompt lookup decoding", 2023). On a CPU, drafts are written before the
+step's batch is made. On a GPU the host does not know the requests' newest tokens; a kernel writes the drafts, in the
+CUDA graph of the step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from compiled_engine.kernels.launch_arguments import dependent_launch, next_powe
 
 
 def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarray) -> np.ndarray:
-    """Return how many drafts the step has room for, int [R]. Requests have drafts once they have sampled."""
+    """Return how many drafts each request has room for, int [R]. Requests have drafts once they have sampled."""
     has_sampled_R = np.array(step.starts) >= states.prefill_len[rows_R]
     return np.where(has_sampled_R, np.array(step.counts) - 1, 0)
 
 
 def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return what followed the newest earlier occurrence of the last tokens, [count]; [0] without one.
+    """Return the tokens that followed the newest earlier occurrence of the last tokens, [count]; [0] without one.
 
-    Up to `longest` of the last tokens are compared, preferring longer matches, at least `shortest`. If the continuation
-    reaches the end of the tokens it repeats.
+    A match has `shortest` to `longest` of the last tokens; the longest match wins. If the continuation reaches the end
+    of the tokens, it repeats.
     """
     last, matched = len(token_ids) - 1, 0
     ends = np.arange(last)  # of the matches so far
@@ -45,8 +45,7 @@ def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int)
 
 
 class NgramsOnHost(StepFeature):
-    """Drafts from the request's own tokens, prompt included (Saxena, "Prompt lookup decoding", 2023), before a step's
-    batch is made."""
+    """Finds n-gram drafts on a CPU, before a step's batch is made."""
 
     def __init__(self, config: SpeculationConfig, states: RequestStates, buffers: InputBuffers) -> None:
         self._config, self._states = config, states
@@ -66,17 +65,17 @@ class NgramsOnHost(StepFeature):
 
 
 class Ngrams(StepFeature):
-    """The search of NgramsOnHost by a kernel, before a step's inputs are made."""
+    """Finds n-gram drafts with a kernel, before a step's inputs are made."""
 
     def __init__(self, config: SpeculationConfig, states: RequestStates, buffers: InputBuffers) -> None:
         self._config, self._states, self._buffers = config, states, buffers
 
     def before_inputs(self, batch: InputBatch) -> None:
-        if not (batch.decodes_only and batch.host[1] == 1):  # the queries of a request
+        if not (batch.decodes_only and batch.host[1] == 1):  # host[1]: rows per request
             self.launch(batch)
 
     def launch(self, batch: InputBatch) -> None:
-        """Write the drafts of a batch that was staged. The kernel reads history_SL."""
+        """Write the drafts of a staged batch."""
         from compiled_engine.features.speculation.draft_kernels import (  # Triton is not installed everywhere
             SEARCHED,
             ngram_kernel,

@@ -1,4 +1,4 @@
-"""Drafts in steps on the device: the rows that verify them, and who makes them."""
+"""The device parts of speculation: a feature that verifies drafts, and the choice of a feature that makes them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 
 
 def drafting(parts: RunnerParts) -> list[StepFeature]:
-    """Return what verifies drafts, and what makes them: nothing for an engine without drafts.
+    """Return the features that verify drafts and make them; none for an engine without drafts.
 
-    Drafts are made on the device. n-grams are an exception on a CPU without captured graphs: they are found before a
-    step's batch is made, and a draft that does not exist has no row. That pays there, since many requests have none.
+    Drafts are made on the device, so a request has a row for each draft that it may have. n-grams on a CPU without
+    captured graphs are the exception: they are found before a step's batch is made, and only existing drafts have rows,
+    which saves work as many requests have none.
     """
     config = parts.config
     if not config.speculation.num_tokens:
@@ -39,8 +40,11 @@ def drafting(parts: RunnerParts) -> list[StepFeature]:
 
 
 class StepDrafts(StepFeature):
-    """A request has a row for its newest token and one for each draft. known: whether the host knows the drafts
-    when it makes a batch; otherwise a request has a row for each that it may have."""
+    """Verifies drafts. A request has a row for its newest token and one for each draft.
+
+    known: whether the host knows the drafts when it makes a batch; otherwise there is a row for each draft that a
+    request may have.
+    """
 
     def __init__(self, parts: RunnerParts, *, known: bool) -> None:
         config = parts.config
@@ -54,13 +58,13 @@ class StepDrafts(StepFeature):
         verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
-        """Divide graphs into those of steps that a head reads and others, where steps may skip a head."""
+        """Return different graphs for steps that a head reads and for those that skip it, if steps may skip it."""
         config = self._config
         self._keys = StepKeys.of(keys, config.scheduler.max_model_len, config.speculation.sizes_read)
         return FeatureGraphs(self._keys.captured, {})
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
-        if step.single:  # nor has it drafts
+        if step.single:  # the step has no drafts, and no head reads it
             longest = max(step.starts, default=0) + 1
             return StepLayout(step.num_tokens, longest, None, partial(self._make_unread, step))
         rows, longest = self._steps.rows(step), max(map(add, step.starts, step.counts), default=0)

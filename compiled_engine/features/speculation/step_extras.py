@@ -1,4 +1,4 @@
-"""The extras of drafts in a step: the plan tells the head how sharp the drafts are to be sampled."""
+"""The extras of a step that the plan of drafts sends to the draft head: how sharply to sample drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAME = "speculation"
 
 
 def set_sharpness(step: SchedulerOutput, sharpness: float) -> None:
-    """Have the step's drafts sampled from `sharpness` times the logits (see SpeculationConfig.sharpnesses)."""
+    """Have the step's drafts sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
     if sharpness != 1.0:
         step.extras[NAME] = sharpness
 

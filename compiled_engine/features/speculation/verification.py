@@ -1,4 +1,4 @@
-"""The verification of drafts: a step's tokens are taken up to the first draft that is wrong."""
+"""Verifies drafts: a request gets a step's tokens up to the first wrong draft. See draft_rows.py for the idea."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.sampling.gumbel import splitmix64
 
-# The index of a hash that is no token's.
+# A hash index that no token id has.
 NO_TOKEN = 1 << 62
 
 
 class Acceptance:
-    """The rule that accepts drafts: by comparison, or at random at these rates, see SpeculationConfig."""
+    """The rule that accepts drafts: by comparison, or for benchmarks at random with given rates.
+
+    rates: see SpeculationConfig.acceptance_rates; empty: by comparison.
+    """
 
     def __init__(self, rates: tuple[float, ...], device: torch.device):
         self.rates = rates
@@ -33,10 +36,11 @@ def verify(
     num_rows: int,
     acceptance: Acceptance,
 ) -> None:
-    """Store a step's tokens as `advance` does: of each request those up to the first draft that is wrong.
+    """Store each request's tokens of a step up to the first wrong draft, in the states and in the ring buffer.
 
-    token_ids_R: int64. The ring has NOT_TAKEN for rows without a token, and NO_ROW for rows without a draft. May be
-    called again with other tokens, which replace the first ones.
+    Takes the place of step_sampling.advance in numbered batches. token_ids_R: int64. The ring buffer gets NOT_TAKEN for
+    tokens after a wrong draft, and NO_ROW for rows whose draft does not exist. May be called again with other tokens,
+    which replace the first ones.
     """
     if buffers.rows_R.device.type == "cpu":
         verify_reference(states, buffers, token_ids_R, num_rows, acceptance)
@@ -47,7 +51,6 @@ def verify(
 def launch_verify(
     states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
 ) -> None:
-    """Launch the kernel of verify."""
     from compiled_engine.features.speculation.draft_kernels import verify_kernel  # Triton is not installed everywhere
 
     assert states.ahead_SK is not None
@@ -84,7 +87,7 @@ def launch_verify(
 def verify_reference(
     states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
 ) -> None:
-    """Do what the kernel does, for tensors on the CPU."""
+    """Do the work of draft_kernels.verify_kernel on a CPU."""
     assert states.ahead_SK is not None
     assert buffers.row_numbers_R is not None
     rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.row_numbers_R.numpy()[:num_rows]
@@ -128,10 +131,10 @@ def verify_reference(
 
 
 def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
-    """Draw how many drafts are accepted, int [R], from the rates of SpeculationConfig.acceptance_rates.
+    """Draw how many drafts are accepted, int [R], with the rates of SpeculationConfig.acceptance_rates.
 
-    A draw is a function of the request's seed and the position of its first draft, and independent of the noise of
-    sampling: no token has its id.
+    A draw is a function of the request's seed and the position of its first draft. It is independent of the sampling
+    noise, because it is hashed with an id that no token has.
     """
     keys_R = splitmix64(seeds_R.view(np.uint64), positions_R.astype(np.uint64))
     uniform_R = splitmix64(keys_R, np.array([NO_TOKEN], np.uint64)).astype(np.float64) * 2.0**-64

@@ -1,7 +1,7 @@
-"""Requests with a constraint: they wait until their grammar is compiled, and have a mask in each step.
+"""Constraints of requests: the queue of requests whose grammars are being compiled, and the masks of each step.
 
 Requests whose grammar is being compiled are held back from the scheduler's queue and do not delay it. The masks of a
-step are made while it runs: its requests' constraints are told of their newest tokens and asked.
+step are computed while it runs: each constraint gets its request's newest tokens and returns the next mask.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from compiled_engine.sampling.token_mask import Constraint, num_words
 
 @dataclass(frozen=True)
 class _Waiting:
-    """deadline_s: of time.monotonic."""
+    """A request whose grammar is being compiled."""
 
     request: EngineRequest
     compiled: Future[CompiledGrammar]
-    deadline_s: float
+    deadline_s: float  # in seconds of time.monotonic
 
 
 class GrammarQueue:
-    """Releases requests in the order in which their grammars are ready. waiting: the other requests, by id."""
+    """Compiles grammars, and releases requests in the order in which their grammars are ready."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
-        self.waiting: dict[str, _Waiting] = {}
+        self.waiting: dict[str, _Waiting] = {}  # by request id
         self._num_waiting: Counter[Future[CompiledGrammar]] = Counter()
         self._num_requests = 0
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """The first one counts; any other is the same."""
+        """Set the vocabulary. Only the first call has an effect, as all vocabularies of an engine are equal."""
         if self._compiler is None:
             self._compiler = GrammarCompiler(vocabulary)
 
     def add(self, request: EngineRequest) -> None:
-        """Raises ValueError if no vocabulary was given."""
+        """Queue a request, and start compiling its grammar. Raises ValueError if no vocabulary was set."""
         if self._compiler is None or (grammar := grammar_of(request)) is None:
             raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
         self._num_requests += 1
@@ -57,7 +57,7 @@ class GrammarQueue:
         self._num_waiting[compiled] += 1
 
     def remove(self, request_id: str) -> bool:
-        """Remove a request; return whether it waited. An unstarted compilation only for it is dropped."""
+        """Remove a request, cancelling a compilation that no other request needs; returns whether it was waiting."""
         if request_id not in self.waiting:
             return False
         gone = self._pop(request_id)
@@ -78,9 +78,9 @@ class GrammarQueue:
     def release(
         self, patience_s: float = 0.0
     ) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
-        """Take out the requests whose grammar is ready, and the ends of those whose grammar cannot be compiled.
+        """Remove and return requests with ready grammars, and the final outputs of those with failed grammars.
 
-        patience_s: how long to wait if none is ready.
+        patience_s: longest time to wait if none is ready.
         """
         if patience_s > 0:
             wait([each.compiled for each in self.waiting.values()], patience_s, FIRST_COMPLETED)
@@ -92,7 +92,7 @@ class GrammarQueue:
             self._pop(request_id)
             try:
                 ready.append((each.request, self._constraint(each)))
-            except Exception as error:  # whatever it is, it is of this request alone
+            except Exception as error:  # any failure concerns only this request
                 failed.append(EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error)))
         return ready, failed
 
@@ -103,7 +103,7 @@ class GrammarQueue:
         return self._compiler.constraint(waiting.compiled)
 
     def metrics(self) -> dict[str, int | float]:
-        """Since the start: grammar_requests, and GrammarCompiler.metrics if there has been any."""
+        """Return grammar_requests since the start, and GrammarCompiler.metrics once there is a compiler."""
         return {"grammar_requests": self._num_requests} | (self._compiler.metrics() if self._compiler else {})
 
     def close(self) -> None:
@@ -113,26 +113,25 @@ class GrammarQueue:
 
 @dataclass(slots=True)
 class Constrained:
-    """A request's constraint. num_accepted: output tokens that it was told of."""
+    """A request's constraint."""
 
     constraint: Constraint
-    num_accepted: int = 0
+    num_accepted: int = 0  # number of output tokens that the constraint has got
 
     def with_new_tokens(self, request: Request) -> tuple[Constraint, list[int]]:
-        """Return the constraint and the request's output tokens that it is yet to be told of."""
+        """Return the constraint and the request's output tokens that it has not got yet, and count them as accepted."""
         token_ids = request.token_ids[request.num_prompt_tokens + self.num_accepted :]
         self.num_accepted += len(token_ids)
         return self.constraint, token_ids
 
 
 class MaskMaker:
-    """Owns the array that masks are written to, a row for each request that may run, once there is a constraint; and
-    the thread that waits for grammars to fill it."""
+    """Computes the masks of steps in a thread, into an array with a row for each request of the largest step."""
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._shape = (max_num_requests, num_words(vocab_size))
         self._words_NW: np.ndarray | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # it begins with the first grammar
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first grammar
         self._asked: list[Request] = []
         self._failures: Future[dict[int, str]] | None = None
 
@@ -151,9 +150,9 @@ class MaskMaker:
         self._failures = fill_masks(told, words_MW, self._thread)
 
     def finish(self) -> TokenMasks:
-        """Return the masks begun last, once they are made. Valid until the next call of `begin`.
+        """Wait for the masks of the last `begin`, and return them. They are valid until the next `begin`.
 
-        A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
+        Sets the `failure` of a request whose constraint fails. Raises RuntimeError without a `begin`.
         """
         if self._failures is None or self._words_NW is None:
             raise RuntimeError("no masks are being made: begin must be called first")

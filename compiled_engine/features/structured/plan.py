@@ -1,4 +1,4 @@
-"""Requests with a grammar or a token mask: held back until it is ready, and masked in each step."""
+"""Plans requests with a grammar or a token mask: holds them back until it is ready, and masks them in each step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, Toke
 
 
 class Structured(PlanFeature):
-    """max_num_requests: of a step."""
+    """Holds back and masks constrained requests. max_num_requests: most requests of a step."""
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._grammars = GrammarQueue()
         self._masks = MaskMaker(max_num_requests, vocab_size)
-        self._given: dict[str, Constraint] = {}  # of requests that are to be added, by id
-        self._of: dict[Request, Constrained] = {}
+        self._given: dict[str, Constraint] = {}  # constraints of requests that will be added, by request id
+        self._of: dict[Request, Constrained] = {}  # constraints of requests that were added
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         self._grammars.set_vocabulary(vocabulary)
@@ -32,9 +32,9 @@ class Structured(PlanFeature):
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
 
     def holds(self, request: EngineRequest, given: TokenMask | None) -> bool:
-        """Hold a request back while its grammar is compiled. given: its token mask.
+        """Hold a request back while its grammar is compiled. given: its token mask, if any.
 
-        Raises ValueError if the request has both, or if its grammar has no vocabulary.
+        Raises ValueError if the request has both, or has a grammar and no vocabulary was set.
         """
         if grammar_of(request) is not None:
             if given is not None:
@@ -46,7 +46,7 @@ class Structured(PlanFeature):
         return False
 
     def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """Return requests whose grammars are ready, and the ends of those whose grammars failed."""
+        """Return requests with ready grammars, and the final outputs of those with failed grammars."""
         ready, failed = self._grammars.release(patience_s)
         self._given |= {request.request_id: constraint for request, constraint in ready}
         return [request for request, _ in ready], failed
@@ -56,7 +56,7 @@ class Structured(PlanFeature):
         self._given.pop(request_id, None)
 
     def added(self, request: Request) -> None:
-        """Have a request with a constraint sample late, and a token at a time, as its masks are made."""
+        """Let a constrained request sample late, and one token per step, as each token needs a mask."""
         if (constraint := self._given.pop(request.request_id, None)) is not None:
             self._of[request] = Constrained(constraint)
             request.samples_late = True
@@ -69,8 +69,10 @@ class Structured(PlanFeature):
         return self._masks.finish()
 
     def nothing_allowed(self, request: Request) -> Finish | None:
-        """A text of a grammar that is complete stops: only an end-of-sequence token could come, and min_tokens or the
-        like forbids it."""
+        """Stop a request whose grammar is complete.
+
+        Only an end-of-sequence token could follow, and another parameter such as min_tokens forbids it.
+        """
         found = self._of.get(request)
         return Finish("stop", None) if found is not None and is_complete(found.constraint) else None
 

@@ -59,7 +59,7 @@ class Engine:
 
 
 def slots(step: SchedulerOutput) -> dict[str, int]:
-    """Of new requests; -1 for none."""
+    """Return the adapter slots of new requests; -1 for none."""
     return {request.request_id: request.extras.get("adapters", -1) for request in step.new}
 
 

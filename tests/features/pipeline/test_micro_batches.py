@@ -66,7 +66,7 @@ class Plan:
             self.planned(sampling)
 
     def parts(self, num_waiting: int = 0, num_in_flight: int = 0) -> list[tuple[list[int], int]]:
-        """What a step may have, in turn: indices of requests, and how many others."""
+        """Return the parts in turn: indices of running requests, and the number of others that may join."""
         parts = self._batches.divide(self.requests, range(num_waiting), num_in_flight)
         return [([self.requests.index(request) for request in found], room) for found, room in parts]
 
@@ -91,7 +91,7 @@ def test_where_a_micro_batch_is_full_the_newest_prompts_wait() -> None:
 
 
 def test_as_many_are_admitted_as_make_micro_batches_equally_full() -> None:
-    """Those of others, and prompts that have none yet, count for the whole; one takes no more than a step."""
+    """Requests of other micro-batches and prompts count towards the total; a micro-batch has no more than a step."""
     plan = Plan([0, 0, 0, None, 1], most_requests=8)
     rooms = {waiting: [room for _, room in plan.parts(waiting)] for waiting in (0, 6, 7, 90)}
     assert rooms == {0: [0, 2], 6: [6 - 3, 6 - 1], 7: [6 - 3, 6 - 1], 90: [8 - 4, 8 - 2]}

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Link:
-    """Of the first stage of two; received: how many steps' tokens, each larger by one than the last."""
+    """The link of the first of two stages, with tokens that count up. received: number of steps received."""
 
     stage = Stage(range(1), 0, 2)
 

@@ -69,7 +69,7 @@ def test_an_encoders_text_fits_into_a_step() -> None:
 
 
 def test_a_text_is_as_long_as_the_model_takes() -> None:
-    """It has no output: none of its tokens is kept back for one."""
+    """A text has no output, so no token is reserved for it."""
     scheduler = made(whole=False)
     add(scheduler, "a", 20)
     with pytest.raises(ValueError, match="must have at most 20 tokens"):

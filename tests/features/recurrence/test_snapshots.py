@@ -249,7 +249,7 @@ def test_a_request_that_goes_on_takes_snapshots_of_its_prompt_alone() -> None:
 
 
 def test_a_snapshot_that_another_request_comes_to_is_in_use() -> None:
-    """It had not been taken when that request was admitted."""
+    """The snapshot had not been taken when that request was admitted."""
     cache, snapshots = made(2)
     requests = [admitted(cache, range(first, first + 10)) for first in (0, 0, 20, 40)]
     one, same, other, last = requests

@@ -187,7 +187,7 @@ def test_the_time_of_a_step(seconds: list[float], mean: float) -> None:
 
 
 def test_times_of_steps_in_a_row_replace_others() -> None:
-    """Where there are no such steps, as where requests always come and go, others will do after a while."""
+    """If there are no such steps, because requests come and go, others count after a while."""
     length = DraftLength(1)
     chosen = []
     for _ in range(64):
@@ -212,7 +212,7 @@ def test_the_time_without_drafts_is_that_at_rest_once_it_is_known() -> None:
 
 @given(drafts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=120))
 def test_the_share_of_a_position_is_that_of_drafts_behind_right_ones(drafts: list[tuple[int, int]]) -> None:
-    """It begins as that of eight drafts, of which 70 % were right; from fifty on the newest counts for 2 %."""
+    """The share begins like that of eight drafts, 70 % of them right; from fifty drafts on, the newest counts 2 %."""
     length = DraftLength(3)
     assert length.metrics()["draft_shares"] == [0.7, 0.7, 0.7]
     outcomes: list[list[float]] = [[0.7] * 8 for _ in range(3)]

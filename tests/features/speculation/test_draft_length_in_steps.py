@@ -57,7 +57,7 @@ class Engine:
         return self.now / 1e3
 
     def batch(self) -> None:
-        """As many requests as run at a time, together until the last one ends."""
+        """Run as many requests as may run at a time, together until the last one ends."""
         for _ in range(REQUESTS):
             self.added += 1
             prompt = tuple(self.draw.randrange(99) for _ in range(9))

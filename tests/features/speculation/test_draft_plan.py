@@ -1,4 +1,4 @@
-"""What the scheduler asks and tells those that choose the number of drafts and their sharpness."""
+"""The questions and results that the plan of drafts passes to the choosers of their number and sharpness."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(scheduler: Scheduler, *counts: int, num_drafts: list[int] | None = None)
 
 
 def test_it_is_asked_for_the_requests_of_the_step_that_may_have_drafts() -> None:
-    """Where none runs yet, for those that will; a prompt, and one that gets a token a step, have none."""
+    """If no request runs yet, waiting ones count. Prompts, and requests with one token per step, have no drafts."""
     length = Told()
     scheduler = made(length)
     for name in "abc":

@@ -1,4 +1,4 @@
-"""Where a head does not pay, requests rest one after the other, and those that come later find out when it pays."""
+"""If a head does not pay, requests stop drafting one after the other, and later ones find out when it pays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 3
 
 @dataclass
 class Serving:
-    """As many requests as places at a time: where one ends, another one comes. Each draft is right with this share."""
+    """Runs `places` requests at a time: when one ends, another comes. `share` of the drafts are right."""
 
     places: int
     output_len: int
@@ -100,7 +100,7 @@ def test_a_new_request_beside_many_at_rest_makes_few_probes() -> None:
 
 
 def test_what_rests_in_few_requests_rests_in_more() -> None:
-    """Of 50 requests one may have drafts: that says nothing of the time of steps of which all have some."""
+    """If one of 50 requests may have drafts, nothing is learnt of the time of steps in which all have drafts."""
     serving = Serving(8, output_len=64)
     serving.run(600)
     assert serving.length.choose(50, 1) == (0, True)
