@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
 from compiled_engine.frontend.adapters import LoRARequest

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations

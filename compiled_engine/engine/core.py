@@ -17,7 +17,8 @@ from typing import Any
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import Executor, PendingOutput, apply
+from compiled_engine.engine.control import apply
+from compiled_engine.engine.executor import Executor, PendingOutput
 from compiled_engine.engine.messages import (
     NO_CACHE,
     ControlCall,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.engine.executor import ControlError, Failed, FatalError
+from compiled_engine.engine.control import ControlError, Failed, FatalError
 from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore

@@ -13,8 +13,8 @@ from itertools import count
 
 import msgspec
 
+from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.core import EngineCore
-from compiled_engine.engine.executor import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
 from compiled_engine.processes.replicas import Replicas

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from compiled_engine.engine.executor import Failed, FatalError
+from compiled_engine.engine.control import Failed, FatalError
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.processes.channel import receive
 from compiled_engine.processes.ranks import Heartbeats, WorkerChild, end_all

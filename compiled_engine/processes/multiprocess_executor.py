@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.timeline import Timeline

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.control import Failed
 from compiled_engine.process.memory import freeze_heap
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from compiled_engine.config import EngineConfig, decode_other, encode_other
-from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.control import Failed
 from compiled_engine.engine.messages import (
     ControlCall,
     EngineRequest,

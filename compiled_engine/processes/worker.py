@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.engine.executor import ControlError, Failed, InProcessExecutor, PendingOutput
+from compiled_engine.engine.control import ControlError, Failed
+from compiled_engine.engine.executor import InProcessExecutor, PendingOutput
 from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.features.registry import step_features
 from compiled_engine.parallel.connect import RankLayout, connect, join_ranks

@@ -16,7 +16,7 @@ from torch import nn
 
 from compiled_engine import LLM, LoRARequest, SamplingParams, async_llm
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters import slots as adapter_slots
 from compiled_engine.frontend.outputs import RequestOutput

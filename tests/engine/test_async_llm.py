@@ -18,8 +18,8 @@ from left_over import running
 from small_engines import PROMPTS
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.core import CALLS
-from compiled_engine.engine.executor import ControlError
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams

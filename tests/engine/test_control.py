@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_engine.engine.executor import ControlError, Failed, FatalError, apply
+from compiled_engine.engine.control import ControlError, Failed, FatalError, apply
 from compiled_engine.engine.messages import ControlCall
 
 

@@ -11,8 +11,8 @@ from plain_config import BASE
 from token_masks import ByLastToken
 
 from compiled_engine.config import AdapterConfig, EngineConfig, Recurrences, RowState, SpeculationConfig
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.core import EngineCore
-from compiled_engine.engine.executor import ControlError
 from compiled_engine.engine.messages import (
     NO_CACHE,
     ControlCall,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plain_config import BASE
 
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import TokenMasks
 from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
 from compiled_engine.features.registry import plan_features

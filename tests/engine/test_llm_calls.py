@@ -11,7 +11,7 @@ import pytest
 from plain_config import BASE
 from unstarted_engines import DEFAULT, LORA, PARAMS, POOLING, Passed, Processor, Tokenizer, made, made_async, prepared
 
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.frontend.pooling_processor import UNBOUNDED

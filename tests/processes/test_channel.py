@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from left_over import SOON_S
 
-from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.control import Failed
 from compiled_engine.engine.messages import RunnerOutput
 from compiled_engine.processes import channel, ring
 from compiled_engine.processes.channel import Connection, FrameReader, MessageTooLargeError, frame, receive, send

@@ -15,7 +15,7 @@ from small_engines import SMALL
 from tiny_models import tiny_config
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
 from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
 from compiled_engine.processes.core_child import CoreChild

@@ -15,7 +15,7 @@ from scripted_core import ScriptedCore
 from test_core_protocol import ServedCore, receive
 from token_masks import OneOf
 
-from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary
 from compiled_engine.processes import core_server
 from compiled_engine.processes.channel import Connection, frame

@@ -20,7 +20,7 @@ from test_core_client import ScriptedEnd, started
 from tiny_models import tiny_config
 
 from compiled_engine.config import EngineConfig, ParallelConfig
-from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.control import Failed
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import core_child, ranks, run_core, start_cores

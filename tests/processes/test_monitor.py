@@ -14,7 +14,7 @@ import pytest
 from left_over import SOON_S, wait_until
 from test_worker_faults import Clock
 
-from compiled_engine.engine.executor import Failed
+from compiled_engine.engine.control import Failed
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.processes import monitor
 from compiled_engine.processes.channel import send

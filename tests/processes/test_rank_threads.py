@@ -16,7 +16,7 @@ from rank_threads import ScriptedRunner, rank_threads
 from tiny_models import tiny_config
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall, SchedulerOutput, TokenMasks
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import monitor, multiprocess_executor, ring

@@ -12,7 +12,7 @@ from test_replicas import AHEAD, FIGURES, MOST, FakeCore, config, filled, make
 from token_masks import OneOf
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position
 from compiled_engine.processes import replicas

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import ControlError, Failed
+from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position, rows_in
 from compiled_engine.options import EngineOptions

@@ -22,7 +22,7 @@ from folders import SUPPORT
 from left_over import SOON_S, has_ended, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.llm import LLM
 from compiled_engine.parallel.connect import RankLayout

@@ -80,6 +80,7 @@ LAYERS = (
 ON_PAPER = (
     "block_pool",
     "cache_resource",
+    "control",
     "kv_cache",
     "messages",
     "plan_hooks",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.executor import apply
+from compiled_engine.engine.control import apply
 from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline

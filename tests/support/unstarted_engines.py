@@ -10,7 +10,7 @@ import pytest
 from plain_config import BASE
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.frontend.input_processor import PreparedRequest

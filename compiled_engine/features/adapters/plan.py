@@ -12,7 +12,7 @@ from typing import Any
 from compiled_engine.config import AdapterConfig
 from compiled_engine.engine.block_pool import BlockGroup
 from compiled_engine.engine.cache_resource import CacheResource
-from compiled_engine.engine.executor import ControlError
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall, EngineRequest
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
