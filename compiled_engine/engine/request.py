@@ -156,14 +156,14 @@ class Request:
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
-    def yield_single_tokens(self) -> None:
+    def limit_to_single_tokens(self) -> None:
         """Stop drafting until the next admission, because the draft head has not read all of the request's tokens."""
         self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
-    def yields_single_tokens(self) -> bool:
-        """Whether the request has stopped drafting, see `yield_single_tokens`."""
+    def is_limited_to_single_tokens(self) -> bool:
+        """Whether the request has stopped drafting, see `limit_to_single_tokens`."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
-from compiled_engine.engine import cache_memory as kv_cache
+from compiled_engine.engine import cache_memory
 from compiled_engine.engine.forward import (
     BatchForward,
     ModelForward,
@@ -201,7 +201,7 @@ class Runner:
         if tail is None:
             tail = self._sampling = StepSampling(self.model, self.sampler, self.buffers, self.pending, advance)
         self._tail = tail
-        self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
+        self._kv_caches = cache_memory.allocate(config, 1, self._stage.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
         self.step = ModelStep(forward, self._tail, self.states, length, self._hooks)
 
@@ -229,7 +229,7 @@ class Runner:
         if self._sampling is not None:
             reserved = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
         graph = affordable(
-            self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.all_reduce_min
+            self._config, activation_bytes, cache_memory.bytes_left(self._config), self._group.all_reduce_min
         )
         self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._hooks)
         graphs, graph_bytes = self.captured.graphs, 0
@@ -240,9 +240,9 @@ class Runner:
                     self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
                 )
         layers = self._stage.layers
-        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, reserved, layers)
+        self._cache_size = cache_memory.size_cache(self._config, activation_bytes, graph_bytes, reserved, layers)
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
-        self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
+        self._kv_caches[:] = cache_memory.allocate(self._config, self.num_blocks, layers)
         for feature in self._hooks.features:
             feature.allocate(self.num_blocks)
         if graphs:

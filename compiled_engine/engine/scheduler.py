@@ -146,13 +146,13 @@ class Scheduler:
         if self._last_share:
             self._requests.retire(self._last_share)
             self._last_share = []
-        num_preemptions = self._counts.preemptions
+        preemptions_before = self._counts.preemptions
         running, waiting = self._requests.running, self._requests.waiting
         parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
         if self._hooks.divide is not None:
             parts = self._hooks.divide(running, waiting, len(self._in_flight))
         for of_step, room in parts:
-            builder = self._build_step(of_step, room, num_preemptions)
+            builder = self._build_step(of_step, room, preemptions_before)
             if not builder.is_empty:
                 break
         else:
@@ -167,10 +167,10 @@ class Scheduler:
         self._in_flight.append(step)
         return step.output
 
-    def _build_step(self, of_step: Sequence[Request], room: int, num_preemptions: int) -> StepBuilder:
+    def _build_step(self, of_step: Sequence[Request], room: int, preemptions_before: int) -> StepBuilder:
         """Build a step of these running requests and at most `room` waiting ones; it may be empty.
 
-        num_preemptions: the count of preemptions before the step was planned. Once it is exceeded, blocks have run out
+        preemptions_before: their count before the step was planned. Once it is exceeded, blocks have run out
         and no request is admitted, as it would be preempted next.
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
@@ -179,7 +179,7 @@ class Scheduler:
             num_tokens = self._hooks.decode_tokens(of_step, num_waiting)
         builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
         budget = self._schedule_running(builder, of_step)
-        if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
+        if num_waiting and budget > 0 and self._counts.preemptions == preemptions_before:
             self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
         for built in self._hooks.built:
             built(builder)

@@ -108,13 +108,17 @@ def test_it_runs_from_its_first_admission_on() -> None:
     first = request.scheduled_time
     assert first is not None
     assert before <= first <= time.perf_counter()
-    assert (request.status, request.yields_single_tokens) == (RequestStatus.RUNNING, False)
+    assert (request.status, request.is_limited_to_single_tokens) == (RequestStatus.RUNNING, False)
     request.has_sampled, request.num_slots, request.num_tokens, request.num_computed_tokens = True, 8, 4, 3
-    request.yield_single_tokens()
-    assert (request.max_new_tokens_per_step, request.yields_single_tokens) == (1, True)
+    request.limit_to_single_tokens()
+    assert (request.max_new_tokens_per_step, request.is_limited_to_single_tokens) == (1, True)
     assert request.steady_until_computed == 8
     request.start()
-    assert (request.max_new_tokens_per_step, request.yields_single_tokens, request.scheduled_time) == (4, False, first)
+    assert (request.max_new_tokens_per_step, request.is_limited_to_single_tokens, request.scheduled_time) == (
+        4,
+        False,
+        first,
+    )
 
 
 def test_tokens_in_flight() -> None:

@@ -78,7 +78,7 @@ class Row:
     block_ids: list[int]
     masked: bool
     num_computed_tokens: int
-    yields_single_tokens: bool = False
+    is_limited_to_single_tokens: bool = False
     num_known: int = 0  # before its last step sampled
 
     def append(self, token_id: int) -> None:
@@ -200,7 +200,7 @@ class FakeRunner:
         row.num_known = len(row.token_ids)
         guesses = row.num_computed_tokens + share.num_tokens - row.num_known
         assert not (guesses and row.masked), "a mask is made for one token"
-        assert not (guesses and row.yields_single_tokens), "a head has not read all of the request's tokens"
+        assert not (guesses and row.is_limited_to_single_tokens), "a head has not read all of the request's tokens"
         tokens, entries = [], []
         for _ in range(1 if self.max_new_tokens_per_step == 1 or step.single else self.yields(1 + guesses)):
             token_id = next_token(row.hashes[-1], token_mask, row.token_ids[row.num_prompt_tokens :])
@@ -247,7 +247,7 @@ class FakeRunner:
                 assert self.snapshots[slot] == self.rows[new.request_id].hashes[start - 1]
         ids = [share.request_id for share in shares_of(step)]
         for request_id in ids:
-            self.rows[request_id].yields_single_tokens |= step.single
+            self.rows[request_id].is_limited_to_single_tokens |= step.single
         assert len(set(ids)) == len(ids)
         assert set(ids) <= self.rows.keys()
         assert not self.serves_all or set(ids) == self.rows.keys(), "a request that has a row is not served"

@@ -11,7 +11,7 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphMode
-from compiled_engine.engine import cache_memory as kv_cache
+from compiled_engine.engine import cache_memory
 from compiled_engine.engine.forward import (
     BatchForward,
     ForwardOutput,
@@ -103,7 +103,7 @@ class DraftModel(StepFeature):
         scheduler, recorded = config.scheduler, config.graph.mode is GraphMode.RECORDED
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.model = ModelForward(model, self.compiled, named, parts.on_attention, most_tokens, recorded)
-        self.kv_caches = kv_cache.allocate(config, 1)
+        self.kv_caches = cache_memory.allocate(config, 1)
         cases = cases_of(local_model(config), config.cache.block_size, config.device, config.cache.kv_dtype)
         backend, case = config.attention_backend, planned_together(cases)
 
@@ -142,7 +142,7 @@ class DraftModel(StepFeature):
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
-        self.kv_caches[:] = kv_cache.allocate(self.config, num_blocks)
+        self.kv_caches[:] = cache_memory.allocate(self.config, num_blocks)
 
     def close(self) -> None:
         """Drop the last references to the weights and the cache."""

@@ -125,7 +125,7 @@ class DraftPlan(PlanFeature):
         self._num_stopped += len(reading)
         self._stopped.update(reading)
         for request in reading:
-            request.yield_single_tokens()
+            request.limit_to_single_tokens()
 
     def planned(self, step: StepInFlight) -> None:
         if not step.output.single:
@@ -185,7 +185,7 @@ class DraftPlan(PlanFeature):
         for chosen in (self._length, self._sharpness):
             found |= {} if chosen is None else chosen.metrics()
         running = [request for request in self._stopped if request.status is RequestStatus.RUNNING]
-        found["resting"] = sum(request.yields_single_tokens for request in running)
+        found["resting"] = sum(request.is_limited_to_single_tokens for request in running)
         return found | {"rested": self._num_stopped}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from compiled_engine.config import EngineConfig, GraphMode
-from compiled_engine.engine import cache_memory as kv_cache
+from compiled_engine.engine import cache_memory
 from compiled_engine.engine.forward import ModelForward, compile_in_turn, load_model
 from compiled_engine.engine.step_hooks import RunnerParts
 from compiled_engine.graphs.compiled_model import CompiledModel
@@ -44,7 +44,7 @@ class EagleHead:
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
-        self.kv_caches[:] = kv_cache.allocate(self.config, num_blocks)
+        self.kv_caches[:] = cache_memory.allocate(self.config, num_blocks)
 
     def close(self) -> None:
         """Drop the last references to the weights and the cache."""
@@ -65,4 +65,4 @@ def load_head(config: EngineConfig, parts: RunnerParts) -> EagleHead:
     most_tokens, recorded = config.scheduler.max_num_batched_tokens, config.graph.mode is GraphMode.RECORDED
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
     forward = ModelForward(model, compiled, named, parts.on_attention, most_tokens, recorded)
-    return EagleHead(config, compiled, forward, kv_cache.allocate(config, 1), token_ids_V, num_parameters)
+    return EagleHead(config, compiled, forward, cache_memory.allocate(config, 1), token_ids_V, num_parameters)
