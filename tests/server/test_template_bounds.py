@@ -92,7 +92,10 @@ def test_variables_may_have_defaults(server: RunningServer) -> None:
         assert chat(own, [USER], chat_template_kwargs={"secret": "x"})["param"] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize(("value", "said"), [("{", "no JSON"), ("[1]", "a JSON object"), ({"tools": []}, "has tools")])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("{", "allowed: a dict as JSON"), ("[1]", "allowed: a dict, or one as JSON"), ({"tools": []}, "has tools")],
+)
 def test_defaults_that_are_no_variables(value: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"default_chat_template_kwargs .*{said}"):
         ServerOptions(default_chat_template_kwargs=value)
