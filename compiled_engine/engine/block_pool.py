@@ -210,7 +210,10 @@ class BlockGroup:
         return self._missing(request, num_tokens) <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Add the missing blocks to the request's table and return them."""
+        """Add the blocks that the request lacks for num_tokens tokens in all, and return them.
+
+        Raises RuntimeError if too few are free, see can_grow.
+        """
         blocks = self.pool.allocate(max(0, self._missing(request, num_tokens)))
         self._tables[request].block_ids += blocks
         return tuple(blocks)

@@ -283,13 +283,16 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Return whether all tokens before those that a step samples late are known."""
+        """Return whether the host has all earlier tokens of the requests that sample late in this step.
+
+        It lacks them while an earlier step in flight still samples one of these requests.
+        """
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Start computing a step's late inputs; another step may be scheduled in the meantime.
+        """Start computing the late inputs of a step (token masks), which `finish_late` returns.
 
-        Raises RuntimeError unless `knows_tokens_before`.
+        Another step may be scheduled in between. Raises RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")

@@ -42,7 +42,10 @@ def num_words(vocab_size: int) -> int:
 
 
 def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Return the mask as int32 [num_words], a copy. Raises ValueError if it is no mask, or allows nothing."""
+    """Call `token_mask.allowed`, and return a copy of its mask, int32 [num_words], without bits beyond the vocabulary.
+
+    Raises ValueError if the call fails, or the result has another type, dtype or shape, or allows no token.
+    """
     import numpy as np  # installed wherever masks are computed
 
     name = f"{type(token_mask).__qualname__}.allowed"

@@ -119,7 +119,7 @@ async def _of_prompt(
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:
-    """Raise ApiError for a failed completion: 400 where the request's parameters forbid every token."""
+    """Raise ApiError for a failed or aborted completion: 400 if no token is allowed, 503 at shutdown, otherwise 500."""
     if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
         raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
     if completion.finish_reason == "error" and str(completion.stop_reason).startswith("structured_outputs: "):

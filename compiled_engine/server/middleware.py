@@ -74,7 +74,7 @@ def _split_host(header: str) -> SplitResult:
 
 
 def _is_near(host: str) -> bool:
-    """Return whether the host is an address or a name without a domain, which no other site can have."""
+    """Return whether a host is safe from DNS rebinding: an address, a name without a dot, or one below .localhost."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:

@@ -75,9 +75,10 @@ def verify_ranks(
 
 
 class _Rank:
-    """The recorded values as one rank has them.
+    """One rank's view: slices of the undivided graph's recorded values, and calls of the sharded graph that it runs.
 
-    sums: originals of all-reduces, by name. computed: values that are no slices of recorded ones. packed: see
+    sums: name of an all-reduce in the sharded graph, and the undivided graph's node with the same result. computed:
+    nodes of the sharded graph whose values are no slices of recorded ones, so that the rank computes them. packed: see
     `_packed_values`.
     """
 

@@ -81,7 +81,11 @@ class TensorParallel(GraphPass):
         return PassResult(len(replacements), replacements=tuple(replacements))
 
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        """Return the node with this rank's part of a sum, if `node` makes one necessary."""
+        """Return the node whose value must be all-reduced because of `node`; None if there is none.
+
+        It is a linear with a sharded input, the sum over experts after such a product, or the lookup in this rank's
+        rows that this method puts in the place of a sharded embedding.
+        """
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
         if shard is not None and shard.divides_input:

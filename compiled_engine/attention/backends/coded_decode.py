@@ -546,9 +546,10 @@ class CodedPlan:
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
     """Choose splits and tiles from the fields of a graph's key and the device alone; see plan_splits.
 
-    max_seq_len: the host's bound of the keys that are read. scaled: the cache has scales. A few short contexts are not
-    split: all their tiles are being loaded before the weights of the next kernel. Otherwise keys are split until a
-    multiprocessor has as many programs as it holds.
+    max_seq_len: the host's bound of the keys that are read. scaled: the cache has scales. Up to one program per
+    multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit one has room for all
+    its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS programs, and further if a split
+    would exceed LONG_SPLIT keys.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):

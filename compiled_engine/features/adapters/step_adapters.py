@@ -45,5 +45,5 @@ class StepAdapters(StepFeature):
             self._slots.place(slot, digest)
 
     def variant(self, step: SchedulerOutput) -> str:
-        """See StepFeature."""
+        """Return ADAPTED if any request of the step has an adapter, else ""."""
         return "" if self.rows.isdisjoint(map(self._states.row, step.request_ids)) else ADAPTED

@@ -128,7 +128,9 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """The RowsOfRequests of a batch in which a request has a row for its newest token and one for each draft after it.
+    """Combines the results of a batch's rows into those of requests (RowsOfRequests).
+
+    A request has a row for its newest token and one for each draft after it.
 
     All arrays are in the step's order.
     """

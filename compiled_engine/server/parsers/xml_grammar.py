@@ -58,7 +58,7 @@ class _XmlGrammar:
         return [rule for _, rule in self._rules.values()]
 
     def call(self, index: int, tool: CallableTool) -> str:
-        """Return the rule of a tool's calls, from the name to the closing tag."""
+        """Return the rule of a tool's calls: what follows the opening tags of all calls, up to the call's end tag."""
         markup, arguments = self._markup, ArgumentSchemas(json.loads(tool.schema))
         head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
         parts = [quoted((markup.call if markup.opening else "") + head), "LINE?"]
