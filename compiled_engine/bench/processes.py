@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ POLL_S = 0.01
 # How long a server may take to exit.
 END_S = 60.0
 LAST_LINES = 8
+# Below the ephemeral ports of Linux.
+SERVER_PORTS = range(20_000, 32_000)
 
 
 class ProcessError(RuntimeError):
@@ -167,9 +170,7 @@ class Ready(NamedTuple):
 @contextmanager
 def server(arguments: Sequence[str]) -> Iterator[Ready]:
     """Run `compiled-engine serve` with these arguments at a free port. Raises ProcessError."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     whole = ["serve", "--port", str(port), "--quiet", "--uvicorn-log-level", "warning", *arguments]
     with started(["-c", COMMAND, *whole], "the server", has_pipes=False) as found:
         try:
@@ -184,6 +185,15 @@ def server(arguments: Sequence[str]) -> Iterator[Ready]:
             found.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 found.process.wait(END_S)
+
+
+def _free_port() -> int:
+    """Return a free port that no system gives to clients: they might take another before the server listens."""
+    for port in random.sample(SERVER_PORTS, len(SERVER_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ProcessError(f"no port from {SERVER_PORTS.start} to {SERVER_PORTS.stop - 1} is free for a server")
 
 
 def _is_ready(port: int) -> bool:
