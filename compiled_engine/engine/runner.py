@@ -177,22 +177,22 @@ class Runner:
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         advance, vocabulary = StepAdvance(self.states, self.buffers), VocabularySlice.of(vocab_size, divided)
         parts = RunnerParts(
-            config,
-            self._group,
-            self._link,
-            self._compiled,
-            model,
-            named,
-            self.model,
-            self.states,
-            self.buffers,
-            advance,
-            vocabulary,
-            self.sampler,
-            model_to_trace,
-            on_attention,
-            progress,
-            timeline,
+            config=config,
+            group=self._group,
+            link=self._link,
+            compiled=self._compiled,
+            module=model,
+            tensors=named,
+            model=self.model,
+            states=self.states,
+            buffers=self.buffers,
+            advance=advance,
+            vocabulary=vocabulary,
+            sampler=self.sampler,
+            trace=model_to_trace,
+            on_attention=on_attention,
+            progress=progress,
+            timeline=timeline,
         )
         features, tail = self._make_features(parts)
         self._hooks = StepHooks(features)

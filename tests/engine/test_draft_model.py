@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
-from compiled_engine.features.speculation.draft_model import Drafting, DraftModel
+from compiled_engine.features.speculation.draft_model import DraftModel
+from compiled_engine.features.speculation.drafter import Drafting
 from compiled_engine.features.speculation.verification import accepted_at_random
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams

@@ -23,7 +23,7 @@ from compiled_engine.engine.messages import (
 )
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.registry import plan_features
-from compiled_engine.features.speculation.step_extras import sharpness_of
+from compiled_engine.features.speculation.draft_sharpness import sharpness_of
 from compiled_engine.features.structured.extras import extras_of as grammar_extras
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import SamplingParams

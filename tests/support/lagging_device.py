@@ -22,8 +22,7 @@ from compiled_engine.engine.messages import RunnerOutput, TokenMasks
 from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.step_sampling import UnsampledStep
 from compiled_engine.features.recurrence.state_rows import StateRows
-from compiled_engine.features.speculation.draft_model import DraftModel
-from compiled_engine.features.speculation.eagle import EagleDrafter
+from compiled_engine.features.speculation.drafter import Drafter
 
 
 class LaunchedStep:
@@ -60,7 +59,7 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
     """A function that puts all that the host decides by as it is now, and returns one that puts it back."""
     owners = (runner.sampler, runner.states.writes)
     put_as_at_launch = host_state(*owners)
-    of_step = [(each, each._drafting) for each in runner._hooks.features if isinstance(each, DraftModel | EagleDrafter)]
+    of_step = [(each, each._drafting) for each in runner._hooks.features if isinstance(each, Drafter)]
 
     def restore() -> Callable[[], None]:
         put_as_now = host_state(*owners)

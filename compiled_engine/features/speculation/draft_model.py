@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from compiled_engine.engine.input_batch import (
     prepare,
 )
 from compiled_engine.engine.messages import SchedulerOutput
-from compiled_engine.engine.step_hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
+from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts
 from compiled_engine.features.speculation.draft_rows import keep_drafts
-from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
+from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Drafting, single_tokens
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
@@ -40,34 +40,10 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.parallel.rank_share import local_model
-from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.sampler import SamplerClass
 
-NO_ROWS = np.empty(0, np.int32)
 
-
-@dataclass(frozen=True)
-class Drafting:
-    """The work of a draft model, or draft head, in a step."""
-
-    rows: np.ndarray  # int32 [R], rows of the requests that have sampled, by descending room for drafts
-    num_drafting: Sequence[int]  # number of requests with room for each draft
-    longest: int  # upper bound of the contexts
-    key: GraphKey | None  # the graph to replay; None: no graph
-    prompts: InputBatch | None  # the prompt tokens to compute; None if there are none
-    num_tokens: int  # tokens of the first pass
-
-
-def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
-    """Return a batch of num_rows rows of one token each, in which `query_len` consecutive rows share a request."""
-    nothing = np.empty(0, np.int32)
-    host = num_rows, query_len, longest
-    return InputBatch(
-        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, numbered=True
-    )
-
-
-class DraftModel(StepFeature):
+class DraftModel(Drafter):
     """Drafts of a smaller model (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
     decoding", 2023), sampled with the parameters and the noise of the request.
 
@@ -123,22 +99,10 @@ class DraftModel(StepFeature):
         self._staged: tuple[DraftingRows, int] | None = None
         self._dispatcher = Dispatcher(config.graph, scheduler, query_lens=(FIRST,))
         self._num_drafts_of = model_keys(self._dispatcher, self._lengths)
-        self._replay: Callable[[GraphKey, int], torch.Tensor] | None = None
-        self._drafting: Drafting | None = None  # of the step that is being launched
-
-    @property
-    def models(self) -> tuple[ModelBeside, ...]:
-        return (ModelBeside("draft ", self.compiled, self.model),)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         self._replay = replay
         return FeatureGraphs(keys, dict.fromkeys(self._num_drafts_of, self))
-
-    def compile_kernels(self) -> None:
-        compile_draft_kernels(self)
-
-    def start_up(self, progress: Progress) -> int:
-        return warm_up_draft(self, progress)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of num_blocks blocks."""
@@ -152,18 +116,6 @@ class DraftModel(StepFeature):
     def begin(self, step: SchedulerOutput) -> None:
         """Stage the inputs of the step's passes."""
         self._drafting = self.stage(step)
-
-    def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Make the step's drafts, with one graph if there is one, and compute its prompts."""
-        drafting, self._drafting = self._drafting, None
-        if drafting is None:
-            return
-        if drafting.key is None:
-            self.draft(drafting)
-        else:
-            assert self._replay is not None
-            self._replay(drafting.key, drafting.num_tokens)
-        self.read_prompts(drafting)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage the inputs of a step's passes. The requests must have their rows and blocks."""

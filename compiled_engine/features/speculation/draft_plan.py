@@ -17,8 +17,7 @@ from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request, RequestStatus
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
-from compiled_engine.features.speculation.draft_sharpness import DraftSharpness
-from compiled_engine.features.speculation.step_extras import set_sharpness, sharpness_of
+from compiled_engine.features.speculation.draft_sharpness import DraftSharpness, set_sharpness, sharpness_of
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from compiled_engine.engine.messages import SchedulerOutput
+
+NAME = "speculation"  # of the extras of a step, in which the plan tells the head how sharp its drafts are
 # So large that sampling noise has no influence on drafts.
 GREEDY_DRAFTS = 1e6
 # Number of verified requests before a sharpness is judged.
@@ -69,3 +72,14 @@ class DraftSharpness:
                 sharpness_name(candidate): round(self._share(candidate), 3) for candidate in self._candidates
             },
         }
+
+
+def set_sharpness(step: SchedulerOutput, sharpness: float) -> None:
+    """Have the step's drafts sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
+    if sharpness != 1.0:
+        step.extras[NAME] = sharpness
+
+
+def sharpness_of(step: SchedulerOutput) -> float:
+    sharpness: float = step.extras.get(NAME, 1.0)
+    return sharpness

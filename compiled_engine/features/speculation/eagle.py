@@ -29,21 +29,19 @@ from compiled_engine.engine.input_batch import (
 )
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.step_hooks import FeatureGraphs, ModelBeside, RunnerParts, StepFeature
-from compiled_engine.features.speculation.draft_model import NO_ROWS, Drafting, single_tokens
+from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts
 from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts
-from compiled_engine.features.speculation.draft_warm_up import compile_draft_kernels, warm_up_draft
+from compiled_engine.features.speculation.draft_sharpness import sharpness_of
+from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Drafting, single_tokens
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.features.speculation.eagle_head import load_head
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
 from compiled_engine.features.speculation.graph_keys import head_keys, prefill_head_keys
-from compiled_engine.features.speculation.step_extras import sharpness_of
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.rank_share import local_model
-from compiled_engine.process.progress import Progress
 
 WORK = "attention_inputs.work_W"
 
@@ -172,7 +170,7 @@ def launch_begin_drafts(
     )
 
 
-class EagleDrafter(StepFeature):
+class EagleDrafter(Drafter):
     """Prefills an EAGLE-3 head and drafts with it.
 
     The head has its own KV cache under the requests' block tables. The entry of a position is computed from the model's
@@ -235,24 +233,12 @@ class EagleDrafter(StepFeature):
         self._dispatcher = Dispatcher(config.graph, scheduler)
         self._num_drafts_of = head_keys(self._dispatcher, self._lengths)
         self._prefill_head_keys: dict[GraphKey, GraphKey] = {}
-        self._replay: Callable[[GraphKey, int], torch.Tensor] | None = None
-        self._drafting: Drafting | None = None  # of the step that is being launched
-
-    @property
-    def models(self) -> tuple[ModelBeside, ...]:
-        return (ModelBeside("draft ", self.compiled, self.model),)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         read = [key for key in keys if not key.unnumbered]
         self._prefill_head_keys = prefill_head_keys(read, self.config.scheduler.max_model_len)
         self._replay = replay
         return FeatureGraphs(keys, dict.fromkeys((*self._prefill_head_keys.values(), *self._num_drafts_of), self))
-
-    def compile_kernels(self) -> None:
-        compile_draft_kernels(self)
-
-    def start_up(self, progress: Progress) -> int:
-        return warm_up_draft(self, progress)
 
     def allocate(self, num_blocks: int) -> None:
         self._loaded.allocate(num_blocks)
@@ -288,8 +274,7 @@ class EagleDrafter(StepFeature):
         if key is None:
             self.prefill_head(batch)
         else:
-            assert self._replay is not None
-            self._replay(key, batch.num_tokens)
+            self.replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
         """Run the head on the tokens of a step, and keep the hidden states that `draft` begins with; returns all.
@@ -319,17 +304,6 @@ class EagleDrafter(StepFeature):
     def begin(self, step: SchedulerOutput) -> None:
         """Stage the drafting passes of a step, unless it skips the head."""
         self._drafting = None if step.single else self.stage(step)
-
-    def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Make the step's drafts, with one graph if there is one."""
-        drafting, self._drafting = self._drafting, None
-        if drafting is None:
-            return
-        if drafting.key is None:
-            self.draft(drafting)
-        else:
-            assert self._replay is not None
-            self._replay(drafting.key, drafting.num_tokens)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
         """Stage the inputs of a step's drafting passes. The requests must have their rows and blocks."""

@@ -15,8 +15,7 @@ from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_plan import DraftPlan
-from compiled_engine.features.speculation.draft_sharpness import LEAST
-from compiled_engine.features.speculation.step_extras import sharpness_of
+from compiled_engine.features.speculation.draft_sharpness import LEAST, sharpness_of
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 

@@ -1,0 +1,123 @@
+"""The base of draft models and draft heads: passes that make a step's drafts, in one graph if there is one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine.forward import BatchForward, ModelForward
+from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.step_hooks import ModelBeside, StepFeature
+from compiled_engine.engine.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
+from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
+from compiled_engine.process.progress import Progress
+
+NO_ROWS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The work of a draft model, or draft head, in a step."""
+
+    rows: np.ndarray  # int32 [R], rows of the requests that have sampled, by descending room for drafts
+    num_drafting: Sequence[int]  # number of requests with room for each draft
+    longest: int  # upper bound of the contexts
+    key: GraphKey | None  # the graph to replay; None: no graph
+    prompts: InputBatch | None  # the prompt tokens to compute; None if there are none
+    num_tokens: int  # tokens of the first pass
+
+
+def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
+    """Return a batch of num_rows rows of one token each, in which `query_len` consecutive rows share a request."""
+    nothing = np.empty(0, np.int32)
+    host = num_rows, query_len, longest
+    return InputBatch(
+        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, numbered=True
+    )
+
+
+class Drafter(StepFeature, ABC):
+    """Makes drafts by the passes of a model beside the engine's. `begin` leaves what they are over in `_drafting`."""
+
+    config: EngineConfig  # of the draft model or head
+    query_lens: tuple[int, ...]  # numbers of rows that a request may have in a pass, besides one
+    prompts: BatchForward  # the forward over prompts, whose kernels the other passes use too
+    compiled: CompiledModel | None
+    model: ModelForward
+    _replay: Callable[[GraphKey, int], torch.Tensor] | None = None  # replays a graph, once these are captured
+    _drafting: Drafting | None = None  # of the step that is being launched
+
+    @property
+    def models(self) -> tuple[ModelBeside, ...]:
+        return (ModelBeside("draft ", self.compiled, self.model),)
+
+    def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
+        """Make the step's drafts, and read its prompts."""
+        drafting, self._drafting = self._drafting, None
+        if drafting is None:
+            return
+        if drafting.key is None:
+            self.draft(drafting)
+        else:
+            self.replay(drafting.key, drafting.num_tokens)
+        self.read_prompts(drafting)
+
+    def replay(self, key: GraphKey, num_tokens: int) -> None:
+        """Replay a graph, for this many tokens."""
+        assert self._replay is not None
+        self._replay(key, num_tokens)
+
+    @abstractmethod
+    def draft(self, drafting: Drafting) -> None:
+        """Launch the passes that make the drafts, without a graph."""
+
+    def read_prompts(self, drafting: Drafting) -> None:
+        """Launch a pass over the step's prompts, if prompts are read with the drafts."""
+
+    @abstractmethod
+    def launch_inputs(self) -> None:
+        """Launch the kernels of the passes except for the model's, over padding."""
+
+    @abstractmethod
+    def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
+        """Run a pass over padding, without side effects.
+
+        host_3: see AttentionInputs. distinct: see ModelForward.run.
+        """
+
+    def _batches(self) -> list[BatchShape]:
+        """Return the start-up batches: of the first pass, of further passes, and of prompts."""
+        most = self.config.scheduler.max_num_seqs
+        shapes = start_up_batches(self.config, self.query_lens)
+        return [
+            shape if shape.query_len > 1 else shape._replace(num_requests=min(shape.num_requests, most))
+            for shape in shapes
+        ]
+
+    def compile_kernels(self) -> None:
+        for shape in self._batches()[1:]:
+            compile_forward(self.config, self.prompts, shape)
+        self.launch_inputs()
+
+    def start_up(self, progress: Progress) -> int:
+        device, shapes = self.config.device, not_captured(self.config, self._batches())
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if on_gpu else 0
+        self.launch_inputs()
+        with progress.stage("warm up draft model", total=len(shapes)) as progressed:
+            for shape in shapes:
+                self.run_empty(shape.num_tokens, shape.num_requests, shape.host_3, distinct=shape != shapes[0])
+                progressed(1)
+        if not on_gpu:
+            return 0
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return peak
