@@ -162,6 +162,11 @@ def pytest_collection_finish(session: Any) -> None:
         _say(collected=len(session.items))
 
 
+def pytest_collectreport(report: Any) -> None:
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        _say(not_collected=report.nodeid)
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that started the others hears of all tests
         _say(test=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration)
@@ -173,17 +178,21 @@ def read_lines(path: Path) -> Found:
     ended: set[str] = set()
     seconds: Counter[str] = Counter()
     collected: int | None = None
+    not_collected: set[str] = set()
     for line in path.read_text().splitlines() if path.exists() else ():
         said = json.loads(line)
         if "collected" in said:
             collected = said["collected"]
+            continue
+        if "not_collected" in said:
+            not_collected.add(said["not_collected"])
             continue
         name = said["test"]
         outcomes[name] = max(outcomes.get(name, "passed"), said["outcome"], key=("passed", "skipped", "failed").index)
         seconds[name] += said["seconds"]
         if said["when"] == "teardown" or said["outcome"] == "failed":
             ended.add(name)
-    failed = sorted(name for name, outcome in outcomes.items() if outcome == "failed")
+    failed = sorted({name for name, outcome in outcomes.items() if outcome == "failed"} | not_collected)
     passed, skipped = (sum(outcomes[name] == kind for name in ended) for kind in ("passed", "skipped"))
     not_run = None if collected is None else max(collected - len(ended), 0)
     files: Counter[str] = Counter()

@@ -89,7 +89,9 @@ def test_vectors_on_a_gpu_are_those_of_the_definition(name: str, mode: str, tmp_
     decoder = make_embedder(tmp_path, **modules)
     # Kinds share the run's kernels, and compile them in this process: tests side by side have a core each.
     shared = {} if mode == "eager" else {"cache_dir": None, "compile_workers": 0}
-    llm = engine(tmp_path, mode, device="cuda", dtype="float32", num_blocks=256, **shared)
+    # Other tests may hold most of the GPU's memory: graphs are captured all the same.
+    memory = {"num_blocks": 256, "gpu_memory_utilization": 1.0}
+    llm = engine(tmp_path, mode, device="cuda", dtype="float32", **memory, **shared)
     for _ in range(2):
         for output in llm.embed(TEXTS):
             assert_close(output.outputs.embedding, embedding(tmp_path, decoder, output.prompt_token_ids, **modules))

@@ -9,7 +9,7 @@ from typing import Any
 
 import gpu_tests
 import pytest
-from gpu_tests import Stage, run_all, stages_of
+from gpu_tests import Found, Stage, run_all, run_stage, stages_of
 
 QUICK = """
 import pytest
@@ -115,3 +115,11 @@ def test_a_stage_that_cannot_begin_is_a_failure(folder: Path, capsys: pytest.Cap
     stage = Stage("wrong", (folder / "test_wrong.py",), "gpu_alone", alone=True)
     assert run_all([stage], folder / "result.json", None, [], FACTS) == 1
     assert "failed: wrong: pytest ended with status 2" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_imported_is_a_failure_also_side_by_side(folder: Path) -> None:
+    (folder / "test_wrong.py").write_text("import nothing_of_this_name\nmark.gpu")
+    stage = Stage("beside", (folder / "test_wrong.py", folder / "test_gpu_starts.py"), "gpu and not gpu_alone")
+    found = Found()
+    run_stage(stage, 2, ["-k", "test_passes"], None, str(folder / "cache"), found)
+    assert (len(found.failed), found.passed) == (1, 1)

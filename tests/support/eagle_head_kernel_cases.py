@@ -30,7 +30,8 @@ class HeadCase(DraftCase):
         super().__init__(seed, torch.device("cpu"))
         generator = np.random.default_rng(seed)
         batch = self.batch
-        prepare_reference(self.states, self.buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only)
+        shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
+        prepare_reference(self.states, self.buffers, *shape, numbered=True)
         # Some requests have taken tokens of the step.
         computed_S = self.states.num_computed_S.numpy()
         for row, end in zip(batch.rows.tolist(), self.buffers.sample_positions_R.tolist(), strict=False):
