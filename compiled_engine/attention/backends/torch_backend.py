@@ -119,7 +119,7 @@ def write_kv_waiting(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
-    """Store K and V without the padding tokens, which requires waiting for the slots."""
+    """Store K and V of all tokens but padding. Finding padding waits for slots that are on a device."""
     block_size = kv_cache_N2PKd.shape[2]
     real_T = slot_mapping_T >= 0
     if not bool(real_T.all()):
@@ -177,7 +177,7 @@ def _decode_in_groups(
     longest: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the first num_decodes requests, in groups that limit the number of gathered keys.
+    """Compute attention of the first num_decodes requests, in groups, so that few keys are gathered at a time.
 
     longest: upper bound of the contexts; on a CPU their true maximum is used, as reading seq_lens costs nothing.
     """
@@ -217,7 +217,7 @@ def _decode(
     ragged: bool,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of one query per request. ragged: contexts differ, and are padded to the longest."""
+    """Compute attention of one query per request. ragged: contexts have different lengths, up to `longest`."""
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     sliding_window = scoring.sliding_window
@@ -262,7 +262,7 @@ def _decode(
 
 
 def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Return attention weights of scaled products, which are overwritten. hidden: mask of keys without weight."""
+    """Return attention weights from scores, which are overwritten. hidden_RHQL: mask of keys that get no weight."""
     if scoring.soft_cap:
         scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if hidden_RHQL is not None:
@@ -335,10 +335,10 @@ def prefill_each(
 
 
 def _chunk_bounds(num_queries: int) -> list[int]:
-    """Return the borders of the chunks of queries.
+    """Return the borders of the chunks in which a request's queries are computed.
 
     PyTorch's memory-efficient kernel for GPUs applies a mask wrongly to a query that is alone in a tile, if heads share
-    keys. So such a query is a separate chunk, which needs no mask.
+    keys. So such a query is a chunk of its own, which needs no mask.
     """
     bounds = [*range(0, num_queries, QUERIES_PER_CHUNK), num_queries]
     if num_queries % QUERIES_PER_TILE == 1 and bounds[-2] != num_queries - 1:
