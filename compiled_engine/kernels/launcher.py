@@ -1,4 +1,4 @@
-"""Launch Triton kernels in a few microseconds of host time, by caching Triton's analysis of each launch."""
+"""Launches Triton kernels in a few microseconds of host time, by caching Triton's analysis of each launch."""
 
 from __future__ import annotations
 
