@@ -196,8 +196,7 @@ def hopper_linear(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute linear(x), or with `gated` activation(gate) * up of its halves, and add the residual: [T, N] or [T, N /
-    2].
+    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
 
     Weight and residual are contiguous. K is a multiple of 8, and with several parts or products of 64 times their
         number; N is a multiple of 8, or of 16 with `gated`; T is at most the tiles' tokens.

@@ -31,7 +31,10 @@ def kernel_launch(
     activation: str | None,
     norm_offset: float,
 ) -> torch.Tensor | None:
-    """Compute the op's reference, [T, M], with the C++ kernel; None if it does not support the case."""
+    """Compute small_batch_linear_op.reference, [T, M], with the C++ kernel; None if it does not support the case.
+
+    activation: None for no gate.
+    """
     num_tokens, k = x_TK.shape
     row_stride, element_stride = x_TK.stride()
     num_rows = weight_NK.shape[0]
