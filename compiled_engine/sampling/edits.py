@@ -1,5 +1,4 @@
-"""Edit logits before sampling: the edits' row state, and their CPU implementation. The Triton kernels are in
-edits_triton.py.
+"""Edits of logits before sampling: the edits' row state, and their CPU implementation.
 
 In order of application:
 
@@ -12,6 +11,8 @@ Masks: allowed_token_ids, a mask that stays on the device, and token masks, whic
 Penalties, from counts of the row's tokens. The repetition penalty (Keskar et al., "CTRL", 2019, as in transformers)
 divides positive logits of tokens in prompt or output, and multiplies negative ones. Frequency and presence penalties
 are those of OpenAI's API, for tokens in the output.
+
+The Triton kernels are in edits_triton.py.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def counts_field(vocab_size: int) -> RowField:
 
 
 def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
-    """Return the device memory that the first request with penalties allocates, reserved before the KV cache is
-    sized."""
+    """Return the device memory that the first request with penalties allocates; the runner reserves it at the start."""
     return counts_field(vocab_size).num_bytes(max_num_rows)
 
 
@@ -117,7 +117,10 @@ class EditedRows:
         self._rows.write("counts", row, counts_V)
 
     def _start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
-        """Keep at least the last `length` generated tokens of a row; a longer tail lengthens those of all rows."""
+        """Write the last generated tokens of a row to its tail, which is to have at least `length` tokens.
+
+        All rows' tails have the same length, so a longer one lengthens the others.
+        """
         if "tail" not in self._rows:
             self._rows.declare(RowField("tail", shape=(length,), initial=-1))
         self._tail_length = have = max(self._tail_length, length)
@@ -146,8 +149,7 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions within a rank's columns, with token ids relative to its first; prefixes are
-        unchanged."""
+        """Return the additions of a rank's columns, with token ids relative to the first; prefixes are unchanged."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first
