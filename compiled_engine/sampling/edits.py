@@ -88,7 +88,7 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Write the fields in which a newly started row differs from the defaults. Arguments: see Sampler.add_row."""
+        """Write the edits of a newly started row to its fields; return their kinds. Arguments: see Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties
@@ -165,7 +165,7 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """Return a request's additions."""
+    """Return the additions of a request's logit_bias, bad_words and min_tokens."""
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -229,7 +229,7 @@ class StepMasks:
 
     @classmethod
     def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
-        """Upload at least one mask from the host, without waiting."""
+        """Upload masks (at least one) and the index of each row's mask from the host, without waiting."""
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:

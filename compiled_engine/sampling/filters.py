@@ -53,7 +53,7 @@ class Filters:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, np.ndarray], rows: np.ndarray) -> Filters:
-        """Look up rows in fields on the host."""
+        """Return the filters of these rows, given all rows' fields on the host."""
         inverse_temperature, top_k, top_p, min_p = (fields[name][rows] for name in FIELDS)
         return cls(inverse_temperature, top_k.astype(np.int64), top_p, min_p)
 

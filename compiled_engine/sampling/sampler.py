@@ -94,11 +94,13 @@ class SamplerClass(enum.Enum):
 
 
 class Sampler:
-    """Samples tokens; rows are added and removed with requests, and `sample` serves any subset of them in any order.
+    """Samples tokens. Rows are added and removed with requests; `sample` serves any of them in any order.
 
-    A row's tokens depend only on its own logits, parameters, seed and positions. rows: store of the rows' parameters;
-    its device is the logits' and decides between kernels and numpy. processors: the user's, in calling order. group:
-    ranks that divide the vocabulary; None if undivided. `vocabulary`: this rank's columns.
+    A row's tokens depend only on its own logits, parameters, seed and positions.
+
+    rows: store of the rows' parameters, on the device of the logits; it decides between kernels and numpy.
+    processors: the user's, in calling order.
+    group: ranks that divide the vocabulary; None if undivided. The attribute `vocabulary` has this rank's columns.
     """
 
     def __init__(
@@ -145,12 +147,12 @@ class Sampler:
         *,
         masked: bool = False,
     ) -> None:
-        """Assign a free row, just started (`RowFields.start`), to a request. masked: the row is sampled with a mask,
-        see `sample`.
+        """Assign a free row, just started (`RowFields.start`), to a request. Writes to the device are staged.
 
-        Writes to the device are staged. seed: params.seed, or the seed chosen for the request if that is None; 64 bits,
-        signed or not. token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all
-        must be known on the host.
+        seed: params.seed, or the seed chosen for the request if that is None; 64 bits, signed or not.
+        token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all must be known
+            on the host.
+        masked: the row is sampled with a mask, see `sample`.
 
         Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits processor fails;
         the row is then free.
@@ -176,8 +178,10 @@ class Sampler:
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
-        """Free a row. Raises ValueError if it is already free; RuntimeError, after freeing it, if a logits processor
-        fails."""
+        """Free a row. Raises ValueError if it is already free.
+
+        Raises RuntimeError, after freeing it, if a logits processor fails.
+        """
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
@@ -308,7 +312,7 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        """Filter and choose. masks: applied here on a GPU; already applied on a CPU."""
+        """Filter and choose tokens, into token_ids_S. masks: applied here on a GPU; already applied on a CPU."""
         threshold_S = None
         if self._filtered_N[rows_S].any():
             filtered = rows_S[self._filtered_N[rows_S]]

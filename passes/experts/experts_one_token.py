@@ -1,4 +1,4 @@
-"""Triton kernels for the experts of a single token: matrix-vector products at memory bandwidth."""
+"""Triton kernels for the experts of a single token: routing, then two matrix-vector products at memory bandwidth."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def launch(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels."""
+    """Compute `reference` with the kernels for few or for many tokens. All tensors but x and y must be contiguous."""
     operands = Operands(y_TN.contiguous(), x_TK.contiguous(), a_SRK, b_SNR, ranks_SM, slots_T, sizes)
     num_slots, rows, k = a_SRK.shape
     if len(y_TN) <= FEW_TOKENS:

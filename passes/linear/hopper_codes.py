@@ -130,7 +130,7 @@ def hopper_codes(
 
 @cache
 def _boxes(tiles: CodesTiles, gated: bool) -> tuple[Box, Box, Box]:
-    """Return the TMA boxes of the weight, the tokens and the results."""
+    """Return (TMA box of the weight, TMA box of the tokens, TMA box of the results)."""
     from compiled_engine.kernels import hopper_codes_kernel as kernels
 
     rows, block = tiles.rows, kernels.BLOCK.value

@@ -17,7 +17,7 @@ from compiled_engine.passes.linear.quantised_product import Scaling
 
 
 def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | None:
-    """Return the profile of a Hopper device for dtypes of two bytes, otherwise None."""
+    """Return the profile of a Hopper device, for dtypes of two bytes; None for other devices and dtypes."""
     if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return load_profile(torch.cuda.get_device_name(device))
@@ -251,7 +251,7 @@ def hopper_linear(
 
 @cache
 def _boxes(tiles: HopperTiles, bits: int, gated: bool) -> tuple[Box, Box]:
-    """Return the TMA boxes of the weight and of the tokens."""
+    """Return (TMA box of the weight, TMA box of the tokens)."""
     from compiled_engine.kernels import hopper_linear_kernel as ring
 
     parts, boxes, step = tiles.parts, tiles.parts * tiles.products, columns_of_boxes(bits)

@@ -309,7 +309,7 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
-    """Return why plain torch must round rows of k columns on a device; None if the kernel can, interpreted or not."""
+    """Return why plain torch must round rows of k columns on a device; None if the kernels can round them."""
     capability = capability_of(device) if device.type == "cuda" else CAPABILITY
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8"
@@ -493,7 +493,7 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `sum_reference` with the kernel."""
+    """Compute `sum_reference` with the kernel, or in plain torch where the kernel cannot round."""
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)

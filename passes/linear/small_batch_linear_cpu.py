@@ -76,7 +76,7 @@ def kernel_launch(
 
 
 def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
-    """Return why batches up to this many tokens need more than the C++ kernels; None if every fused op has one."""
+    """Return why batches of up to num_tokens tokens need more than the C++ kernels; None if every fused op has one."""
     if model.dtype != torch.float32:
         return f"they compute in float32, and dtype is {model.dtype}"
     if model.transformers is not None or model.experts.count:

@@ -122,7 +122,7 @@ def all_reduce_residual_rms_norm_kernel(
 def reference(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (RMSNorm(total) * weight, total), where total is the sum of x over ranks + residual."""
+    """Return (RMSNorm(total) * weight, total), [T, D] each. total: the sum of x over ranks, plus the residual."""
     return residual_rms_norm.reference(all_reduce(x_TD), residual_TD, weight_D, eps)
 
 
@@ -158,7 +158,7 @@ def _launch(
     total_TD: torch.Tensor,
     **rounding: Any,
 ) -> None:
-    """Launch the kernel. rounding: its arguments for a quantised norm."""
+    """Launch the kernel. rounding: its arguments from static_ptr on, if normed_TD is to receive codes."""
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
     all_reduce_residual_rms_norm_kernel[(num_tokens,)](
@@ -205,7 +205,7 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the codes [T, D] and scales [C, T] of `reference`'s first result, and its second; see round_inputs."""
+    """Return `reference`'s first result as codes [T, D] and scales [C, T], and its second; see round_inputs."""
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 
@@ -217,7 +217,7 @@ def rounded_launch(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rounded_reference` with one kernel or separate ones, as `launch` does."""
+    """Compute `rounded_reference` with one kernel if the rows fit the push buffer, otherwise with separate ones."""
     pushed, parsed = current_group().pushed, round_inputs.rounding_of(rounding)
     by_kernel = round_inputs.why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is None
     if by_kernel and pushed is not None and pushed.takes(x_TD):

@@ -122,9 +122,9 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of residual_rms_norm for the sum of x over ranks.
+    """Return the results of residual_rms_norm for the sum of x over ranks, [T, D] each.
 
-    The second result, and residual_TD, only need this rank's rows; the second result is NaN in the others.
+    Of residual_TD only this rank's rows are read. The second result has these rows, and NaN in the others.
     """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)

@@ -48,7 +48,7 @@ from compiled_engine.attention.triton_codes import (
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 
-# Neighbouring codes that a thread copies at once.
+# Neighbouring codes that a thread copies at once: 16 bytes.
 COPIED = gl.constexpr(16)
 # Neighbouring keys that share a block.
 PART = gl.constexpr(16)

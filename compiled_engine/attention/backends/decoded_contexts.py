@@ -144,7 +144,7 @@ class PrefillSource(NamedTuple):
 
 
 class DecodedContexts(NamedTuple):
-    """Dequantised contexts of a step's prompts."""
+    """The dequantised contexts of a step's prompts, and how many tiles of the work list read them."""
 
     source: PrefillSource  # the workspace, [N, 2, P, K, d] in the dtype of queries
     num_tiles_2: torch.Tensor  # how many tiles of the work list read the workspace, and how many read codes
@@ -154,7 +154,10 @@ class DecodedContexts(NamedTuple):
 def prefill_sources(
     contexts: DecodedContexts | None, kv_cache_N2PKd: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
 ) -> list[PrefillSource]:
-    """Return the caches that prefill kernels read in turn: the workspace, and the codes unless all contexts fit."""
+    """Return the caches that prefill kernels read, one after another: the workspace, then the codes.
+
+    The codes are left out if all contexts are certain to fit into the workspace. contexts None: only kv_cache_N2PKd.
+    """
     if contexts is None:
         return [PrefillSource(kv_cache_N2PKd, inputs, scoring, None)]
     if contexts.certain:

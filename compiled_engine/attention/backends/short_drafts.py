@@ -266,7 +266,7 @@ def tiles_of_drafts(max_seq_len: int, short_contexts: Sequence[int]) -> ShortTil
 
 
 def fits_one_tile(query_len: int, group: int) -> bool:
-    """Return whether the kernel serves query_len tokens per request, with `group` query heads per K/V head."""
+    """Return whether the kernel serves query_len tokens per request with `group` query heads per K/V head."""
     return query_len * group <= ROWS.value
 
 

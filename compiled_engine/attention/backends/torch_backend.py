@@ -281,7 +281,7 @@ def _decode_one(
     seq_len: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the first request's single query, in few operations, as each costs more than its work."""
+    """Compute attention of the first request's single query, in few operations, since each costs more than its work."""
     if is_coded(kv_cache_N2PKd.dtype):
         block_size = kv_cache_N2PKd.shape[2]
         skipped = max(0, seq_len - scoring.sliding_window) // block_size if scoring.sliding_window else 0
@@ -354,7 +354,10 @@ def _prefill(
     block_table_B: torch.Tensor,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of a request's last T positions, in chunks that gather only the keys that they see."""
+    """Compute attention of a request's queries, which are the last of its seq_len positions.
+
+    Queries are taken in chunks, each of which gathers only the keys that it sees.
+    """
     kv_cache_N2PKd, table_1B = decoded(kv_cache_N2PKd, block_table_B.unsqueeze(0), seq_len, scoring.kv_scales_2K)
     q_THd = q_THd.to(kv_cache_N2PKd.dtype)
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]

@@ -1,4 +1,7 @@
-"""Triton kernel: prefill attention over the paged cache, by persistent programs that take tiles from the work list."""
+"""Triton kernel: prefill attention over the paged cache, by persistent programs that take tiles from the work list.
+
+The rows of a tile are consecutive queries of a request, each for all query heads of one K/V head.
+"""
 
 from __future__ import annotations
 
