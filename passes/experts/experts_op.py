@@ -28,7 +28,7 @@ from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import Rounding
 
-# Tiles are chosen by shapes and dtype alone. Up to these token counts they are those for few, or for some tokens.
+# Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
 
 

@@ -82,9 +82,9 @@ class HopperTiles:
     """
 
     groups: int  # 1 to 3
-    tokens: int  # at most
+    tokens: int  # upper bound
     stages: int
-    # Per thread; 0: as many as there are. Fewer let neighbouring kernels run on the same multiprocessor.
+    # Most per thread; 0: no limit. Fewer let neighbouring kernels run on the same multiprocessor.
     registers: int = 0
     parts: int = 1  # 1, 2, or 4 without gate and up
     products: int = 1

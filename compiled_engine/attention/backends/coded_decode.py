@@ -50,7 +50,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Neighbouring codes that a thread copies at once: 16 bytes.
 COPIED = gl.constexpr(16)
-# Neighbouring keys that share a block.
+# Consecutive keys that are looked up together, since they share a block.
 PART = gl.constexpr(16)
 # 1024 + a byte is 0x6400 | the byte in half precision; 1152 is 1024 + the bias of codes.
 INT8_RAW_HALVES = gl.constexpr(
@@ -378,7 +378,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     else:
         k_scale = gl.load(head_scales_ptr)
         v_scale = gl.load(head_scales_ptr + NUM_KV_HEADS)
-    # Scores are powers of two from here on.
+    # From here on a weight is 2 ** score.
     product_scale = scale_log2
     if CAP_SCALE > 0:
         product_scale = 1.0
@@ -425,7 +425,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         k_1D = turned(
             k_1D, other_k_1D, k_weight_1D, other_k_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
         )
-        # Rounded as the next steps will read them.
+        # This step attends to the quantised key and value, as later steps will.
         k_1D = k_1D.to(gl.float32)
         new_k_scale = k_scale
         new_v_scale = v_scale
@@ -498,7 +498,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
                 WIDTH,
             )
             scale_block_N = _blocks(table_ptr, start + 2 * KEYS, end_cached, n_N, KEYS, BLOCK_SIZE)
-            # Scales of values go into the scores, so that weights have the bits of their type whatever these are.
+            # Scales of values are added to the scores as logarithms, see scores_of.
             shift_N = gl.where(hidden_N, float("-inf"), _log2(v_scale_N))
             part_N = _inverse(v_scale_N)
         else:
@@ -554,7 +554,7 @@ class CodedPlan:
     keys: int = 64  # per tile
     warps: int = 4  # per program
     stages: int = 2  # of the ring buffer of tiles
-    raw_keys: bool = True  # subtract the bias of int8 keys from scores instead of keys, which pays for many tiles
+    raw_keys: bool = True  # subtract the bias of int8 keys from scores instead of keys, which is faster for many tiles
     registers: int = 128  # most per thread, so that more programs share a multiprocessor; 0: no limit
 
 

@@ -15,7 +15,7 @@ MAX_SPLITS = 64
 MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
 GRAIN = 32
-# Fewest keys of a listed split: in a mixed batch with few (rows times K/V heads), and in any other batch.
+# Fewest keys of a listed split, in a mixed batch with up to FEW_HEADS rows times K/V heads, and in other batches.
 FEW_HEADS = 1024
 FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
 # Small programs per multiprocessor.
@@ -135,7 +135,7 @@ class BatchFacts:
         num_decodes, query_len, max_seq_len = inputs.host_3.tolist()
         num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
         num_heads = num_requests * num_kv_heads
-        # Without prompts, fewer programs are split evenly, and more balance each other.
+        # Without prompts only these batches are listed: fewer programs are split evenly, and more balance each other.
         only_decodes = num_decodes == num_requests
         listed = not only_decodes or (query_len == 1 and num_sms < num_heads <= 2 * num_sms)
         min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT

@@ -31,7 +31,7 @@ from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, nex
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.kv_format import head_dim_of
 
-# With fewer tokens in a step, and with contexts of more tokens for each of the step's, codes are read as they are.
+# Contexts are not dequantised in steps with fewer tokens, or if they have more tokens per token of the step.
 FEWEST_TOKENS = 512
 MOST_CONTEXT_PER_TOKEN = 4
 # Elements of a tile.
@@ -86,7 +86,7 @@ def decode_contexts_kernel(
     """
     block = tl.program_id(0)
     half = tl.program_id(1)
-    # Blocks of all requests, those of the requests before this block's, and the number of these.
+    # Blocks of all prompts, blocks of the requests before this block's, and the number of those requests.
     total, before, request = 0, 0, 0
     for start in range(0, num_requests, SEARCH_WIDTH):
         rows_S = start + tl.arange(0, SEARCH_WIDTH)

@@ -372,7 +372,7 @@ def compute_items(  # type: ignore[no-untyped-def]
 
 
 HEAD_DIMS = (64, 128)
-# With fewer in a step its start takes longer than it saves.
+# With fewer tokens in a step, the kernel takes longer to start than it saves.
 FEWEST_TOKENS = 2048
 # Registers of a computing and of a copying thread.
 COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)

@@ -35,7 +35,7 @@ from compiled_engine.attention.triton_codes import row_of
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 
-# Neighbours that a thread loads at once: 16 bytes.
+# Neighbouring elements that a thread loads at once: 16 bytes.
 WIDTH = gl.constexpr(8)
 # Triton 3.9 has other names for both.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier

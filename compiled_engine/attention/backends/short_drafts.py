@@ -161,13 +161,13 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     row_layout: gl.constexpr = gl.BlockedLayout([1, WIDTH], [256 // HEAD_DIM, HEAD_DIM // WIDTH], [WARPS, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
     k_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
-    # A row's table ends with its own context.
+    # A row's table has no blocks beyond the row's own context, so the last row's is read.
     table_ptr = block_table_ptr + last_row * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], shared)
     k_DN = load_keys(table_ptr, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
     copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-    # Rows of the tile of queries, and of that of new keys.
+    # Rows of the tile of queries, and rows of the tile of new keys.
     m_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
     mask_M = m_M < QUERY_LEN * GROUP
     token_M = first_row + gl.where(mask_M, m_M // GROUP, 0)

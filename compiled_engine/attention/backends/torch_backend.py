@@ -223,7 +223,7 @@ def _decode(
     sliding_window = scoring.sliding_window
     windowed = 0 < sliding_window < longest
     if windowed:
-        # Only the blocks that hold the window. From here on, positions count from the first of these blocks.
+        # Gather only the blocks that hold the window. From here on, positions count from the first of these blocks.
         first_R1 = (seq_lens_R1 - sliding_window).clamp(min=0)
         skipped_R1 = first_R1 // block_size
         num_blocks = (sliding_window - 2) // block_size + 2
@@ -388,7 +388,7 @@ def _prefill(
             weights_1HCL = _weights(scores_KGCL.flatten(0, 1).unsqueeze(0), ~visible_CL, scoring)
             out_KGCd = weights_1HCL.to(v_KGLd.dtype).view_as(scores_KGCL) @ v_KGLd
         else:
-            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL  # an only query sees all keys
+            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL  # a single query sees all keys
             out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=mask_CL, scale=scoring.scale)
         out_THd[start:stop] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -32,7 +32,7 @@ from compiled_engine.attention.triton_codes import product_type, scales_of
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
-# Most bytes of a column of a tile's rows: with more, the queries of a request are shared out among programs.
+# Most bytes of a column of a tile of queries; if it would have more, programs share a request's queries.
 MOST_ROW_BYTES = 128
 
 
@@ -144,9 +144,9 @@ def draft_decode_kernel(
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
     max_M = tl.full([TILE_M], LOWEST, tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
-    # A row's table ends with its own context.
+    # A row's table has no blocks beyond the row's own context, so the last row's is read.
     table_ptr = block_table_ptr + last_row * table_stride
-    # fold_keys, which has one query, compiles to other code: it looks no blocks up before the loop without LOOK_AHEAD.
+    # Unlike in fold_keys, blocks are looked up before the loop also without LOOK_AHEAD: that compiles to other code.
     n_N = tl.arange(0, TILE_N)
     block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
     for key in range(first_key, end_key, TILE_N):

@@ -103,7 +103,7 @@ def listed_decode_kernel(
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
     """
-    # Before anything is read: of a layer that plans for itself, a kernel just before this one writes the list.
+    # Wait before anything is read: if a step has no plan, the kernel just before this one writes the list.
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()

@@ -210,7 +210,7 @@ def rope_decode_kernel(
             head_cache_ptr + key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH) + d_D
         )
         if cache_ptr.dtype.element_ty != q_ptr.dtype.element_ty:
-            # Rounded as the next steps will read them.
+            # This step attends to the quantised key and value, as later steps will.
             element: tl.constexpr = cache_ptr.dtype.element_ty
             k_scale_ptr, v_scale_ptr = scale_pointers(
                 head_scales_ptr,  # type: ignore[arg-type]

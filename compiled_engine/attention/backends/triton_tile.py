@@ -20,7 +20,7 @@ from compiled_engine.attention.triton_codes import key_offset, load_scales, numb
 # Lower than any score, yet finite: a row that has seen no key so far must not turn into NaN.
 LOWEST = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
-# A tile of keys divides this number, whichever kernel reads it: decoded contexts begin at a multiple.
+# Every kernel's tile of keys divides this number, and dequantised contexts begin at a multiple of it.
 TILES_OF_KEYS = tl.constexpr(128)
 
 
