@@ -188,7 +188,7 @@ def _bits(value: float) -> int:
 
 
 def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's additions in place.
+    """Apply each row's additions to its logits, in place.
 
     logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding. positions_R: int64 [R], positions of the tokens to be
     sampled.
@@ -222,7 +222,7 @@ def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Masks of a step with S rows of logits (see token_mask.py)."""
+    """Masks of a step with S rows of logits, see token_mask.py."""
 
     masks_MW: torch.Tensor  # int32: M masks of W words
     mask_index_S: torch.Tensor  # int32: index of each row's mask; -1 for none
@@ -251,7 +251,7 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's penalties in place; only the logits of tokens that occurred change.
+    """Apply each row's penalties to its logits, in place; only the logits of tokens that occurred change.
 
     logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding.
     """

@@ -108,7 +108,7 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Log-probabilities of a batch, on the way to the host: see `logprob_rows`."""
+    """Log-probabilities of a batch, being copied to the host; the tensors are rows of `logprob_rows`."""
 
     # All rows of the batch, each with the largest number of tokens up to FEW_TOKENS; None if no row needs it.
     few_SW: torch.Tensor | None

@@ -87,7 +87,10 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 class SamplerClass(enum.Enum):
-    """Classes of batches. TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample it."""
+    """Classes of batches by what their rows need.
+
+    TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample such a batch.
+    """
 
     TEMPERATURE_ONLY = enum.auto()
     GENERAL = enum.auto()

@@ -277,9 +277,9 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
 
-    The split with the last key first norms and rotates the new key, and writes it and the new value to the cache. With
-    k_ptr None, queries are rotated already, and keys and values are in the cache. Results are those of
-    triton_decode.decode_kernel: out, or partial results.
+    It first norms and rotates q. The split with the last key does so with the new key, and writes it and the new value
+    to the cache if they have a slot. With k_ptr None, queries are rotated already, and keys and values are in the
+    cache. Results are those of triton_decode.decode_kernel: out, or partial results.
 
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.

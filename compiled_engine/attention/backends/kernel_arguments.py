@@ -49,7 +49,7 @@ def _paged_constants(
 
 
 class NewKeys(NamedTuple):
-    """Keys and values of this step, to be rotated and written before they are read."""
+    """This step's keys and values, which are to be written, and the rotation to apply to queries and keys before."""
 
     k_TKd: torch.Tensor
     v_TKd: torch.Tensor

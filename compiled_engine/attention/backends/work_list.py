@@ -78,7 +78,7 @@ def num_tiles_of(work_ptr: tl.tensor, num_tiles_ptr: tl.tensor | None) -> tl.ten
 
 @triton.jit
 def item_at(first_item: tl.tensor, num_programs: tl.tensor, program: tl.tensor) -> tl.tensor:
-    """Return the item of a program among the items first_item .. first_item + num_programs - 1.
+    """Return a program's item among first_item .. first_item + num_programs - 1. It may be past the last item.
 
     The order alternates, since the longest items come first: after a longer item a program takes a shorter one.
     """
