@@ -80,7 +80,7 @@ def _processor() -> str:
 
 
 class CallRecorder(Protocol):
-    """Records calls of C++ functions."""
+    """Records calls of C++ functions; `recorder` holds the one that is active."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 

@@ -399,10 +399,10 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     A program computes GROUPS (1 to 3) times ROWS / PARTS rows of the weight. A step takes PARTS * PRODUCTS times STEP
     columns, where STEP is 64, or 128 for 8-bit codes.
 
-    w_desc: the weight as [PARTS * PRODUCTS, N, K], each STEP columns after the previous one, in boxes of [PARTS *
-        PRODUCTS, ROWS / PARTS, STEP]; if GATED, as [PARTS * PRODUCTS, N / 2 / BLOCK, 2, BLOCK, K] in boxes of [PARTS *
-        PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP].
-    x_desc: x as [PARTS * PRODUCTS, T, K], likewise, in boxes of [PARTS * PRODUCTS, TOKENS, STEP].
+    w_desc: PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous one: [PARTS *
+        PRODUCTS, N, K], in boxes of [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS, N / 2 / BLOCK,
+        2, BLOCK, K], in boxes of [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP].
+    x_desc: the same views of x: [PARTS * PRODUCTS, T, K], in boxes of [PARTS * PRODUCTS, TOKENS, STEP].
     out_ptr, residual_ptr: [num_tokens, num_outputs], contiguous; residual_ptr may be None. bias_ptr: [N] or None.
     REGISTERS: per computing thread.
     scales_ptr: fp32 [R, C], scales of the weight's codes, one per TILE_ROWS rows times TILE_COLUMNS columns (128, or 0

@@ -87,10 +87,7 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 class SamplerClass(enum.Enum):
-    """Classes of batches by what their rows need.
-
-    TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample such a batch.
-    """
+    """Classes of batches. TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample it."""
 
     TEMPERATURE_ONLY = enum.auto()
     GENERAL = enum.auto()
@@ -150,12 +147,12 @@ class Sampler:
         *,
         masked: bool = False,
     ) -> None:
-        """Assign a free row, just started (`RowFields.start`), to a request. Writes to the device are staged.
+        """Assign a free row, just started (`RowFields.start`), to a request. masked: the row is sampled with a mask,
+        see `sample`.
 
-        seed: params.seed, or the seed chosen for the request if that is None; 64 bits, signed or not.
-        token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all must be known
-            on the host.
-        masked: the row is sampled with a mask, see `sample`.
+        Writes to the device are staged. seed: params.seed, or the seed chosen for the request if that is None; 64 bits,
+        signed or not. token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all
+        must be known on the host.
 
         Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits processor fails;
         the row is then free.

@@ -57,7 +57,7 @@ def scaled(
 
 
 def obstacle(rounding: Rounding, device: torch.device) -> str | None:
-    """Return why the kernels do not support codes with this rounding on the device; None if they do."""
+    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes any."""
     columns = rounding.columns
     if columns & (columns - 1) or (columns and not LEAST_COLUMNS <= columns <= MOST_COLUMNS):
         return f"tiles of {columns} columns are no power of two from {LEAST_COLUMNS} to {MOST_COLUMNS}"
