@@ -65,8 +65,8 @@ def kernel_variables(folder: Path | None) -> dict[str, str]:
 def keep_kernels_of_this_thread(folder: Path | None) -> None:
     """Store the kernels that this thread compiles in the folder, regardless of the environment variables.
 
-    Those are process-wide: while one thread compiles kernels, another may load a compiled piece, for which they name
-    the piece's folder.
+    The variables are process-wide: while one thread compiles kernels, another may load a compiled piece, for which they
+    name the piece's folder.
     """
     _THREAD.folder = folder
 

@@ -30,8 +30,8 @@ class Operands(NamedTuple):
 def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int, ...]], int]:
     """Divide each member's results into tiles of `width`, numbered over all members.
 
-    Returns (BEGINS, ENDS and FIRST_TILES of each member: its first result, its end and its first tile; the number of
-    tiles).
+    Returns (constexprs, number of tiles). BEGINS, ENDS, FIRST_TILES: for each member its first result, the end of its
+    results, and its first tile.
     """
     ends = tuple(accumulate(sizes))
     last_tiles = tuple(accumulate(cdiv(size, width) for size in sizes))

@@ -199,9 +199,10 @@ def hopper_linear(
     """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
 
     Weight and residual are contiguous. K is a multiple of 8, and with several parts or products of 64 times their
-        number; N is a multiple of 8, or of 16 with `gated`; T is at most the tiles' tokens.
+    number; N is a multiple of 8, or of 16 with `gated`; T is at most the tiles' tokens.
+
     scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
-        and with several parts or products of 128 times their number.
+    and with several parts or products of 128 times their number.
 
     Raises ValueError for gate and up in four parts, which would leave a program too few rows of each.
     """

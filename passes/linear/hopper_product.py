@@ -105,8 +105,9 @@ def hopper_product(
     """Compute linear(x), [T, N], or with `gated` activation(gate) * up of its halves, [T, N / 2].
 
     The weight is contiguous, K a multiple of 8, and N of 8, or of 16 with `gated`.
+
     scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
-        and the tiles have two groups and one part of up to 128 tokens.
+    and the tiles have two groups and one part of up to 128 tokens.
     """
     from compiled_engine.kernels import hopper_product_kernel as kernels  # Gluon takes a while to import
 

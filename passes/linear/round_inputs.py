@@ -46,14 +46,17 @@ rounding_of = cache(Rounding.parse)
 
 @triton.jit
 def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the codes of values. scale: a scalar, or one scale per value."""
+    """Return the codes of values: values / scale, clamped to [-LARGEST, LARGEST] and rounded to `dtype`.
+
+    scale: a scalar, or one scale per value.
+    """
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
 def scale_of(largest: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr) -> tl.tensor:
-    """Return the scale of values whose largest magnitude is `largest`, at least SMALLEST."""
+    """Return max(largest, SMALLEST) / LARGEST, the scale of values whose largest magnitude is `largest`."""
     largest = tl.maximum(largest, SMALLEST)
     return tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
 

@@ -160,7 +160,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse a LayerNorm computed op by op, if this root is part of one."""
+    """Fuse the LayerNorm that this root belongs to, which is computed op by op; None if there is none."""
     scaled: Any = only_user(rsqrt)
     centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
     if not is_deviation(centred) or centred.meta["val"].dim() != 2:

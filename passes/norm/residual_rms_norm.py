@@ -153,7 +153,7 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the RMSNorm and the addition before it, if this root is part of such a norm."""
+    """Fuse the RMSNorm that this root belongs to and the addition before it; None if there is no such norm."""
     scaled: Any = user_through_cast(rsqrt)
     if not is_call(scaled, aten.mul.Tensor):
         return None
