@@ -43,9 +43,18 @@ def prepare_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See input_batch.prepare_inputs. One program per batch row; unless DECODES_ONLY, another for tokens without a row.
+    """Fill the buffers of a batch from the request states, see input_batch.prepare_inputs.
 
-    numbers_ptr: None unless the batch is numbered. A row whose guess does not exist is treated as padding.
+    One program per row of the batch; unless DECODES_ONLY, another for tokens without a row. S are rows of the states.
+
+    rows_ptr: int32 [R], the state row of each row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read with
+        DECODES_ONLY.
+    num_computed_ptr to token_row_ptr: int32 [S]; all_token_ids_ptr: int32 [., L]; state_table_ptr: int32 [S,
+        MAX_BLOCKS]; see RequestStates.
+    input_ids_ptr to sample_positions_ptr: the buffers that are filled, see InputBuffers. table_ptr: int32 [R,
+        MAX_BLOCKS].
+    numbers_ptr: int32 [R], row numbers, or None unless the batch is numbered; then ahead_ptr: int32 [S, NUM_AHEAD], and
+        history_ptr: int32 [S, L] or None, are read too. A row whose guess does not exist is treated as padding.
     """
     # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.
@@ -141,7 +150,17 @@ def advance_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See step_sampling.advance. A single program for all rows, since they share the step's number."""
+    """Store a step's tokens in the request states and in the ring buffer, see step_sampling.advance.
+
+    A single program handles all rows, since they share the step's number. S are rows of the states.
+
+    rows_ptr, query_start_loc_ptr: see prepare_kernel; token_ids_ptr: int64 [R], the sampled tokens.
+    num_computed_ptr, prefill_len_ptr, last_token_ptr: int32 [S]. num_steps_ptr: int32 [1], the step's number, which is
+        increased.
+    ring_ptr: int32 [RING, 1 + R], whose entry of the step receives its number, and a token, error code, or -1 for none
+        per row.
+    AGAIN: num_computed has advanced already. LAST_NUMBER: step numbers wrap around after it.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

@@ -14,8 +14,10 @@ import torch
 
 
 class Box:
-    """Shape of a tensor's tile, and its layout in shared memory. Create each once, since launches compare boxes by
-    identity."""
+    """The shape of a tensor's tile, and its layout in shared memory.
+
+    Create each box once, since launches compare boxes by identity.
+    """
 
     def __init__(self, shape: Sequence[int], layout: Any):
         self._shape, self._layout = list(shape), layout

@@ -30,10 +30,11 @@ _THREAD = threading.local()
 
 
 def kernel_folder(cache_dir: Path | None) -> Path | None:
-    """Return `cache_dir`/kernels; None without a cache_dir, or, with a warning, if it cannot be created or others could
-    write to it. Without it Triton keeps its own setting, and libraries are compiled in every process.
+    """Return the folder `cache_dir`/kernels, created if it does not exist; None if kernels cannot be kept.
 
-    All models share the folder: Triton names files by a digest of source, options and versions.
+    That is without a cache_dir, with a folder that this user cannot write to, or, with a warning, with one that cannot
+    be created or that others can write to. Triton then keeps its own setting, and libraries are compiled in every
+    process. All models share the folder: Triton names files by a digest of source, options and versions.
     """
     if cache_dir is None:
         return None
@@ -64,8 +65,8 @@ def kernel_variables(folder: Path | None) -> dict[str, str]:
 def keep_kernels_of_this_thread(folder: Path | None) -> None:
     """Store the kernels that this thread compiles in the folder, regardless of the environment variables.
 
-    Those are process-wide: while one thread compiles kernels, another may load a compiled piece, for which they name
-    the piece's folder.
+    The variables are process-wide: while one thread compiles kernels, another may load a compiled piece, for which they
+    name the piece's folder.
     """
     _THREAD.folder = folder
 
@@ -77,14 +78,18 @@ def folder_of_this_thread() -> Path | None:
 
 
 def is_checked(name: str) -> bool:
-    """Return whether a file has a digest. Triton's file lists (__grp__) have none: they only name other files, and are
-    useless if damaged."""
+    """Return whether a file of this name is stored with a digest.
+
+    Triton's file lists (__grp__) are not: they only name other files, and are useless if damaged.
+    """
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 
 
 def keep_digest(path: Path, content: bytes) -> None:
-    """Add the digest of the content to be stored at `path`. Threads and processes that build the same file at the same
-    time may produce different bytes, so each adds its own."""
+    """Add the digest of the content that is to be stored at `path` to the digests of this path.
+
+    Threads and processes that build the same file at the same time may produce different bytes, so each adds its own.
+    """
     with _digest_path(path).open("a") as digests:
         digests.write(_digest(content) + "\n")  # a single write, which appends to other processes' digests
 

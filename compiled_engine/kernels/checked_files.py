@@ -22,10 +22,10 @@ _LOADS = itertools.count(1)
 
 
 class CheckedFiles(FileCacheManager):
-    """Treats damaged files as missing, so that Triton compiles and overwrites them. Threads may load launchers
-    concurrently, see `_to_load`.
+    """Treats damaged files as missing, so that Triton compiles and overwrites them.
 
-    Files of a compiled piece, in another folder, are checked by the manifest of its cache entry.
+    Threads may load launchers concurrently, see `_to_load`. Files of a compiled piece, in another folder, are checked
+    by the manifest of its cache entry.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:

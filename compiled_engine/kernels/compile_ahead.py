@@ -1,4 +1,4 @@
-"""Compile Triton kernels in parallel worker processes before they are launched.
+"""Compiles Triton kernels in parallel worker processes before they are launched.
 
 The workers import their modules while this process traces the model. Threads would not help much: they share an
 interpreter, and most of the work is Python.
@@ -40,8 +40,10 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nu
 
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
-    """Start a thread that computes Triton's digests, on the first call; later calls return the same one. Its `result`
-    waits and raises nothing."""
+    """Return the computation of Triton's digests in a thread, which the first call starts.
+
+    Its `result` waits for the digests and raises nothing.
+    """
     return InBackground(lambda: _digest(device))
 
 
@@ -60,11 +62,13 @@ def _digest(device: torch.device) -> None:
 
 
 class KernelWorkers:
-    """Context manager for processes that compile kernels.
+    """Processes that compile kernels, until the end of the context.
 
-    count: number of processes, possibly 0. folder: for Triton's binaries; None: Triton's default. modules: imported at
-    the start, before the module of a kernel needs them. Nothing here raises: the caller compiles kernels that no worker
-    has compiled.
+    count: number of processes, possibly 0.
+    folder: for Triton's binaries; None: Triton's default.
+    modules: imported by the workers at the start, before the module of a kernel needs them.
+
+    No method raises: the caller compiles the kernels that no worker has compiled.
     """
 
     def __init__(self, count: int, folder: Path | None, modules: Sequence[str] = ()):
@@ -115,12 +119,11 @@ class KernelWorkers:
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
-    """Skip launches of the engine's kernels in this context, and compile them instead: `workers` compile, `threads`
-    wait.
+    """Within this context, compile the engine's kernels instead of launching them: `workers` compile, `threads` wait.
 
-    Skipped launches write nothing, so launches of kernels already compiled are skipped too: they would read missing
-    data. Other threads' launches wait for a worker and are then made; launches of other kernels are unchanged. One
-    engine at a time.
+    This is for the calling thread. Its launches write nothing, so launches of kernels already compiled are skipped too:
+    they would read missing data. Other threads' launches wait for a worker and are then made; launches of other kernels
+    are unchanged. Only one engine at a time can be in this context.
     """
     import triton  # not installed everywhere
 
@@ -136,7 +139,10 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
 
 
 class KernelCollector:
-    """Collects kernels launched by the creating thread: Triton's hook, called instead of `before`."""
+    """Triton's hook for kernels that are about to be compiled: collects those that the creating thread launches.
+
+    Kernels of other packages are passed to `before`, the previous hook.
+    """
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
         self._workers, self._threads, self._before = workers, threads, before
@@ -146,7 +152,10 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run a part with real launches in one of the threads. It is cancelled if the start has failed."""
+        """Run a part with real launches in one of the threads, and return its future.
+
+        The part is cancelled if the start has failed.
+        """
 
         def run() -> None:
             self._own.add(threading.get_ident())
@@ -182,7 +191,10 @@ class KernelCollector:
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Load the collected kernels, and compile those that no worker has compiled, unless the workers are closed."""
+        """Load the collected kernels in the threads, one future each.
+
+        Kernels that no worker has compiled are compiled then, unless the workers are closed.
+        """
         return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 
     def _load(self, jit_function: Any, specialization: str, compiling: Future[bool]) -> Any:

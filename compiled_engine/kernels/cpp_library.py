@@ -39,7 +39,7 @@ class CannotCompile(RuntimeError):
 
 @cache
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the shared library of a C++ file, compiled unless the kernel folder has it. Raises CannotCompile.
+    """Return the shared library of a C++ file, from the kernel folder or compiled now. Raises CannotCompile.
 
     Its name is a digest of source, flags, compiler and processor, so a library of another machine is never loaded.
     Without a folder that only this user can write to, every process compiles it.
@@ -80,15 +80,16 @@ def _processor() -> str:
 
 
 class CallRecorder(Protocol):
-    """Called before each call of a kernel."""
+    """Records calls of C++ functions; `recorder` holds the one that is active."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 
 
 class CppFunction:
-    """A function of a C++ file that also has a packed entry, see cpp_packed.h. It takes float32, not float64.
+    """A function of a C++ file, with the ctypes `types` of its arguments. It takes float32, not float64.
 
-    types: ctypes of the arguments. Pointers are addresses, or None. Raises CannotCompile, see load_library.
+    Pointers are addresses, or None. The function must have a packed entry, see cpp_packed.h. Raises CannotCompile, see
+    load_library.
     """
 
     def __init__(self, source: Path, name: str, types: Sequence[type[Any]]) -> None:

@@ -1,11 +1,11 @@
-"""Gluon kernel of a linear with 8-bit codes for many tokens on Hopper: one warp copies, two groups of four warps
-compute.
+"""Gluon kernel of a linear with 8-bit codes for many tokens on Hopper: one warp copies, two groups of warps compute.
 
 Unlike in hopper_product_kernel, tokens are the left operand of the tensor cores' products, and rows of the weight the
 right one. A thread then holds results of two tokens. So for 128 columns it needs two token scales, and one weight scale
-if the weight's tile spans all rows of the product; with gate and up, interleaved in blocks of eight rows, it needs two.
+if the weight's tile spans all rows of the product. With gate and up, whose rows are interleaved in blocks of eight, it
+needs two weight scales.
 
-Each group of warps handles 64 or 128 tokens. One product of 128 columns at a time is added to the sums by other
+Each group of four warps handles 64 or 128 tokens. One product of 128 columns at a time is added to the sums by other
 instructions, since the tensor cores accumulate with fewer bits than fp32.
 
 The promotion of sums, and tiles of 256 tokens by 128 rows, are those of DeepGEMM.
@@ -45,7 +45,7 @@ GROUPS = gl.constexpr(2)
 
 
 class Form(NamedTuple):
-    """Constants of a compiled kernel."""
+    """Sizes and options that a kernel is compiled for."""
 
     steps: Any  # steps along K
     tokens: Any  # per group of warps
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Stages in shared memory, with two barriers each."""
+    """Ring buffer of stages in shared memory, each with two barriers."""
 
     weight: Any  # [stages, rows, STEP]
     tokens: Any  # [stages * GROUPS, tokens, STEP]
@@ -65,7 +65,7 @@ class Stages(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Pointers to the scales, and sizes."""
+    """Pointers to the scales of codes, see hopper_codes_kernel, and sizes."""
 
     of_weight_ptr: Any
     of_inputs_ptr: Any
@@ -75,7 +75,7 @@ class Scales(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Tiles of the weight that share a scale."""
+    """Sizes of the tiles of the weight that share a scale."""
 
     rows: Any
     by_step: Any  # tiles, also those of inputs, are 128 columns wide; otherwise whole rows
@@ -93,7 +93,10 @@ def tiling_of(rows: int, columns: int) -> Tiling:
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a stage's rows, in blocks of gate and up if gated. The barrier waits for the tokens too."""
+    """Begin to load one step of a tile's rows into a stage. With FORM.gated, blocks of gate and up alternate.
+
+    The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
+    """
     blocks: gl.constexpr = FORM.rows // (2 * BLOCK)
     gated_shared: gl.constexpr = shared_layout(8, 4)
     full = stages.full.index(stage)
@@ -108,6 +111,7 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
 
 @gluon.jit
 def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load one step of each group's tokens into a stage."""
     full = stages.full.index(stage)
     for i in gl.static_range(GROUPS):
         first = (token_tile * GROUPS + i) * FORM.tokens
@@ -116,8 +120,11 @@ def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # 
 
 @gluon.jit
 def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run the copying warp. For the first tile it loads the first stages' rows before waiting for earlier kernels, then
-    their tokens, then everything else."""
+    """Run the copying warp: load all steps of the program's tiles, in order.
+
+    For the first tile, the weight's first stages are loaded before the wait for earlier kernels, which may write the
+    tokens.
+    """
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
     number = gl.program_id(0)
@@ -145,7 +152,10 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
 def _scales_of_step(  # type: ignore[no-untyped-def]
     scales, first, step, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return [rows]: the scales of a tile's rows in a step: a single one, or one for gate and one for up."""
+    """Return the scales [rows] of a tile's rows in one step: one scale for all, or one for gate and one for up.
+
+    first: the tile's first output.
+    """
     row_N = gl.arange(0, FORM.rows, layout=layout)
     if FORM.gated:
         gate = gl.load(scales.of_weight_ptr + first // TILING.rows * FORM.steps + step)
@@ -160,7 +170,7 @@ def _scales_of_step(  # type: ignore[no-untyped-def]
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return [rows]: the scales of whole rows."""
+    """Return the scales [rows] of a tile's rows, which hold for all columns. first: the tile's first output."""
     row_N = gl.arange(0, FORM.rows, layout=layout)
     output_N = first + row_N
     row_N = output_N
@@ -175,8 +185,10 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     acc, x, w, scales, token, first, step, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return acc plus the scaled product of 64 tokens and a step's columns. The scales are loaded while the product
-    runs."""
+    """Return acc plus the product of 64 tokens and a tile's rows over one step, scaled if scales are per step.
+
+    token, first: first token and first output. The scales are loaded while the product runs.
+    """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
     product = warpgroup_mma(x, w, nothing, use_acc=False, is_async=True)
@@ -201,7 +213,7 @@ def _product(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     acc, desc, place, scales, token, first, FORM: gl.constexpr, TILING: gl.constexpr, ACTIVATION: gl.constexpr
 ):
-    """Write the results of 64 tokens."""
+    """Apply scales of whole rows and the gate, if any, and write the results of 64 tokens."""
     layout: gl.constexpr = acc.type.layout
     if not TILING.by_step:
         token_T = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
@@ -229,7 +241,7 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps: multiply its tokens by a tile's rows of the weight."""
+    """Run a group of warps: for each tile, multiply its tokens by the rows of the weight, and write the results."""
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
@@ -285,14 +297,22 @@ def hopper_codes_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: gl.constexpr,
     TILE_COLUMNS: gl.constexpr,
 ):
-    """Program: every num_programs-th tile of 2 * GROUP_TOKENS (64 or 128) tokens and ROWS rows of the weight, gate and
-    up counted together.
+    """Linear of codes, or activation(gate) * up of its halves: a program computes every num_programs-th tile.
 
-    w_desc: the weight [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of [ROWS / 2 /
-    BLOCK, 2, BLOCK, STEP]. x_desc: x [T, K] in boxes of [GROUP_TOKENS, STEP]. y_desc: the results [T, outputs] in boxes
-    of [64, outputs of ROWS]. With TILE_COLUMNS 128 the scales are [N / TILE_ROWS, K / 128], and those of inputs [K /
-    128, T] with rows input_stride apart; with 0 they are for whole rows. With blocks, TILE_ROWS is a multiple of a
-    tile's rows, or with GATED of half of them.
+    A tile is 2 * GROUP_TOKENS (64 or 128) tokens and ROWS rows of the weight, gate and up counted together. A step
+    takes STEP columns.
+
+    w_desc: the weight's codes [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of [ROWS
+        / 2 / BLOCK, 2, BLOCK, STEP].
+    x_desc: the codes of x [T, K] in boxes of [GROUP_TOKENS, STEP].
+    y_desc: the results [T, outputs] in boxes of [64, outputs of ROWS].
+    scales_ptr: fp32 [N / TILE_ROWS, K / 128] with TILE_COLUMNS 128, or [N / TILE_ROWS] for whole rows with TILE_COLUMNS
+        0.
+    input_scales_ptr: fp32 [K / 128, T] with rows input_stride apart, or [T].
+    token_tiles, row_tiles: number of tiles in each direction. TOGETHER: see tile_at.
+    REGISTERS: per computing thread.
+
+    With TILE_COLUMNS 128, TILE_ROWS is a multiple of a tile's rows, or with GATED of half of them.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

@@ -4,8 +4,9 @@ Rows of the weight, in blocks of 64, are the left operand of the tensor cores' p
 weight's first tiles are loaded before the kernel waits for earlier ones (programmatic dependent launch). With GATED,
 each eight rows of gate are followed by their eight of up, so that one thread holds both.
 
-To use every multiprocessor for few rows, the 64 can be fewer rows in several PARTS of K, stacked, with the parts of the
-tokens side by side: the diagonal blocks of the product are summed, the others are discarded.
+If a linear has too few rows to use every multiprocessor, the 64 rows of a product are 64 / PARTS rows of the weight,
+stacked PARTS times, each time with another part of K; the tokens' parts are side by side. The diagonal blocks of the
+product are summed, and the others are discarded.
 
 Weights and tokens pass through a ring buffer of stages in shared memory, which the copying warp fills.
 
@@ -44,7 +45,7 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Ring(NamedTuple):
-    """Ring buffer of stages in shared memory, with two barriers each."""
+    """Ring buffer of stages in shared memory, each with two barriers."""
 
     weights: Any  # [stages * groups, products * ROWS, columns]
     tokens: Any  # [stages, products * parts * tokens, columns]
@@ -53,7 +54,7 @@ class Ring(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Constants of a compiled kernel."""
+    """Sizes and options that a kernel is compiled for."""
 
     bits: Any  # of an element
     steps: Any  # steps along K
@@ -74,19 +75,19 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.constexpr_function
 def step_of(bits: int) -> int:
-    """Return the number of columns in STEP_BYTES."""
+    """Return the number of columns in STEP_BYTES. bits: of an element."""
     return 1024 // bits
 
 
 @gluon.constexpr_function
 def shared_layout(bits: int, rank: int) -> Any:
-    """Return the layout of boxes of elements in shared memory: the last dimensions of `rank` are [rows, columns]."""
+    """Return the layout of boxes [..., rows, columns] in shared memory. bits: of an element; rank: of the boxes."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
 
 @gluon.jit
 def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Reinterpret shared memory in another shape and layout."""
+    """Return shared memory reinterpreted in another shape and layout."""
     if RENAMED:
         return place.reinterpret(place.dtype, SHAPE, LAYOUT)
     else:
@@ -95,7 +96,10 @@ def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[
 
 @gluon.jit
 def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a stage's rows of the weight, in blocks of gate and up if gated. The barrier waits for the tokens too."""
+    """Begin to load one step of each group's rows into a stage. With FORM.gated, blocks of gate and up alternate.
+
+    The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
+    """
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
     boxes: gl.constexpr = parts * FORM.products
@@ -120,6 +124,7 @@ def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
 
 @gluon.jit
 def _load_tokens(x_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load one step of the tokens into a stage."""
     boxes: gl.constexpr = FORM.parts * FORM.products
     tokens: gl.constexpr = FORM.tokens
     columns: gl.constexpr = step_of(FORM.bits)
@@ -130,8 +135,10 @@ def _load_tokens(x_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
 
 @gluon.jit
 def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run the copying warp: load the first stages' weights, wait for earlier kernels, load their tokens, then
-    everything else."""
+    """Run the copying warp: load all steps of the weight and the tokens, in order.
+
+    The weight's first stages are loaded before the wait for earlier kernels, which may write the tokens.
+    """
     stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(stages, FORM.steps)
     for i in range(ahead):
@@ -148,8 +155,10 @@ def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-d
 
 @gluon.jit
 def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum the diagonal blocks, whose weight and tokens belong to the same part: [ROWS, parts * tokens] -> [ROWS /
-    parts, tokens]."""
+    """Return [ROWS / parts, tokens], the sum of the diagonal blocks of acc, [ROWS, parts * tokens].
+
+    These are the blocks whose rows and tokens belong to the same part of K.
+    """
     parts: gl.constexpr = FORM.parts
     part_of_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout)) // (ROWS // parts)
     part_of_token = gl.arange(0, parts * FORM.tokens, layout=gl.SliceLayout(0, acc.type.layout)) // FORM.tokens
@@ -159,7 +168,7 @@ def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def gated(gate, up, dtype: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return activation(gate) * up in fp32, with the textbook's intermediate rounding: see silu_mul."""
+    """Return activation(gate) * up in fp32, rounded to the dtype where the textbook model rounds, see silu_mul."""
     gate = gate.to(dtype).to(gl.float32)
     if ACTIVATION == "silu":
         activated = gate / (1 + gl.exp2(gate * -1.4426950408889634))
@@ -177,7 +186,7 @@ COPYING_REGISTERS = gl.constexpr(LINEAR_COPYING)
 
 
 class Arguments(NamedTuple):
-    """Kernel arguments that the computing groups of warps need."""
+    """Kernel arguments for the computing groups of warps, see hopper_linear_kernel."""
 
     out_ptr: Any
     bias_ptr: Any
@@ -190,7 +199,7 @@ class Arguments(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Tiles that share a scale: rows and columns of the weight, columns of inputs; 0 means all columns."""
+    """Tiles that share a scale: rows and columns of the weight, and columns of inputs. 0 columns: all columns."""
 
     rows: Any
     columns: Any
@@ -204,7 +213,7 @@ def scaling_of(rows: int, columns: int, input_columns: int) -> Scaling:
 
 @gluon.jit
 def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the weight's row for each row of a group's product, and whether it exists."""
+    """Return (row of the weight, whether it exists) for each of the ROWS rows of a group's product."""
     rows: gl.constexpr = ROWS // FORM.parts
     row_N = gl.arange(0, ROWS, layout=layout) % rows
     group = gl.program_id(0) * FORM.groups + GROUP
@@ -219,7 +228,7 @@ def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.const
 def _scales_at(  # type: ignore[no-untyped-def]
     given, row_N, there_N, token_T, block_N, block_T, K: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return the scales of rows and tokens in these blocks of 128 columns."""
+    """Return (scales of rows, scales of tokens). block_N, block_T: the block of 128 columns of each row and token."""
     blocks: gl.constexpr = (K + 127) // 128
     if SCALING.columns == 0:
         scale_N = gl.load(given.scales_ptr + row_N // SCALING.rows, mask=there_N, other=0.0)
@@ -235,7 +244,7 @@ def _scales_at(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [ROWS, parts * tokens]: the scaled products of codes, summed over all steps."""
+    """Return [ROWS, parts * tokens]: the products of codes times their scales, summed over all steps."""
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     parts: gl.constexpr = FORM.parts
@@ -280,8 +289,10 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 
 @gluon.jit
 def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [ROWS, parts * tokens], summed over all steps. A stage is released once the next step's products are under
-    way."""
+    """Return [ROWS, parts * tokens]: the products of 16-bit elements, summed over all steps.
+
+    A stage is released once the next step's products are under way.
+    """
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     width: gl.constexpr = FORM.parts * FORM.tokens
@@ -313,8 +324,10 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps: multiply its rows of the weight by the tokens. Results are transposed through shared
-    memory."""
+    """Run a group of warps: multiply its rows of the weight by the tokens, and write the results.
+
+    out_smem: [TOKENS, outputs], through which results are transposed.
+    """
     tokens: gl.constexpr = FORM.tokens
     rows: gl.constexpr = ROWS // FORM.parts
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
@@ -381,16 +394,21 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: gl.constexpr = 0,
     INPUT_COLUMNS: gl.constexpr = 0,
 ):
-    """Program: GROUPS (1 to 3) times ROWS / PARTS rows of the weight, and all tokens, at most TOKENS. A step takes
-    PARTS * PRODUCTS times STEP columns, where STEP is 64, or 128 for 8-bit codes.
+    """Linear, or activation(gate) * up of its halves, plus bias and residual, for all tokens: at most TOKENS.
 
-    w_desc: the weight as [PARTS * PRODUCTS, N, K], each STEP columns after the previous one, in boxes of [PARTS *
-    PRODUCTS, ROWS / PARTS, STEP]; if GATED, as [PARTS * PRODUCTS, N / 2 / BLOCK, 2, BLOCK, K] in boxes of [PARTS *
-    PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP]. x_desc: x likewise, in boxes of [PARTS * PRODUCTS, TOKENS, STEP]. out,
-    residual: [num_tokens, num_outputs], contiguous. REGISTERS: per computing thread.
+    A program computes GROUPS (1 to 3) times ROWS / PARTS rows of the weight. A step takes PARTS * PRODUCTS times STEP
+    columns, where STEP is 64, or 128 for 8-bit codes.
 
-    Scales of codes: [R, C] for the weight, one per TILE_ROWS times TILE_COLUMNS (128, or 0 for all), and [C,
-    input_stride] for the inputs, one per INPUT_COLUMNS (128, or 0) of a token, with room for TOKENS.
+    w_desc: PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous one: [PARTS *
+        PRODUCTS, N, K], in boxes of [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS, N / 2 / BLOCK,
+        2, BLOCK, K], in boxes of [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP].
+    x_desc: the same views of x: [PARTS * PRODUCTS, T, K], in boxes of [PARTS * PRODUCTS, TOKENS, STEP].
+    out_ptr, residual_ptr: [num_tokens, num_outputs], contiguous; residual_ptr may be None. bias_ptr: [N] or None.
+    REGISTERS: per computing thread.
+    scales_ptr: fp32 [R, C], scales of the weight's codes, one per TILE_ROWS rows times TILE_COLUMNS columns (128, or 0
+        for all).
+    input_scales_ptr: fp32 [C, input_stride], scales of the tokens' codes, one per INPUT_COLUMNS columns (128, or 0 for
+        all), with room for TOKENS tokens.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

@@ -1,12 +1,13 @@
 """Gluon kernel of a linear for many tokens on Hopper: one warp copies, two or three groups of four warps compute.
 
-A program processes tiles one after another. As in hopper_linear_kernel, rows of the weight are the left operand of the
-tensor cores' products, with gate and up interleaved in blocks of eight rows so that one thread holds both, and tokens
-are the right one. A tile's tokens are split into up to three parts, each a power of two, which allows tiles of 144 and
-192 tokens. While one group of warps finishes its tile, another still multiplies, and the next tile is copied.
+A program processes tiles of the result one after another. As in hopper_linear_kernel, rows of the weight are the left
+operand of the tensor cores' products and tokens the right one. Rows of gate and up are interleaved in blocks of eight,
+so that one thread holds both. A tile's tokens are split into up to three parts, each a power of two, which allows tiles
+of 144 and 192 tokens. While one group of warps finishes its tile, another still multiplies, and the next tile is
+copied.
 
-Elements have 16 bits, or are 8-bit codes with scales, applied as in hopper_linear_kernel. Codes have a single part of
-tokens, and 64 rows of a group are multiplied at a time, since their product needs registers besides the sums.
+Elements have 16 bits, or are 8-bit codes with scales, applied as in hopper_linear_kernel. Tiles of codes have a single
+part of tokens. Their rows are multiplied 64 at a time, since each product needs registers besides the sums.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 class Form(NamedTuple):
-    """Constants of a compiled kernel."""
+    """Sizes and options that a kernel is compiled for."""
 
     bits: Any  # of an element
     steps: Any  # steps along K
@@ -55,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """Descriptors of the weight, and of a tile's tokens and results by part."""
+    """TMA descriptors of the weight, and of the tokens and the results of each part; see hopper_product_kernel."""
 
     weight: Any
     tokens0: Any
@@ -67,7 +68,7 @@ class Descriptors(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Stages in shared memory, with two barriers each."""
+    """Ring buffer of stages in shared memory, each with two barriers."""
 
     weight: Any  # [stages * groups, rows, STEP]
     tokens0: Any  # parts of the tokens, each [stages, part, STEP]
@@ -78,7 +79,7 @@ class Stages(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of codes, and sizes; see hopper_product_kernel."""
+    """Pointers to the scales of codes, see hopper_linear_kernel, and sizes."""
 
     of_weight_ptr: Any
     of_inputs_ptr: Any
@@ -87,7 +88,7 @@ class Scales(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Number of tiles in each direction."""
+    """Number of tiles of tokens, and of rows of the weight."""
 
     of_tokens: Any
     of_rows: Any
@@ -101,8 +102,10 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the token tile and the row tile with this number. FORM.together token tiles run over all rows together, so
-    that they stay in the L2 cache."""
+    """Return (token tile, row tile) of the tile with this number.
+
+    FORM.together token tiles take the same rows one after another, so that these tokens stay in the L2 cache.
+    """
     many = FORM.together * tiles.of_rows
     first = number // many * FORM.together
     size = gl.minimum(tiles.of_tokens - first, FORM.together)
@@ -112,7 +115,10 @@ def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load each group's rows, in blocks of gate and up if gated. The barrier waits for the tokens too."""
+    """Begin to load one step of each group's rows into a stage. With FORM.gated, blocks of gate and up alternate.
+
+    The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
+    """
     groups: gl.constexpr = FORM.groups
     rows: gl.constexpr = FORM.rows
     blocks: gl.constexpr = rows // (2 * BLOCK)
@@ -133,6 +139,7 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
 
 @gluon.jit
 def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load one step of the tile's tokens into a stage, part by part."""
     full = stages.full.index(stage)
     first = token_tile * (FORM.part0 + FORM.part1 + FORM.part2)
     column = step * step_of(FORM.bits)
@@ -145,8 +152,11 @@ def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  #
 
 @gluon.jit
 def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run the copying warp. For the first tile it loads the first stages' rows before waiting for earlier kernels, then
-    their tokens, then everything else."""
+    """Run the copying warp: load all steps of the program's tiles, in order.
+
+    For the first tile, the weight's first stages are loaded before the wait for earlier kernels, which may write the
+    tokens.
+    """
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
     number = gl.program_id(0)
@@ -177,8 +187,7 @@ SMALL = gl.constexpr(32)
 
 
 class Places(NamedTuple):
-    """Shared memory for results of each group and part, [groups, part, outputs]; larger parts share the first place in
-    turn."""
+    """Shared memory for results, [groups, tokens, outputs] per part. Large parts share the first place in turn."""
 
     part0: Any
     part1: Any
@@ -187,13 +196,13 @@ class Places(NamedTuple):
 
 @gluon.constexpr_function
 def chunk_of(rows: int, is_gated: bool) -> int:
-    """Return the most tokens whose results are in shared memory at once."""
+    """Return the largest number of tokens whose results are in shared memory at once."""
     return 64 if rows == 128 and not is_gated else 128
 
 
 @gluon.jit
 def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Apply the gate, if any: [rows, tokens] -> [outputs, tokens]."""
+    """Return [outputs, tokens], the results of sums [rows, tokens]: activation(gate) * up, or the sums themselves."""
     tokens: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = FORM.rows
     if FORM.gated:
@@ -204,7 +213,7 @@ def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexp
 
 @gluon.jit
 def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
-    """Write [outputs, tokens], transposed through shared memory."""
+    """Begin to write y, [outputs, tokens], to the results from (token, output) on, transposed through `place`."""
     place.permute((1, 0)).store(y.to(place.dtype))
     fence_async_shared()
     store_box(desc, [token, output], place)
@@ -214,7 +223,7 @@ def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
 def _write_all(  # type: ignore[no-untyped-def]
     acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Write the parts of a tile, one after another."""
+    """Write all parts of a group's results of a tile. token, output: the first ones."""
     dtype: gl.constexpr = places.part0.dtype
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
@@ -243,8 +252,10 @@ def _write_all(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run a group of warps: multiply its rows of the weight by a tile's tokens. A stage is released once the next
-    step's products are under way."""
+    """Run a group of warps: for each tile, multiply its rows of the weight by the tile's tokens, and write the results.
+
+    A stage is released once the next step's products are under way.
+    """
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
     part2: gl.constexpr = FORM.part2
@@ -300,7 +311,7 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, block, layout: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return [64]: the scales of 64 rows of the weight, starting at `first`, in a block of 128 columns."""
+    """Return the scales [64] of rows first .. first + 63 of the weight, as loaded, in one block of 128 columns."""
     blocks: gl.constexpr = 1 if SCALING.columns == 0 else (K + 127) // 128
     row_N = first + gl.arange(0, 64, layout=layout)
     output_N = row_N
@@ -315,8 +326,11 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _scaled_product(  # type: ignore[no-untyped-def]
     acc, w, x, scales, first, token, block, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return acc plus the scaled product of 64 rows and the tokens. Token scales are read after the product: before,
-    they would occupy registers that it needs."""
+    """Return acc plus the product of 64 rows and the tokens over one step, times their scales.
+
+    first, token: first row and first token. block: number of the step. Token scales are read after the product: before,
+    they would occupy registers that it needs.
+    """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
     product = warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)
@@ -342,7 +356,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps: multiply its rows of codes by a tile's token codes."""
+    """Run a group of warps like `_compute`, for codes. Each step's product is scaled before it is added."""
     tokens: gl.constexpr = FORM.part0
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
@@ -381,7 +395,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _ended64(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Apply the gate, if any: [64, tokens] -> [outputs, tokens]."""
+    """Return the results [outputs, tokens] of sums [64, tokens], like `_ended`."""
     tokens: gl.constexpr = acc.shape[1]
     if FORM.gated:
         gate, up = gl.split(acc.reshape([64 // (2 * BLOCK), 2, BLOCK, tokens]).permute((0, 2, 3, 1)))
@@ -420,14 +434,19 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: gl.constexpr = 0,
     INPUT_COLUMNS: gl.constexpr = 0,
 ):
-    """Program: every num_programs-th tile of GROUPS (2 or 3) times ROWS rows of the weight and PART0 + PART1 + PART2
-    tokens.
+    """Linear, or activation(gate) * up of its halves: a program computes every num_programs-th tile of the result.
 
-    STEP is 64 columns, or 128 for 8-bit codes. w_desc: the weight [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 /
-    BLOCK, 2, BLOCK, K] in boxes of [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: x [T, K] in boxes of [part,
-    STEP]. y0_desc to y2_desc: the results [T, outputs] in boxes of [part, outputs of a group], with at most chunk_of
-    tokens. Descriptors of parts of size 0 are None. REGISTERS: per computing thread. Scales of codes are as in
-    hopper_linear_kernel. Codes have one part, and y0_desc has boxes of [part, outputs of 64 rows].
+    A tile is GROUPS (2 or 3) times ROWS rows of the weight, and PART0 + PART1 + PART2 tokens. A step takes STEP
+    columns: 64, or 128 of 8-bit codes.
+
+    w_desc: the weight [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of [ROWS / 2 /
+        BLOCK, 2, BLOCK, STEP].
+    x0_desc to x2_desc: x [T, K] in boxes of [part, STEP], one per part; None for parts of size 0.
+    y0_desc to y2_desc: the results [T, outputs] in boxes of [part, outputs of a group], with at most chunk_of tokens;
+        None for parts of size 0. For codes, boxes of y0_desc have the outputs of 64 rows.
+    token_tiles, row_tiles: number of tiles in each direction. TOGETHER: see tile_at.
+    REGISTERS: per computing thread.
+    scales_ptr and following: scales of codes, as in hopper_linear_kernel; codes have one part.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

@@ -43,10 +43,10 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
-    """Return the registers per thread of `groups` computing groups of warps.
+    """Return the registers per thread of the `groups` groups of warps that compute.
 
-    They share the registers left by the four copying warps, three of which are idle; these have `copying` registers per
-    thread. most: limit for any thread at the launch.
+    Copying takes four warps more, three of them idle, with `copying` registers per thread; the computing warps share
+    the rest. most: limit for any thread at the launch.
     """
     warps = WARPS * (groups + 1)
     each = min(most, REGISTERS // (warps * WARP)) // REGISTER_STEP * REGISTER_STEP

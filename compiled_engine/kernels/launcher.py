@@ -1,4 +1,4 @@
-"""Launch Triton kernels in a few microseconds of host time, by caching Triton's analysis of each launch."""
+"""Launches Triton kernels in a few microseconds of host time, by caching Triton's analysis of each launch."""
 
 from __future__ import annotations
 
@@ -155,8 +155,10 @@ def _by_triton(
     options: tuple[Any, ...],
     others: dict[str, Any],
 ) -> tuple[Any, ...] | None:
-    """Launch through Triton. Returns the arguments of CompiledKernel.run, and the kernel, which would be unloaded
-    without a reference; None if a hook prevented its compilation."""
+    """Launch through Triton. Returns the arguments of CompiledKernel.run; None if a hook prevented the compilation.
+
+    The last one is the kernel itself, which would be unloaded without a reference.
+    """
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook
     left_out = isinstance(hook, KernelCollector) and hook.leaves_out_launches()

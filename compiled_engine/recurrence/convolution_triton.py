@@ -1,4 +1,4 @@
-"""Triton kernels for convolutions with a state: outputs by tiles of tokens, and each request's new state.
+"""Triton kernels for convolutions with a state: one computes outputs by tiles of tokens, one the requests' new states.
 
 Grids depend only on the numbers of tokens and rows, and rows are read on the device, so CUDA graphs can capture both.
 """
@@ -23,7 +23,7 @@ FEW_D = 256
 def _inputs(
     x_ptr: tl.tensor, factor_ptr: tl.tensor, x_offsets: tl.tensor, factor_offsets: tl.tensor, mask: tl.tensor
 ) -> tl.tensor:
-    """Return inputs of the convolution, as stored in the state; zeros where the mask is not set."""
+    """Return the inputs of the convolution, x * factor, in the dtype of x; zeros where the mask is not set."""
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + factor_offsets, mask=mask, other=0.0)
@@ -40,7 +40,7 @@ def _finished(
     ACTIVATION: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return activation(y) * gate, rounded where the model rounds."""
+    """Return activation(y) * gate in `dtype`, rounded where the model rounds. y: fp32."""
     y = y.to(dtype)
     if ACTIVATION == "silu":
         wide = y.to(tl.float32)
@@ -77,7 +77,16 @@ def convolve_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of tokens, tile of channels): compute outputs. States are not changed."""
+    """Causal convolution of each channel: program (tile of tokens, tile of channels) computes outputs, not states.
+
+    x_ptr: [T, D]; weight_ptr: [D, W]; bias_ptr: [D] or None; factor_ptr, gate_ptr: [T, D] or None; strides are those of
+        tokens.
+    state_ptr: [S, D, W - 1], the inputs before the step, of requests with earlier tokens; out_ptr: [T, D], zeros for
+        padding.
+    rows_ptr: int32 [R], row of each request in the states, -1 for padding; query_start_loc_ptr, seq_lens_ptr: see
+        AttentionInputs.
+    TILE_R: requests compared at a time to find a token's request.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -146,8 +155,11 @@ def shift_state_kernel(
     COMPUTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (request, tile of channels): write the newest inputs to the state. With COMPUTES, first compute the
-    outputs of the request's tokens, one after another."""
+    """Write the newest inputs of each request to its state: program (request, tile of channels).
+
+    COMPUTES: first compute the outputs of the request's tokens, one after another; otherwise out_ptr is not written.
+    Other arguments are those of convolve_kernel.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -204,7 +216,7 @@ def convolve_triton(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `convolve` of op.py with the kernels; states and result are contiguous."""
+    """Compute `convolve` of op.py with the kernels. States and result must be contiguous."""
     x_TD = _with_dense_rows(x_TD)
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]

@@ -81,8 +81,10 @@ def _chunk(
     g_HC: torch.Tensor,
     beta_HC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process a chunk of one request's tokens; return (results [C, H, v], new state). Solves a triangular system for
-    the values that the tokens write."""
+    """Process a chunk of one request's tokens; return (results [C, H, v], new state).
+
+    The values that the tokens write are the solution of a triangular system.
+    """
     g_HC = g_HC.cumsum(-1)
     decay_HCC = (g_HC.unsqueeze(-1) - g_HC.unsqueeze(-2)).tril().exp().tril()
     grown_HC1, beta_HC1 = g_HC.exp().unsqueeze(-1), beta_HC.unsqueeze(-1)

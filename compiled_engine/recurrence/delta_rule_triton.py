@@ -1,6 +1,7 @@
-"""Triton kernel of the gated delta rule: each request's tokens, in chunks or one by one, with its state.
+"""Triton kernel of the gated delta rule: processes each request's tokens, in chunks or one by one, with its state.
 
-The grid depends only on the number of rows, and rows are read on the device, so CUDA graphs can capture it.
+The grid depends only on the number of rows, and rows are read on the device, so CUDA graphs can capture it. See
+delta_rule.py for the rule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TILE_V = 32
 def _loaded(
     ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
 ) -> tl.tensor:
-    """Return rows of queries or keys in fp32, times `scale`."""
+    """Load rows of queries or keys, fp32, times `scale`. NORMALISES: first divide each by its length, see EPS."""
     x_Ck = tl.load(ptrs_Ck, mask=mask_Ck, other=0.0).to(tl.float32)
     if NORMALISES:
         x_Ck *= tl.rsqrt(tl.sum(x_Ck * x_Ck, 1) + EPS)[:, None]
@@ -60,7 +61,17 @@ def delta_rule_kernel(
     TILE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Program (tile of values, head, request). CHUNK 1 processes tokens one by one."""
+    """Apply the gated delta rule: program (tile of TILE_V values, head, request) processes all of the request's tokens.
+
+    It writes the results, and the request's new state.
+
+    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]; strides are those of tokens.
+    state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], row of each request in the states, -1 for padding, whose results
+        are zeros.
+    query_start_loc_ptr, seq_lens_ptr: see AttentionInputs; a request without earlier tokens starts with zeros.
+    SCALE: factor of queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once: 16, or 1.
+    TILE_K: K rounded up to a power of two. PRECISION: of products, see tl.dot.
+    """
     head, request = tl.program_id(1), tl.program_id(2)
     k_k = tl.arange(0, TILE_K)
     v_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
@@ -141,7 +152,7 @@ def apply_rule_triton(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `apply_rule` of op.py with the kernel; states and result are contiguous."""
+    """Compute `apply_rule` of op.py with the kernel. States and result must be contiguous."""
     q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]

@@ -30,11 +30,11 @@ def convolve(
     out_TD: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Write activation(convolution of each channel of x * factor) * gate to `out_TD`, zeros for padding. Each operation
-    is rounded; factor and gate are optional.
+    """Write activation(convolution of each channel of x * factor) * gate to `out_TD`, zeros for padding.
 
-    The last weight applies to the token itself. state_SDL: per row, the last W - 1 inputs of the convolution, the
-    newest last. activation: silu, or empty for none. sequences: the fields of Sequences.
+    Each operation is rounded; factor, gate and bias are optional. The last weight applies to the token itself.
+    state_SDL: per row, the last W - 1 inputs of the convolution, the newest last. activation: silu, or empty for none.
+    sequences: the fields of Sequences.
     """
     if x_TD.device.type == "cpu":
         run = convolve_reference
@@ -82,8 +82,10 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
 
 
 def _define(name: str, function: Callable[..., None], arguments: str, state: str, out: str, like: int) -> Any:
-    """Define an op with a state and a result shaped like argument `like`, and its functional stand-in; return the
-    op."""
+    """Define an op that updates a state and writes a result shaped like argument `like`, and its functional stand-in.
+
+    Returns the op.
+    """
     state_arguments = f"Tensor(a!) {state}, Tensor(b!) {out}, {_SEQUENCES}"
     schema = f"({arguments}, {state_arguments}) -> ()"
     op = torch.library.custom_op(f"compiled_engine::{name}", function, mutates_args=(state, out), schema=schema)

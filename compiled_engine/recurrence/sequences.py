@@ -39,8 +39,10 @@ class Sequences(NamedTuple):
         return self.query_start_loc_R1.diff().long()
 
     def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (request, place within the request's tokens) of each token, int64 [T] each; tokens after the last
-        request count as its own."""
+        """Return (request, place within the request's tokens) of each token, int64 [T] each.
+
+        Tokens after the last request count as its own.
+        """
         tokens_T = torch.arange(num_tokens, device=self.rows_R.device)
         request_T = torch.searchsorted(self.query_start_loc_R1[1:].long(), tokens_T, right=True)
         request_T = request_T.clamp(max=len(self.rows_R) - 1)

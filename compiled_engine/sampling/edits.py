@@ -1,5 +1,4 @@
-"""Edit logits before sampling: the edits' row state, and their CPU implementation. The Triton kernels are in
-edits_triton.py.
+"""Edits of logits before sampling: the edits' row state, and their CPU implementation.
 
 In order of application:
 
@@ -12,6 +11,8 @@ Masks: allowed_token_ids, a mask that stays on the device, and token masks, whic
 Penalties, from counts of the row's tokens. The repetition penalty (Keskar et al., "CTRL", 2019, as in transformers)
 divides positive logits of tokens in prompt or output, and multiplies negative ones. Frequency and presence penalties
 are those of OpenAI's API, for tokens in the output.
+
+The Triton kernels are in edits_triton.py.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def counts_field(vocab_size: int) -> RowField:
 
 
 def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
-    """Return the device memory that the first request with penalties allocates, reserved before the KV cache is
-    sized."""
+    """Return the device memory that the first request with penalties allocates; the runner reserves it at the start."""
     return counts_field(vocab_size).num_bytes(max_num_rows)
 
 
@@ -88,7 +88,7 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Write the fields in which a newly started row differs from the defaults. Arguments: see Sampler.add_row."""
+        """Write the edits of a newly started row to its fields; return their kinds. Arguments: see Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties
@@ -117,7 +117,10 @@ class EditedRows:
         self._rows.write("counts", row, counts_V)
 
     def _start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
-        """Keep at least the last `length` generated tokens of a row; a longer tail lengthens those of all rows."""
+        """Write the last generated tokens of a row to its tail, which is to have at least `length` tokens.
+
+        All rows' tails have the same length, so a longer one lengthens the others.
+        """
         if "tail" not in self._rows:
             self._rows.declare(RowField("tail", shape=(length,), initial=-1))
         self._tail_length = have = max(self._tail_length, length)
@@ -146,8 +149,7 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions within a rank's columns, with token ids relative to its first; prefixes are
-        unchanged."""
+        """Return the additions of a rank's columns, with token ids relative to the first; prefixes are unchanged."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first
@@ -163,7 +165,7 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """Return a request's additions."""
+    """Return the additions of a request's logit_bias, bad_words and min_tokens."""
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -186,7 +188,7 @@ def _bits(value: float) -> int:
 
 
 def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's additions in place.
+    """Apply each row's additions to its logits, in place.
 
     logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding. positions_R: int64 [R], positions of the tokens to be
     sampled.
@@ -220,14 +222,14 @@ def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class StepMasks:
-    """Masks of a step with S rows of logits (see token_mask.py)."""
+    """Masks of a step with S rows of logits, see token_mask.py."""
 
     masks_MW: torch.Tensor  # int32: M masks of W words
     mask_index_S: torch.Tensor  # int32: index of each row's mask; -1 for none
 
     @classmethod
     def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
-        """Upload at least one mask from the host, without waiting."""
+        """Upload masks (at least one) and the index of each row's mask from the host, without waiting."""
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
@@ -249,7 +251,7 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's penalties in place; only the logits of tokens that occurred change.
+    """Apply each row's penalties to its logits, in place; only the logits of tokens that occurred change.
 
     logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding.
     """

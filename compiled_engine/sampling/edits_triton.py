@@ -1,4 +1,7 @@
-"""Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are as in edits.py."""
+"""Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are as in edits.py.
+
+N are rows of the states, whose fields the kernels read; R or S are rows of logits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,13 @@ def add_kernel(
     tail_length: tl.tensor,
     BLOCK_A: tl.constexpr,
 ) -> None:
-    """Program (logits row): apply all of its additions whose condition holds."""
+    """Apply a row's additions whose condition holds to its logits; program (row of logits).
+
+    logits_ptr: float32 [R, V]; row_index_ptr: int32 [R], the row of the states; positions_ptr: int64 [R].
+    additions_ptr: int32 [., NUM_COLUMNS], see edits.NUM_COLUMNS; a row's are additions_count from additions_start on.
+        prefixes_ptr: int32, a row's from prefixes_start on.
+    tail_ptr: int32 [N, tail_length], the last generated tokens, or None: no row has bad words.
+    """
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(row_index_ptr + sample)
     if row >= 0:
@@ -73,7 +82,10 @@ def forbid_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (logits row, block of the vocabulary): apply the row's mask."""
+    """Set the logits of tokens that a row's mask forbids to minus infinity; program (row of logits, token block).
+
+    logits_ptr: float32 [R, VOCAB_SIZE]; masks_ptr, mask_index_ptr: see StepMasks.
+    """
     sample = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_index_ptr + sample).to(tl.int64)
     if mask >= 0:
@@ -98,7 +110,11 @@ def penalise_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (logits row, block of the vocabulary): apply the row's penalties."""
+    """Apply a row's penalties to its logits; program (row of logits, token block).
+
+    logits_ptr: float32 [R, VOCAB_SIZE]; row_index_ptr: int32 [R], the row of the states; counts_ptr: int16 [N,
+    VOCAB_SIZE], see edits.MAX_COUNT; repetition_ptr, frequency_ptr, presence_ptr: float32 [N].
+    """
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(row_index_ptr + sample).to(tl.int64)
     repetition = 1.0
@@ -136,7 +152,12 @@ def record_kernel(
     VOCAB_SIZE: tl.constexpr,
     TILE_L: tl.constexpr,
 ) -> None:
-    """Program (row): add one token to its counts and its tail."""
+    """Add a row's sampled token to its counts and its tail; program (row of logits).
+
+    row_index_ptr: int32 [S], the row of the states, -1 for padding; token_ids_ptr: int64 [S], negative error codes are
+    skipped; counts_ptr: int16 [N, VOCAB_SIZE] or None; tail_ptr: int32 [N, tail_length] or None. first_token: token id
+    of the counts' first column.
+    """
     sample = tl.program_id(0)
     row = tl.load(row_index_ptr + sample).to(tl.int64)
     token_id = tl.load(token_ids_ptr + sample)

@@ -1,9 +1,9 @@
-"""top-k, top-p and min-p as one threshold per row: tokens below it are not sampled. The Triton kernel is in
-filters_triton.py.
+"""top-k, top-p and min-p as one threshold per row: tokens with smaller logits are not sampled.
 
 Each filter keeps the most likely tokens down to some logit, so together they keep those down to the highest of the
 three. A threshold treats equal logits equally: the kept set does not depend on the order of a sort, and only kept
 tokens need noise. Filters apply in vLLM's order: temperature, min-p, top-k, and top-p over the remaining probabilities.
+The Triton kernel is in filters_triton.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Filters:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, np.ndarray], rows: np.ndarray) -> Filters:
-        """Look up rows in fields on the host."""
+        """Return the filters of these rows, given all rows' fields on the host."""
         inverse_temperature, top_k, top_p, min_p = (fields[name][rows] for name in FIELDS)
         return cls(inverse_temperature, top_k.astype(np.int64), top_p, min_p)
 
@@ -64,7 +64,7 @@ class Filters:
 def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Return the smallest kept logit of each row, minus infinity to keep all: float32 [R].
 
-    logits_RV: float32, before division by the temperature. filters: for these R rows.
+    logits_RV: float32, before division by the temperature. filters: of these R rows.
     """
     limited = (filters.top_k > 0) & (filters.top_k < logits_RV.shape[1])
     summed = ~limited & (filters.top_p < 1)
@@ -82,15 +82,16 @@ def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Apply min-p alone, without a sort: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
+    """Return thresholds of min-p alone: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
     margin_R1 = _column(np.log(filters.min_p) / filters.inverse_temperature)
     return logits_RV.amax(dim=1) + margin_R1[:, 0]
 
 
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Apply all three filters to a row's largest logits in ascending order: as many as top-k needs, or all for top-p.
+    """Return thresholds of all three filters, from each row's largest logits: as many as top-k needs, or all for top-p.
 
-    Each filter gives the index from which it keeps tokens; the largest index applies.
+    The logits are sorted in ascending order. Each filter gives the index from which it keeps tokens; the largest index
+    applies.
     """
     vocab_size = logits_RV.shape[1]
     top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, vocab_size), vocab_size)

@@ -1,5 +1,4 @@
-"""Compute the thresholds of filters.py by bisection instead of a sort: over counts for top-k, over probability for
-top-p.
+"""Computes the thresholds of filters.py without a sort: by bisection over counts for top-k, over probability for top-p.
 
 The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still holds k
 tokens, or a probability of top-p. Each pass over a row narrows the threshold's interval; once at most CANDIDATES logits
@@ -23,21 +22,21 @@ NUM_WARPS = 16
 
 @triton.jit
 def _ordered(value: tl.tensor) -> tl.tensor:
-    """Map a float32 to an integer with the same order: int64, since differences do not fit into 32 bits."""
+    """Return int64 numbers with the same order as the float32 values. Their differences would not fit into 32 bits."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
 
 
 @triton.jit
 def _value(ordered: tl.tensor) -> tl.tensor:
-    """Map such an integer back to float32."""
+    """Return the float32 values of numbers that `_ordered` returns."""
     bits = ordered.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Return a value strictly between two integers that differ by more than 1.
+    """Return a number strictly between two that `_ordered` returns, which differ by more than 1.
 
     Alternates between the floats' mean, near which logits lie, and the integers' mean, which limits the search to 64
     steps.
@@ -49,7 +48,10 @@ def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weights(logits: tl.tensor, top: tl.tensor, inverse_temperature: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
-    """Return a token's weight in the searched sum: its probability relative to the most likely token's, or 1."""
+    """Return the weight of each logit in the searched sum: its probability relative to that of the logit `top`.
+
+    Without BY_MASS, which top-k does not need, each weight is 1.
+    """
     if BY_MASS:
         return tl.exp((logits - top) * inverse_temperature)
     return tl.full(logits.shape, 1.0, tl.float32)
@@ -65,8 +67,10 @@ def _at_least(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the number of logits at or above the pivot, int32, and the sum of their weights, float32. Logits of minus
-    infinity do not count."""
+    """Return (number of a row's logits at or above the pivot, int32; sum of their weights, float32).
+
+    Logits of minus infinity do not count. row_ptr: logits of the row. top, BY_MASS: see _weights.
+    """
     counts = tl.zeros([BLOCK_V], dtype=tl.int32)
     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK_V):
@@ -93,10 +97,12 @@ def _largest_holding(
     BLOCK_V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the largest threshold in [low, high), as an ordered integer, whose tokens' weights reach the target.
+    """Return (largest threshold in [low, high) whose tokens' weights reach the target, sum of the weights above it).
 
-    count_low: number of logits at or above `low`, which reaches the target; none is at or above `high`. Also returns
-    the sum of weights above that threshold.
+    low, high and the result: numbers of _ordered. The weights from `low` on reach the target; no logit is at or above
+        `high`.
+    count_low: number of logits at or above `low`.
+    candidates_ptr: float32 [CANDIDATES], scratch memory of the row. top, BY_MASS: see _weights.
     """
     count_high = tl.zeros((), dtype=tl.int32)
     sum_high = tl.zeros((), dtype=tl.float32)
@@ -159,7 +165,13 @@ def threshold_kernel(
     BLOCK_V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> None:
-    """Program (logits row): its threshold. candidates_ptr: float32 [S, CANDIDATES], scratch; others: see thresholds."""
+    """Compute the threshold of one row of logits per program; see `thresholds`.
+
+    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; row_index_ptr: int32 [S]; threshold_ptr: float32 [S], the
+        results.
+    inverse_temperature_ptr to min_p_ptr: [N], parameters by row of the states.
+    candidates_ptr: float32 [S, CANDIDATES], scratch memory.
+    """
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(row_index_ptr + sample)
     threshold = -float("inf")
@@ -227,11 +239,10 @@ def thresholds(
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the smallest kept logit of each row, or a value that keeps the same tokens: float32 [S]; minus infinity
-    keeps all.
+    """Return the smallest kept logit of each row, or a value that keeps the same tokens: float32 [S].
 
-    logits_SV: any floating dtype, contiguous within a row. row_index_S: int32 [S], index of a row's parameters in the
-    tensors [N] (top_k int32, the others float32); -1 is padding.
+    Minus infinity keeps all tokens. logits_SV: any floating dtype, contiguous within a row. row_index_S: int32 [S],
+    index of a row's parameters in the tensors [N] (top_k int32, the others float32); -1 is padding.
     """
     num_samples, vocab_size = logits_SV.shape
     threshold_S = torch.empty(num_samples, dtype=torch.float32, device=logits_SV.device)

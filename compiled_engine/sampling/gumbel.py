@@ -39,8 +39,7 @@ SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
 
 
 def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return output `index` (from 0) of SplitMix64 seeded with `seed`; both and the result are uint64, and are
-    broadcast."""
+    """Return output `index` (from 0) of SplitMix64 seeded with `seed`. Both and the result are uint64, broadcast."""
     bits = (index + np.uint64(1)) * np.uint64(GOLDEN_GAMMA) + seed
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(MULTIPLIER_1)
@@ -111,7 +110,7 @@ def _choose(
     threshold: np.ndarray | None,
     first_token: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids [R] for logits [R, V], and their scores. keys: uint64 [R], the keys of the noise."""
+    """Return (token ids, their scores), [R] each, for logits [R, V]. keys: uint64 [R], the keys of the rows' noise."""
     token_ids = logits.argmax(axis=-1)  # NaN counts as the largest
     best_scores = np.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
     random = inverse_temperature > 0
@@ -170,7 +169,7 @@ def sample_in_cpp(
     token_ids_S: torch.Tensor,
     best: Best | None = None,
 ) -> None:
-    """Draw tokens as `sample`. They are the same, unless scores differ only by the rounding of a logarithm."""
+    """Draw tokens like `sample`. They are the same, unless scores differ only by the rounding of a logarithm."""
     num_samples, vocab_size = logits_SV.shape
     _kernel()(
         logits_SV.data_ptr(),

@@ -55,8 +55,15 @@ def best_of_ranks_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (logits row), also the slot of a PushBuffer: choose the best token of all ranks. Keys are ordered as in
-    ranks.keys_of."""
+    """Choose the best token of all ranks: program (row of logits), which is also the slot of a PushBuffer.
+
+    It exchanges keys of this rank's best tokens with the other ranks, which launch the kernel together. Keys are those
+    of ranks.keys_of.
+
+    best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
+    token_ids_ptr: int64 [S], receives a token, an error code, or 0 for padding.
+    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset, row_bytes: fields of PushBuffer.
+    """
     slot = tl.program_id(0)
     is_row = tl.load(row_index_ptr + slot) >= 0
     blocks = tl.arange(0, TILE_B)
@@ -93,7 +100,7 @@ def best_of_ranks(
     token_ids_S: torch.Tensor,
     group: Group,
 ) -> None:
-    """Write the best tokens over all ranks, given block_best_kernel's results for this rank's columns."""
+    """Write the best tokens of all ranks to token_ids_S, from block_best_kernel's results for this rank's columns."""
     if group.pushed is not None and len(row_index_S) <= group.pushed.num_slots:
         push_best(best_score_SB, best_token_SB, row_index_S, token_ids_S, group.pushed)
         return
@@ -108,8 +115,10 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """Exchange keys through the push buffer and write the best tokens. All ranks launch it together, with the same
-    number of rows."""
+    """Write the best tokens of all ranks to token_ids_S, by keys that are exchanged through the push buffer.
+
+    All ranks launch the kernel together, with the same number of rows.
+    """
     num_samples, num_blocks = best_score_SB.shape
     best_of_ranks_kernel[(num_samples,)](
         best_score_SB,
@@ -141,7 +150,7 @@ BLOCK_V = 2048
 
 @triton.jit
 def splitmix64(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return output `index` of SplitMix64 seeded with `seed`, both uint64."""
+    """Return output `index` (from 0) of SplitMix64 seeded with `seed`. Both and the result are uint64."""
     bits = seed + (index + 1) * _GOLDEN_GAMMA
     bits = (bits ^ (bits >> 30)) * _MULTIPLIER_1
     bits = (bits ^ (bits >> 27)) * _MULTIPLIER_2
@@ -150,7 +159,7 @@ def splitmix64(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gumbel(bits: tl.tensor) -> tl.tensor:
-    """Return Gumbel noise from the upper 63 of 64 random bits (uint64)."""
+    """Return Gumbel noise, float32, from the upper 63 of 64 random bits (uint64)."""
     u = (bits >> 1).to(tl.int64).to(tl.float32) * _SMALLEST_UNIFORM
     u = tl.minimum(tl.maximum(u, _SMALLEST_UNIFORM), _LARGEST_UNIFORM)
     rest = 1.0 - u
@@ -180,11 +189,13 @@ def block_best_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (logits row, block): the best of BLOCK_V consecutive tokens, and its score.
+    """Find the best of BLOCK_V consecutive tokens of a row, and its score: program (row of logits, block).
 
-    best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks]. first_token:
-    token id of the first column. known_ids_ptr: token ids of all columns, None if consecutive. Other arguments: see
-    sample.
+    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; row_index_ptr to known_ids_ptr, sharpness_ptr: arguments of
+        `sample`, those of masks from StepMasks.
+    best_score_ptr: float32 [S, blocks], infinity if a score is NaN; best_token_ptr: int32 [S, blocks]. Rows of padding
+        are not written.
+    first_token: token id of the first column.
     """
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -237,7 +248,11 @@ def row_best_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (logits row): the best of its blocks' best tokens, or an error code. token_ids_ptr: int64 [S]."""
+    """Choose the best of a row's blocks' best tokens: program (row of logits).
+
+    best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
+    token_ids_ptr: int64 [S], receives a token, an error code (sampled_tokens.py), or 0 for padding.
+    """
     sample = tl.program_id(0).to(tl.int64)
     token_id = tl.zeros((), dtype=tl.int64)
     if tl.load(row_index_ptr + sample) >= 0:
@@ -264,11 +279,14 @@ def sample(
     known_ids_V: torch.Tensor | None = None,
     sharpness_1: torch.Tensor | None = None,
 ) -> None:
-    """Draw tokens as gumbel.sample, from logits of any floating dtype and row stride.
+    """Draw tokens like gumbel.sample, from logits of any floating dtype and row stride.
 
-    masks: forbidden tokens are neither drawn nor read. vocabulary: this rank's columns, and the ranks that choose
-    together; None for all columns. known_ids_V: int64, token id of each column, if these are not all tokens.
-    sharpness_1: float32, a factor on all logits. Nothing depends on values on the host, so a CUDA graph may capture it.
+    masks: forbidden tokens are neither drawn nor read.
+    vocabulary: this rank's columns, and the ranks that choose together; None for all columns.
+    known_ids_V: int64, token id of each column, if these are not all tokens.
+    sharpness_1: float32, a factor on all logits.
+
+    Nothing depends on values on the host, so a CUDA graph may capture it.
     """
     num_samples, vocab_size = logits_SV.shape
     if num_samples == 0:

@@ -32,12 +32,14 @@ def logprob_rows(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> torch.Tensor:
-    """Return rows as in LogprobRows, int32 [R, 3 + 2 * num_top], readable once the current stream has reached this
-    point.
+    """Return rows as in LogprobRows, int32 [R, 3 + 2 * num_top].
 
-    logits_RV: any floating dtype, contiguous within a row; computed in float32. token_ids_R: the chosen tokens, int32
-    [R]. triton: whether to launch kernels, by default on CUDA. vocabulary: this rank's columns; None for all. Temporary
-    memory is bounded (see ranks.row_chunks).
+    They are readable once the current stream has reached this point. Temporary memory is bounded, see ranks.row_chunks.
+
+    logits_RV: any floating dtype, contiguous within a row; computed in float32.
+    token_ids_R: the chosen tokens, int32 [R].
+    triton: whether to launch kernels, by default on CUDA.
+    vocabulary: this rank's columns; None for all.
     """
     if vocabulary is not None and vocabulary.is_divided:
         return _rows_of_ranks(logits_RV, token_ids_R, num_top, vocabulary)
@@ -62,8 +64,10 @@ def logprob_rows(
 def _rows_of_ranks(
     logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Compute rows as logprob_rows, with a divided vocabulary. Every rank calls it with the same tokens and gets the
-    same rows."""
+    """Compute rows like logprob_rows, with a divided vocabulary.
+
+    Every rank calls it with the same tokens and gets the same rows.
+    """
     rows_RW = torch.empty(len(logits_RV), row_width(num_top), dtype=torch.int32, device=logits_RV.device)
     for rows in row_chunks(len(logits_RV), vocabulary.size):
         _fill_of_ranks(rows_RW[rows], logits_RV[rows].float(), token_ids_R[rows, None].long(), num_top, vocabulary)
@@ -77,7 +81,7 @@ def _fill_of_ranks(
     num_top: int,
     vocabulary: VocabularySlice,
 ) -> None:
-    """Fill a chunk of rows. token_ids_R1: int64."""
+    """Fill a chunk of rows, see _rows_of_ranks. token_ids_R1: the chosen tokens, int64."""
     gather, num_ranks = vocabulary.group.gather_columns, vocabulary.group.size
     column_R1 = token_ids_R1 - vocabulary.first
     is_here_R1 = (column_R1 >= 0) & (column_R1 < vocabulary.size)
@@ -104,7 +108,7 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Log-probabilities of a batch, on the way to the host: see `logprob_rows`."""
+    """Log-probabilities of a batch, being copied to the host; the tensors are rows of `logprob_rows`."""
 
     # All rows of the batch, each with the largest number of tokens up to FEW_TOKENS; None if no row needs it.
     few_SW: torch.Tensor | None

@@ -1,9 +1,9 @@
-"""Log-probabilities as two Triton kernels. The first reduces each vocabulary block to its largest logit, its sum of
-exponentials, and the number of logits above the chosen token's. The second combines a row's blocks and finds its top
-tokens.
+"""Log-probabilities as two Triton kernels, the second of which finds the top tokens of a row.
 
-To find the next top token, the second kernel takes the block with the largest remaining logit, and reads this block
-again for its next one. So only blocks that hold a top token are read twice.
+The first reduces each block of the vocabulary to its largest logit, its sum of exponentials, and the number of logits
+above the chosen token's. The second combines a row's blocks. To find the next top token, it takes the block with the
+largest remaining logit, and reads this block again for its next one. So only blocks that hold a top token are read
+twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _SIGN_MASK = tl.constexpr(2**31 - 1)
 def block_keys(
     row_ptr: tl.tensor, block: tl.tensor, VOCAB_SIZE: tl.constexpr, BLOCK_V: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return a block's logits, float32, and int64 keys in the same order; of equal logits, the lower token id has the
-    larger key."""
+    """Return (a block's logits, float32; their keys, int64 in the order of the logits).
+
+    Of equal logits, that of the lower token id has the larger key. row_ptr: logits of the row.
+    """
     token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = token_ids < VOCAB_SIZE
     logits = tl.load(row_ptr + token_ids, mask=inside, other=-float("inf")).to(tl.float32)
@@ -41,8 +43,10 @@ def block_keys(
 
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
-    """Return the float32 logit of a key, at least the lowest finite number: differences of minus infinity would be
-    NaN."""
+    """Return the float32 logit of a key; minus infinity becomes the lowest finite number.
+
+    Differences of minus infinity would be NaN.
+    """
     ordered = (key >> 32).to(tl.int32)
     logit = tl.where(ordered < 0, ordered ^ _SIGN_MASK, ordered).to(tl.float32, bitcast=True)
     return tl.maximum(logit, _LEAST_FLOAT)
@@ -60,8 +64,13 @@ def block_logprobs_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (row, block), into [R, blocks]: the largest key, int64; the sum of exp(logit - largest), float32; the
-    number of logits above the chosen token's, int32."""
+    """Reduce one block of a row's logits; program (row, block).
+
+    logits_ptr: [R, VOCAB_SIZE], rows logits_stride apart; token_ids_ptr: int32 [R], the chosen tokens.
+    best_ptr: int64 [R, blocks], receives the largest key, see block_keys.
+    sum_ptr: float32 [R, blocks], receives the sum of exp(logit - largest).
+    above_ptr: int32 [R, blocks], receives the number of logits above the chosen token's.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row_ptr = logits_ptr + row * logits_stride
@@ -90,7 +99,11 @@ def row_logprobs_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (row): write a row of LogprobRows to rows_ptr."""
+    """Combine a row's blocks, and find its num_top most likely tokens; program (row).
+
+    rows_ptr: int32 [R, 3 + 2 * num_top], receives rows of LogprobRows. Other arguments are those of
+    block_logprobs_kernel, whose results are read.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     blocks = tl.arange(0, TILE_B)
@@ -123,11 +136,10 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Compute rows as logprobs.logprob_rows; they are in pinned memory, or on a CPU (interpreted kernels) in any
-    memory.
+    """Compute logprobs.logprob_rows with the kernels: int32 [R, 3 + 2 * num_top], in pinned memory, or any on a CPU.
 
     The kernels write device memory, which is copied to pinned memory. PyTorch's allocator tracks pending copies but not
-    pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write.
+    pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write. token_ids_R: int32.
     """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device

@@ -94,11 +94,13 @@ class SamplerClass(enum.Enum):
 
 
 class Sampler:
-    """Samples tokens; rows are added and removed with requests, and `sample` serves any subset of them in any order.
+    """Samples tokens. Rows are added and removed with requests; `sample` serves any of them in any order.
 
-    A row's tokens depend only on its own logits, parameters, seed and positions. rows: store of the rows' parameters;
-    its device is the logits' and decides between kernels and numpy. processors: the user's, in calling order. group:
-    ranks that divide the vocabulary; None if undivided. `vocabulary`: this rank's columns.
+    A row's tokens depend only on its own logits, parameters, seed and positions.
+
+    rows: store of the rows' parameters, on the device of the logits; it decides between kernels and numpy.
+    processors: the user's, in calling order.
+    group: ranks that divide the vocabulary; None if undivided. The attribute `vocabulary` has this rank's columns.
     """
 
     def __init__(
@@ -176,8 +178,10 @@ class Sampler:
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
-        """Free a row. Raises ValueError if it is already free; RuntimeError, after freeing it, if a logits processor
-        fails."""
+        """Free a row. Raises ValueError if it is already free.
+
+        Raises RuntimeError, after freeing it, if a logits processor fails.
+        """
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
@@ -308,7 +312,7 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        """Filter and choose. masks: applied here on a GPU; already applied on a CPU."""
+        """Filter and choose tokens, into token_ids_S. masks: applied here on a GPU; already applied on a CPU."""
         threshold_S = None
         if self._filtered_N[rows_S].any():
             filtered = rows_S[self._filtered_N[rows_S]]

@@ -49,7 +49,7 @@ class Experts(GraphPass):
 
 
 class _Routing(NamedTuple):
-    """How experts are chosen: a routing that the op implements, or the result of another one."""
+    """The choice of experts: a routing that the op implements, or the result of another routing."""
 
     logits: fx.Node  # of the router; with `chosen`, the weights of the chosen experts
     top_k: int

@@ -49,7 +49,10 @@ def gate_of_experts(
     LIMIT: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Apply `Gate` in fp32; the activated gate is rounded to the dtype before the product with up."""
+    """Return the gate's result for gate and up, all in fp32; see `Gate`.
+
+    The activated gate is rounded to the dtype before the product with up.
+    """
     if LIMIT == 0:
         return gated(gate, up, ACTIVATION, dtype)
     else:

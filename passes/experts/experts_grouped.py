@@ -1,6 +1,7 @@
 """Triton kernels for tokens sorted by expert: products of tiles of one expert's tokens, and the sum of results.
 
-S is the number of (token, expert) pairs, in the order of experts.
+A pair is a token and one of its experts, with the number token * TOP_K + slot. S is the number of pairs; sorted pairs
+are in the order of experts.
 """
 
 from __future__ import annotations
@@ -42,11 +43,17 @@ def grouped_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, block): the tokens of a block times ROWS rows of their expert's weight.
+    """One of the experts' two products: program (rows, block) computes ROWS weight rows for a block of pairs.
 
-    GATED: x is indexed by token, and out, the gate's result, by sorted pair. Otherwise x is indexed by sorted pair, and
-    out by pair, times the pair's weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None. scales: of codes, per
-    TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K, or 0 for whole rows); None for plain weights.
+    x_ptr: [T, K] with GATED, otherwise [S, K] by sorted pair; rows x_stride apart. w_ptr: [E, NUM_ROWS, K]; bias_ptr:
+        [E, NUM_ROWS] or None.
+    out_ptr: with GATED, [S, NUM_ROWS / 2] by sorted pair, the results of the gate; otherwise [S, NUM_ROWS] by pair, the
+        results times the pairs' weights.
+    sorted_ptr: int32 [S], the sorted pairs; blocks_ptr: int32 [blocks, 4], see place_kernel; weights_ptr: float32 [S],
+        by pair.
+    scales_ptr: float32 scales of 8-bit weights, one per TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K,
+        or 0 for whole rows); None for other weights.
+    ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -130,7 +137,12 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, columns): sums the outputs of the token's experts, adds the residual, and resets the counts."""
+    """Sum the results of each token's experts and add the residual: program (token, block of columns).
+
+    y_ptr: [T, TOP_K, HIDDEN_SIZE], already multiplied by the pairs' weights; residual_ptr: [T, HIDDEN_SIZE] or None;
+        out_ptr: [T, HIDDEN_SIZE].
+    counts_ptr: int32 [NUM_EXPERTS], set to zero for the next launch.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Triton kernels for the experts of a single token: matrix-vector products at memory bandwidth."""
+"""Triton kernels for the experts of a single token: routing, then two matrix-vector products at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def one_token_route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """A single program, fastest with one warp: chooses the token's experts and their weights."""
+    """Choose the experts of a single token and their weights; one program, fastest with one warp.
+
+    logits_ptr: [NUM_EXPERTS], of the router. Writes chosen_ptr: int32 [TOP_K], and weights_ptr: float32 [TOP_K].
+    BLOCK_E: NUM_EXPERTS rounded up to a power of two. RENORMALISE: see chosen_experts.
+    """
     BLOCK_X: tl.constexpr = triton.next_power_of_2(TOP_K)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -62,9 +66,16 @@ def one_token_gate_up_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH].
+    """First product of a single token's experts and the gate: program (rows, slot) computes ROWS outputs of one expert.
 
-    scales: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    slot: index of the expert among the token's TOP_K.
+
+    x_ptr, norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K]; bias_ptr: [E, 2 * WIDTH] or None; chosen_ptr: [TOP_K],
+        the experts.
+    hidden_ptr: [TOP_K, WIDTH], the results.
+    scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    NORM: norm x first, with OFFSET added to the norm's weight.
+    ACTIVATION, ALPHA, LIMIT: see Gate. INTERLEAVED: rows of gate and up alternate; otherwise all of gate come first.
     """
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -140,7 +151,13 @@ def one_token_down_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program: ROWS outputs, summed over the token's experts with their weights, plus the residual if there is one."""
+    """Second product of a single token's experts: a program computes ROWS outputs, summed over the experts by weight.
+
+    hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
+    chosen_ptr, weights_ptr: [TOP_K], the experts and their weights.
+    residual_ptr: [HIDDEN_SIZE], added to the sum, or None; out_ptr: [HIDDEN_SIZE].
+    scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    """
     SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -28,13 +28,13 @@ from compiled_engine.passes.linear.experts_codes import constants_of
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import Rounding
 
-# Tiles are chosen by shapes and dtype alone. Up to these token counts they are those for few, or for some tokens.
+# Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
 
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """Tokens and weight rows of a program, and its compilation."""
+    """The pairs and weight rows of a program of grouped_kernel, and the options with which it is compiled."""
 
     tokens: int
     rows: int
@@ -44,7 +44,7 @@ class GroupedTiles:
 
 
 def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
-    """Choose tiles by the step's tokens, which many experts share, and by the sizes that a program loops over."""
+    """Choose tiles by the step's tokens, which many experts share, and by the columns of both products."""
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens <= FEW_TOKENS:
@@ -58,7 +58,7 @@ def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, wid
 
 @dataclass(frozen=True)
 class OneTokenTiles:
-    """Outputs and columns of a program, and its warps."""
+    """The outputs of a program, the columns that it multiplies at a time, and its warps."""
 
     rows: int
     block_k: int
@@ -66,7 +66,10 @@ class OneTokenTiles:
 
 
 def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """Return the tiles of a product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880."""
+    """Return the tiles of a single token's product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
+
+    gate_up: the first product, otherwise the second.
+    """
     if not gate_up:
         rows, block_k, num_warps = 2, 512, 2
     elif k % 1024 == 0:
@@ -107,8 +110,9 @@ def reference(
     """Return for each token the sum of its top_k experts' outputs times their probabilities, plus the residual: [T, D].
 
     logits_TE: of the router, before the softmax. renormalise: the chosen experts' probabilities add up to 1.
-    gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`. norm_weight_D:
-    norm x first, see rms_norm. chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
+    gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`.
+    norm_weight_D: norm x first, see rms_norm.
+    chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
     Scales and schemes: of quantised weights, see experts_codes.
 
     Steps whose argument is None are left out. The chosen experts are read on the host.
@@ -141,7 +145,7 @@ def _linear(
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute one expert's linear; with quantised weights in fp32, rounded once."""
+    """Compute one expert's linear, with quantised weights in fp32, rounded once at the end."""
     if scales_ERC is None:
         return torch.nn.functional.linear(x_PK, weight_ENK[expert], bias_N)
     weight_NK = decode(weight_ENK[expert], scales_ERC[expert], Rounding.parse(scheme))
@@ -151,7 +155,7 @@ def _linear(
 
 @dataclass(frozen=True)
 class _Weights:
-    """The experts' weights, with the compile-time constants of the kernels."""
+    """The experts' weights, and the constexprs of the kernels that read them."""
 
     gate_up_END: torch.Tensor
     down_EDI: torch.Tensor
@@ -375,7 +379,10 @@ def _grouped(
 
 @cache
 def _counts(device: torch.device, stream: int, num_experts: int) -> torch.Tensor:
-    """Return the number of pairs per expert, zero between launches; one set per stream, where launches are serial."""
+    """Return the number of pairs per expert, int32, zero between launches.
+
+    There is one tensor per stream, whose launches do not overlap.
+    """
     return torch.zeros(num_experts, dtype=torch.int32, device=device)
 
 

@@ -1,6 +1,6 @@
 """Triton kernels that choose the experts of each token and sort the tokens by expert.
 
-S is the number of (token, expert) pairs.
+A pair is a token and one of its experts, with the number token * TOP_K + slot. S is the number of pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ def chosen_experts(
     BLOCK_X: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the experts with a token's largest logits, and their probabilities; among equals the first comes first."""
+    """Return (experts with a token's TOP_K largest logits, their probabilities), [BLOCK_X] each; the first wins a tie.
+
+    logits_ptr: the token's, [NUM_EXPERTS]. BLOCK_E, BLOCK_X: NUM_EXPERTS and TOP_K rounded up to powers of two.
+    RENORMALISE: the probabilities of the chosen experts add up to 1; otherwise those of all experts do.
+    """
     e_E = tl.arange(0, BLOCK_E)
     x_X = tl.arange(0, BLOCK_X)
     left_E = tl.load(logits_ptr + e_E, mask=e_E < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
@@ -57,9 +61,14 @@ def route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its experts, their weights, and each pair's rank among its expert's pairs, in any order.
+    """Choose the experts of each token; program (token) also counts the token's pairs in their experts' counts.
 
-    given: the chosen experts, whose weights replace the logits; None: they are chosen here.
+    logits_ptr: [T, NUM_EXPERTS], rows logits_stride apart; with given_ptr, the weights of the given experts, [T,
+        TOP_K].
+    given_ptr: [T, TOP_K], experts that are chosen already, or None.
+    chosen_ptr: int32 [S], and weights_ptr: float32 [S], the experts and their weights by pair.
+    rank_ptr: int32 [S], the number of each pair among its expert's pairs, in any order.
+    counts_ptr: int32 [NUM_EXPERTS], zero before the launch, then the number of pairs per expert.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -96,9 +105,14 @@ def place_kernel(
     PLACED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program: sorts PLACED pairs by expert, and describes PLACED blocks of up to TOKENS pairs of an expert.
+    """Sort the pairs by expert, and divide them into blocks of up to TOKENS pairs of one expert.
 
-    A block is int32 [4]: expert (-1: no block), first place, count, unused.
+    A program handles PLACED pairs and PLACED blocks.
+
+    chosen_ptr, rank_ptr, counts_ptr: see route_kernel.
+    sorted_ptr: int32 [S], the pairs in the order of experts.
+    blocks_ptr: int32 [num_blocks, 4]: expert (-1: an empty block), first place in `sorted`, number of pairs; the last
+        element is not written.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -40,12 +40,12 @@ def reference(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """Return y + B[slot] A[slot] x for each token, and y where the slot is negative.
+    """Return y + B[slot] A[slot] x for each token, and y where the slot is negative: [T, N].
 
-    Unused ranks are sliced off: multiplying by zeros would let NaN through.
-
-    x_TK, y_TN: input and result of a linear that merges M members with these sizes. a_SRK: `rank` rows per slot and
-    member. b_SNR: [slots, N, rank]. ranks_SM: ranks in use, int32. slots_T: int32.
+    x_TK, y_TN: input and result of a linear that merges M members with these sizes.
+    a_SRK: A, `rank` rows per slot and member. b_SNR: B, [slots, N, rank].
+    ranks_SM: int32, the ranks in use; the others are left out, since multiplying by zeros would let NaN through.
+    slots_T: int32, the slot of each token.
     """
     rank, ends = b_SNR.shape[2], list(accumulate(sizes))
     out_TN = y_TN.clone(memory_format=torch.contiguous_format)
@@ -70,7 +70,7 @@ def launch(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels."""
+    """Compute `reference` with the kernels for few or for many tokens. All tensors but x and y must be contiguous."""
     operands = Operands(y_TN.contiguous(), x_TK.contiguous(), a_SRK, b_SNR, ranks_SM, slots_T, sizes)
     num_slots, rows, k = a_SRK.shape
     if len(y_TN) <= FEW_TOKENS:

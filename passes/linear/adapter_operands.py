@@ -16,7 +16,7 @@ VECTOR = tl.constexpr(8)
 
 
 class Operands(NamedTuple):
-    """The arguments of adapter_add."""
+    """The arguments of adapter_add, see its reference."""
 
     y_TN: torch.Tensor
     x_TK: torch.Tensor
@@ -28,7 +28,11 @@ class Operands(NamedTuple):
 
 
 def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return where members and their tiles of `width` results begin and end, and the number of tiles."""
+    """Divide each member's results into tiles of `width`, numbered over all members.
+
+    Returns (constexprs, number of tiles). BEGINS, ENDS, FIRST_TILES: for each member its first result, the end of its
+    results, and its first tile.
+    """
     ends = tuple(accumulate(sizes))
     last_tiles = tuple(accumulate(cdiv(size, width) for size in sizes))
     return {"BEGINS": (0, *ends[:-1]), "ENDS": ends, "FIRST_TILES": (0, *last_tiles[:-1])}, last_tiles[-1]
@@ -38,7 +42,7 @@ def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int,
 def member_of(
     tile: tl.tensor, BEGINS: tl.constexpr, ENDS: tl.constexpr, FIRST_TILES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the member that a tile of WIDTH results belongs to, the tile's first result, and the member's end."""
+    """Return (member of a tile of WIDTH results, the tile's first result, the member's end). See tiles_of_members."""
     member, begin, end = tile * 0, tile * WIDTH, tile * 0 + ENDS[0]
     for each in tl.static_range(1, len(ENDS)):
         of_later = tile >= FIRST_TILES[each]

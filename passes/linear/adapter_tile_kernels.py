@@ -1,4 +1,4 @@
-"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window.
+"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window of tokens.
 
 A program gathers its slot's tokens and multiplies them on tensor cores, so that A and B are read once for several
 tokens, and other slots' tokens are not read. Each window has a program per possible slot. If its tokens have fewer
@@ -31,7 +31,7 @@ NO_SLOT = tl.constexpr(1 << 30)  # larger than any slot
 
 @triton.jit
 def _ask_for_lines(address: tl.tensor, wanted: tl.tensor) -> None:
-    """Prefetch the wanted cache lines into L2 without waiting."""
+    """Prefetch the cache lines at these addresses, where `wanted`, into the L2 cache without waiting."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -64,9 +64,17 @@ def shrink_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (window of tokens, one of TURNS and a tile of A's rows, split of K) of shrink.
+    """Shrink: write z = A x, by split of K, for all members of a merged linear.
 
-    Writes z[split, token, member * RANK + r] for the tokens of its slots.
+    Program (window of tokens, one of TURNS and tile of A's rows, split of K): the window's tokens with the program's
+    slots times BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's rank, and tokens without an
+    adapter, are not written.
+
+    x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32
+        [num_tokens].
+    z_ptr: float32 [splits, num_tokens, MEMBERS * RANK].
+    TURNS: programs that share the slots of a window. WINDOW: tokens of a window; BLOCK_T: tokens multiplied at a time.
+    COLUMNS_AHEAD: columns of A prefetched before the wait.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -121,8 +129,8 @@ def _share_of(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Divide the slots from `lowest` to `end` among TURNS programs.
 
-    Returns a program's first slot, its part of that slot's tokens, and the number of parts: more than one if there are
-    fewer slots than programs.
+    Returns (a program's first slot, its part of that slot's tokens, the number of parts). There are several parts if
+    there are fewer slots than programs. turn: the program's number.
     """
     num_slots = tl.maximum(end - lowest, 1)
     place = turn % num_slots
@@ -133,7 +141,11 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return BLOCK_T tokens of the slot, from its `first` one on, and a mask; a small window is not packed."""
+    """Return (BLOCK_T tokens of the slot from its `first` one on, mask of those that exist).
+
+    token_W, own_W: the window's tokens, and whether they have the slot. A window of BLOCK_T tokens is returned as it
+    is.
+    """
     if BLOCK_T == WINDOW:
         return token_W, own_W
     else:
@@ -151,7 +163,7 @@ def _used(
     RANK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> tl.tensor:
-    """Return whether the slot's adapter uses these rows of A."""
+    """Return whether rows of A, counted over all members, are within the ranks of the slot's adapter."""
     rank_R = tl.load(ranks_ptr + slot * MEMBERS + row_R // RANK, mask=row_R < RANK * MEMBERS, other=0)
     return row_R % RANK < rank_R
 
@@ -181,10 +193,16 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS) of expand: y + B z.
+    """Expand: write out = y + B z, where z is summed over the splits of K.
 
-    Tokens without an adapter have slot -1. BEGINS, ENDS: bounds of each member's results. FIRST_TILES: each member's
-    first program. BLOCK_R: RANK rounded up to a power of two.
+    Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS): the window's tokens with the
+    program's slots. Tokens with slot -1, without an adapter, are copied.
+
+    y_ptr, out_ptr: [num_tokens, N]; z_ptr: see shrink_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
+        shrink_kernel.
+    BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: results of a tile.
+    TURNS: programs that share the slots of a window. WINDOW: tokens of a window; BLOCK_T: tokens multiplied at a time.
+    BLOCK_R: RANK rounded up to a power of two, at least 16. AHEAD: prefetch B before the wait.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -255,7 +273,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
-    """Choose the tile sizes. rows: of a slot's A, all members together. rank: the largest."""
+    """Choose the tile sizes. rows: of a slot's A, all members together. rank: the largest that a slot holds."""
     most = next((most for most in WINDOWS if num_tokens <= most), None)
     rows, results = min(64, _block(rows)), max(16, MOST_ELEMENTS // _block(rank))
     if dtype == torch.float32:  # no tensor cores, and twice the bytes
@@ -270,7 +288,7 @@ def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, 
 
 
 def _turns(window: int, num_slots: int) -> int:
-    """Return the programs per window: enough for all slots, and for all tokens if they share one slot."""
+    """Return the programs per window: enough for all slots, or for all tokens of one slot, up to MOST_TURNS."""
     return min(max(num_slots, window // 16), MOST_TURNS)
 
 
@@ -279,7 +297,7 @@ def _block(number: int) -> int:
 
 
 def add_by_tile(operands: Operands, tiles: Tiles) -> torch.Tensor:
-    """Launch the kernels for many tokens."""
+    """Return the result of adapter_add, [T, N], computed by the kernels for many tokens."""
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     num_splits, dependent = cdiv(k, tiles.columns), dependent_launch(x_TK.device)

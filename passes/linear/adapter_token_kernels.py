@@ -37,7 +37,14 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, split of K, tile of a member's ranks): z[split, token, member * RANK + r] for ranks in use."""
+    """Shrink: write z = A x of one token, for a tile of a member's ranks, over one split of K.
+
+    Program (token, split of K, member and tile of BLOCK_R ranks). Ranks beyond an adapter's rank, and tokens with a
+    negative slot, are not written.
+
+    x_ptr: [T, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32 [T]; z_ptr:
+    float32 [splits, num_tokens, MEMBERS * RANK].
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     TILES: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
@@ -85,8 +92,11 @@ def expand_token_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token, tile of a member's results): y + B z.
+    """Expand: write out = y + B z of one token for a tile of a member's results; program (token, tile).
 
+    y_ptr, out_ptr: [T, N]; z_ptr: see shrink_token_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
+        shrink_token_kernel.
+    BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: results of a tile.
     BLOCK_S, BLOCK_R: NUM_SPLITS and RANK rounded up to powers of two.
     """
     if DEPENDENT_LAUNCH:
@@ -122,7 +132,7 @@ def expand_token_kernel(
 
 
 def add_by_token(operands: Operands) -> torch.Tensor:
-    """Launch the kernels for few tokens."""
+    """Return the result of adapter_add, [T, N], computed by the kernels for few tokens."""
     y_TN, x_TK, a_SRK, b_SNR, ranks_SM, slots_T, sizes = operands
     (num_tokens, num_results), (_, rows, k), rank = y_TN.shape, a_SRK.shape, b_SNR.shape[2]
     block_r = 8 if rank <= LOW_RANK else 16

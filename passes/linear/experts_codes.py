@@ -38,7 +38,11 @@ def scaled(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return rows of codes from column k on times their scales, in fp32. scale_row_N: the scales' row of each row."""
+    """Return rows of codes times their scales, in fp32. w_NK: the codes, from column k on, as numbers in fp32.
+
+    scales_ptr: float32, one row per tile of rows, with one scale per TILE_COLUMNS columns (0: per row).
+    scale_row_N: the row of scales for each row of codes; mask_N: whether the row exists.
+    """
     ROWS: tl.constexpr = w_NK.shape[0]
     BLOCK_K: tl.constexpr = w_NK.shape[1]
     if TILE_COLUMNS == 0:
@@ -63,13 +67,13 @@ def obstacle(rounding: Rounding, device: torch.device) -> str | None:
 
 
 def constants_of(scheme: str) -> dict[str, Any]:
-    """Return the kernels' constants for a scheme; "" for weights that are not quantised."""
+    """Return the constexprs TILE_ROWS and TILE_COLUMNS for a scheme; "" means weights that are not quantised."""
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
     return {"TILE_ROWS": rounding.rows, "TILE_COLUMNS": rounding.columns}
 
 
 def decoded(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Dequantise to [E, N, K] in fp32."""
+    """Return the weights, fp32 [E, N, K], from their codes and scales. scheme: text that Rounding.parse reads."""
     rounding = Rounding.parse(scheme)
     return torch.stack([decode(*each, rounding) for each in zip(codes_ENK, scales_ERC, strict=True)])
 

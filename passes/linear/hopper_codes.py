@@ -1,4 +1,4 @@
-"""Hopper kernel for quantised linears of over 128 tokens (the left operand): conditions, tiles, launch."""
+"""Hopper's kernel for quantised linears of over 128 tokens: the conditions that it sets, its tiles and its launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS, COLUMNS = 2, 128
 
 @dataclass(frozen=True)
 class CodesTiles:
-    """A tile of 2 * `tokens` tokens and `rows` rows of the weight, gate and up counted together.
+    """The tile of a program: 2 * `tokens` tokens and `rows` rows of the weight, gate and up counted together.
 
     Columns are processed in `stages` stages of 128.
     """
@@ -40,7 +40,7 @@ TOKEN_COUNTS = (64, 128, 256, 384, 1024, 1152, 2048, 4096)
 
 @cache
 def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiprocessors: int) -> CodesTiles:
-    """Return the tiles with the least total time over rounds of all multiprocessors.
+    """Return the tiles with the least total time, by COSTS. A round is one tile on each multiprocessor.
 
     num_rows: gate and up counted together. has_blocks: scales are of blocks, not of whole rows.
     """
@@ -53,7 +53,7 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
 
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
-    """Return why the kernel does not support a linear that Hopper's product kernel does; None if it does."""
+    """Return why the kernel does not support a linear that Hopper's product kernel supports; None if it does."""
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
     if weight.columns != input_columns:
@@ -75,10 +75,10 @@ def hopper_codes(
     dtype: torch.dtype,
     tiles: CodesTiles | None = None,
 ) -> torch.Tensor:
-    """Compute the linear of codes, or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
+    """Compute the linear of codes, [T, N], or with `gated` activation(gate) * up of its halves, [T, N / 2], in `dtype`.
 
-    The weight is contiguous, K a multiple of 16, and N of 8, or of 16 with `gated`; see why_not_on_the_left. tiles:
-    those of codes_tiles by default.
+    The weight is contiguous, K a multiple of 16, and N of 8, or of 16 with `gated`; see why_not_on_the_left. tiles: by
+    default those of codes_tiles.
     """
     if tiles is None:
         many = multiprocessors(x_TK.device)
@@ -130,7 +130,7 @@ def hopper_codes(
 
 @cache
 def _boxes(tiles: CodesTiles, gated: bool) -> tuple[Box, Box, Box]:
-    """Return the TMA boxes of the weight, the tokens and the results."""
+    """Return (TMA box of the weight, TMA box of the tokens, TMA box of the results)."""
     from compiled_engine.kernels import hopper_codes_kernel as kernels
 
     rows, block = tiles.rows, kernels.BLOCK.value

@@ -1,4 +1,4 @@
-"""Hopper kernel for linears of up to 128 tokens: where it is fastest by the profile, its tiles, its launch."""
+"""Hopper's kernel for linears of up to 128 tokens: tiles, where it is fastest by the device's profile, and launch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from compiled_engine.passes.linear.quantised_product import Scaling
 
 
 def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | None:
-    """Return the profile of a Hopper device for dtypes of two bytes, otherwise None."""
+    """Return the profile of a Hopper device, for dtypes of two bytes; None for other devices and dtypes."""
     if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return load_profile(torch.cuda.get_device_name(device))
 
 
 def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
-    """Return the rows in a form that TMA can copy: dense, each starting at a multiple of 16 bytes."""
+    """Return the rows as TMA copies them, contiguous and starting at multiples of 16 bytes; a copy if they are not."""
     if x_TK.stride(1) != 1 or x_TK.stride(0) * x_TK.element_size() % 16 or x_TK.data_ptr() % 16:
         return x_TK.clone(memory_format=torch.contiguous_format)
     return x_TK
@@ -37,7 +37,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def layout_of_boxes(bits: int, rank: int) -> Any:
-    """Return the shared-memory layout of boxes with elements of this many bits.
+    """Return the shared-memory layout of boxes with elements of this many bits, see shared_layout.
 
     Cached, as creating a layout takes the host as long as a launch.
     """
@@ -48,7 +48,7 @@ def layout_of_boxes(bits: int, rank: int) -> Any:
 
 @cache
 def box_of_results(tokens: int, outputs: int) -> Box:
-    """Return a TMA box of 16-bit results."""
+    """Return a TMA box of [tokens, outputs] 16-bit results."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
@@ -57,7 +57,7 @@ def box_of_results(tokens: int, outputs: int) -> Box:
 
 @cache
 def columns_of_boxes(bits: int) -> int:
-    """Return the columns of a box with elements of this many bits."""
+    """Return the number of columns of a box with elements of this many bits."""
     from compiled_engine.kernels.hopper_linear_kernel import step_of
 
     return int(step_of(bits))
@@ -76,15 +76,15 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """A program's tile: `tokens` tokens and `groups` * 64 / `parts` weight rows, half of them a gate's if there is one.
+    """A program's tile: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up counted together.
 
     Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns.
     """
 
     groups: int  # 1 to 3
-    tokens: int  # at most
+    tokens: int  # upper bound
     stages: int
-    # Per thread; 0: as many as there are. Fewer let neighbouring kernels run on the same multiprocessor.
+    # Most per thread; 0: no limit. Fewer let neighbouring kernels run on the same multiprocessor.
     registers: int = 0
     parts: int = 1  # 1, 2, or 4 without gate and up
     products: int = 1
@@ -99,7 +99,7 @@ class HopperTiles:
         return (64 * self.groups + self.parts * self.tokens) * self.products * 128
 
     def ending_bytes(self, gated: bool) -> int:
-        """Return the shared memory besides the stages, for results and the sums of parts."""
+        """Return the shared memory besides the stages: for results, and for the sums of parts."""
         outputs = 64 // self.parts // (2 if gated else 1)
         return self.groups * self.tokens * (2 * outputs + (256 if self.parts > 1 else 0))
 
@@ -114,7 +114,7 @@ class HopperTiles:
 
 
 def registers_for(groups: int, columns: int) -> int:
-    """Return the registers per thread, 0 for all: few for narrow products, so that two programs run at once."""
+    """Return the registers per thread; 0: all. Narrow products get few, so that two programs share a multiprocessor."""
     if columns <= 32:
         return 64
     return 128 if groups == 1 else 0
@@ -124,7 +124,7 @@ def registers_for(groups: int, columns: int) -> int:
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
-    """Return `tiles_for` with the device's profile; None if it has none."""
+    """Return `tiles_for` with the device's profile; None if it has no profile or there are more than 128 tokens."""
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
 
@@ -132,7 +132,7 @@ def hopper_tiles(
 def tiles_for(
     profile: DeviceProfile, num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together.
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product. gated: num_rows counts gate and up together.
 
     None if another kernel is faster, or no shape near enough was measured.
     """
@@ -159,7 +159,7 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
 def _fitted(
     tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Adapt the tiles of the near shape to this one, see NEAR.
+    """Adapt the tiles of the near shape to this one, see AS_BUSY.
 
     None if too few multiprocessors would be busy, or if rows or columns are not divisible.
     """
@@ -180,7 +180,7 @@ def _fitted(
 
 
 def _changed(tiles: HopperTiles, **fields: int) -> HopperTiles:
-    """Return the tiles with these fields, and registers to match."""
+    """Return the tiles with these fields, and with registers to match."""
     tiles = replace(tiles, **fields)
     return replace(tiles, registers=registers_for(tiles.groups, tiles.parts * tiles.tokens))
 
@@ -196,13 +196,13 @@ def hopper_linear(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus the residual: [T, N] or [T, N / 2].
+    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
 
     Weight and residual are contiguous. K is a multiple of 8, and with several parts or products of 64 times their
     number; N is a multiple of 8, or of 16 with `gated`; T is at most the tiles' tokens.
 
-    scaling: of 8-bit codes, per 128 columns or whole row, for results of `dtype`. K is then a multiple of 16, and with
-    several parts or products of 128 times their number.
+    scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
+    and with several parts or products of 128 times their number.
 
     Raises ValueError for gate and up in four parts, which would leave a program too few rows of each.
     """
@@ -252,7 +252,7 @@ def hopper_linear(
 
 @cache
 def _boxes(tiles: HopperTiles, bits: int, gated: bool) -> tuple[Box, Box]:
-    """Return the TMA boxes of the weight and of the tokens."""
+    """Return (TMA box of the weight, TMA box of the tokens)."""
     from compiled_engine.kernels import hopper_linear_kernel as ring
 
     parts, boxes, step = tiles.parts, tiles.parts * tiles.products, columns_of_boxes(bits)

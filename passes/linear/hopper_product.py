@@ -1,4 +1,4 @@
-"""Hopper kernel for linears of over 64 tokens: where it is fastest by the device's profile, tiles and launch."""
+"""Hopper's kernel for linears of over 64 tokens: its tiles, where it is fastest by the device's profile, and launch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LEAST_BESIDE_256 = 64
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """A tile of `groups` * `rows` rows of the weight, gate and up counted together, and of sum(`parts`) tokens.
+    """A program's tile: `groups` * `rows` rows of the weight, gate and up counted together, and sum(`parts`) tokens.
 
     Columns are processed in `stages` stages of 64. A thread needs rows * tokens / 128 registers for sums, at most
     MOST_SUMS. Raises ValueError for other values than the comments allow.
@@ -84,7 +84,7 @@ class ProductTiles:
 def product_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> ProductTiles | None:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together.
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product. gated: num_rows counts gate and up together.
 
     None if another kernel is faster, or the shape was not measured.
     """
@@ -102,11 +102,12 @@ def hopper_product(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
+    """Compute linear(x), [T, N], or with `gated` activation(gate) * up of its halves, [T, N / 2].
 
-    The weight is contiguous, K a multiple of 8, and N of 8, or of 16 with `gated`. scaling: of 8-bit codes, per 128
-    columns or whole row, for results of `dtype`. K is then a multiple of 16, and the tiles have two groups and one part
-    of up to 128 tokens.
+    The weight is contiguous, K a multiple of 8, and N of 8, or of 16 with `gated`.
+
+    scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
+    and the tiles have two groups and one part of up to 128 tokens.
     """
     from compiled_engine.kernels import hopper_product_kernel as kernels  # Gluon takes a while to import
 
@@ -153,7 +154,7 @@ def hopper_product(
 
 @cache
 def _boxes(tiles: ProductTiles, bits: int, gated: bool, scaled: bool) -> tuple[Box, list[Box | None], list[Box | None]]:
-    """Return the TMA boxes of the weight, and those of tokens and of results for each of three parts."""
+    """Return the TMA boxes of the weight, and of tokens and results for each of three parts; None for empty ones."""
     from compiled_engine.kernels import hopper_product_kernel as kernels
 
     rows, block, step = tiles.rows // 2 if gated else tiles.rows, kernels.BLOCK.value, columns_of_boxes(bits)

@@ -1,5 +1,7 @@
-"""Rounds the inputs of quantised linears in the kernel that computes them: an RMSNorm, a residual sum and its norm, or
-silu(gate) * up. Other inputs are rounded by themselves. A program handles one row.
+"""Rounds the inputs of quantised linears in the kernel that computes them.
+
+That is an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by themselves. A program
+handles one row.
 
 Why: in plain torch, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel with the
 row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
@@ -44,14 +46,17 @@ rounding_of = cache(Rounding.parse)
 
 @triton.jit
 def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the codes of values. scale: one for all, or one per value."""
+    """Return the codes of values: values / scale, clamped to [-LARGEST, LARGEST] and rounded to `dtype`.
+
+    scale: a scalar, or one scale per value.
+    """
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
 def scale_of(largest: tl.tensor, LARGEST: tl.constexpr, SMALLEST: tl.constexpr) -> tl.tensor:
-    """Return the scale for a largest magnitude."""
+    """Return max(largest, SMALLEST) / LARGEST, the scale of values whose largest magnitude is `largest`."""
     largest = tl.maximum(largest, SMALLEST)
     return tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
 
@@ -72,10 +77,13 @@ def store_rounded(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
-    """Write the codes of a row in fp32 from column FIRST on, and the scale of each group of COLUMNS columns.
+    """Write the codes of GROUPS * COLUMNS columns of a row from column FIRST on, and the scale of each group.
 
-    The scale is computed per group, or static, or `row_scale`, which is already stored. GROUPS * COLUMNS: a power of
-    two. codes: [T, K]; scales: float32 [groups, scale_stride].
+    x_K: these columns in fp32; their number is a power of two, and those from K on are not written. A group is COLUMNS
+        columns.
+    codes_ptr: [T, K]; scales_ptr: float32 [groups, scale_stride]; token: the row.
+    static_ptr: the scale to use, float32 [1]. row_scale: a scale that is already stored. Without either, a group's
+        scale follows from its largest magnitude.
     """
     offset_K = tl.arange(0, GROUPS * COLUMNS)
     column_K = FIRST + offset_K
@@ -119,10 +127,15 @@ def round_inputs_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): computes and rounds the row that the arguments describe; see store_rounded.
+    """Compute the input of a linear and round it: program (token) writes the codes and scales of one row.
 
-    Intermediate results are rounded as by the separate kernels. ACTIVATION: x is [T, 2 K], gate and up of each row; "":
-    x is the row. inner_weight: of the norm of the added value.
+    The row is x, or activation(gate) * up; then optionally x normed by inner_weight, plus the residual, normed by
+    norm_weight. Intermediate results are rounded as by the separate kernels.
+
+    x_ptr: [T, K], rows x_stride apart; if ACTIVATION is not "", [T, 2 K], gate and up of each row.
+    residual_ptr: [T, K], rows residual_stride apart, or None; sum_ptr: [T, K], for x plus the residual.
+    norm_weight_ptr, inner_weight_ptr: [K] or None. OFFSET, WIDE: see rms_norm.
+    static_ptr, codes_ptr, scales_ptr, COLUMNS, GROUPS, LARGEST, SMALLEST: see store_rounded.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     column_K = tl.arange(0, GROUPS * COLUMNS)
@@ -157,7 +170,7 @@ def round_inputs_kernel(
 def _part_of_row(
     x_ptr: tl.tensor, FIRST: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """Return PART columns of a row from FIRST on, in fp32; zeros beyond the row."""
+    """Return PART columns of a row from FIRST on, in fp32, after the activation if any; zeros beyond the row."""
     column_P = FIRST + tl.arange(0, PART)
     x_P = tl.load(x_ptr + column_P, mask=column_P < K, other=0.0).to(tl.float32)
     if ACTIVATION != "":
@@ -185,7 +198,7 @@ def round_parts_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): as round_inputs_kernel without norms, in parts of GROUPS * COLUMNS columns.
+    """Round rows like round_inputs_kernel without norms: program (token), in parts of GROUPS * COLUMNS columns.
 
     Parts leave registers for more programs. WHOLE: the row has one scale. Unless it is static it is computed first; the
     row is then read again, from a cache.
@@ -226,7 +239,7 @@ def round_parts_kernel(
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
-    """Return why the kernel cannot round inputs of k columns; None if it can."""
+    """Return why the kernels cannot round inputs of k columns; None if they can."""
     columns = 0 if rounding.static else rounding.columns
     if columns & (columns - 1):
         return f"inputs are rounded in {columns} columns, no power of two"
@@ -234,7 +247,7 @@ def columns_obstacle(k: int, rounding: Rounding) -> str | None:
 
 
 class Results(NamedTuple):
-    """Buffers for the codes and scales of rows, and the constants of the kernels that fill them."""
+    """Buffers for the codes and scales of rows, and the constexprs of the kernels that fill them."""
 
     codes_TK: torch.Tensor
     scales_CT: torch.Tensor
@@ -242,7 +255,7 @@ class Results(NamedTuple):
 
 
 def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
-    """Allocate codes for T rows of K columns and their scales. tile: see empty_scales."""
+    """Allocate the codes [T, K] and the scales of num_tokens rows. tile: see empty_scales."""
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
     return Results(codes_TK, empty_scales(codes_TK, rounding, tile), dict(_constants(k, rounding)))
 
@@ -267,10 +280,7 @@ def _warps(columns: int) -> int:
 
 @cache
 def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
-    """Return the constants of round_parts_kernel.
-
-    Parts divide rows evenly unless they would be small; wide rows have at least two.
-    """
+    """Return the constexprs of round_parts_kernel. Parts divide a row evenly, unless they would then be small."""
     part = min(PART_COLUMNS, k & -k, next_power_of_2(k) // 2)
     if part < LEAST_PART:
         part = min(PART_COLUMNS // 2, next_power_of_2(k))
@@ -282,14 +292,14 @@ def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
 
 
 def tile_of(num_tokens: int) -> int:
-    """Return the tokens per tile in products of this many tokens."""
+    """Return the tokens per tile in products of num_tokens tokens."""
     return min(MOST_TILE, max(LEAST_TILE, next_power_of_2(num_tokens)))
 
 
 def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
-    """Allocate scales [C, T] of codes; C is 1 for scales of whole rows and static ones.
+    """Allocate scales [C, T] of codes, float32; C is 1 if a row has one scale.
 
-    Every row is padded to whole tiles of this many tokens, which kernels read.
+    Rows have room for whole tiles of `tile` tokens, which kernels read.
     """
     num_tokens, k = codes_TK.shape
     columns = 0 if rounding.static else rounding.columns
@@ -302,7 +312,7 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
-    """Return why plain torch must round rows of k columns on a device; None if the kernel can, interpreted or not."""
+    """Return why plain torch must round rows of k columns on a device; None if the kernels can round them."""
     capability = capability_of(device) if device.type == "cuda" else CAPABILITY
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8"
@@ -322,7 +332,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes [T, K] and scales [C, T] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x.
 
-    They equal those of rounding.round_inputs, with a static scale repeated for each token. tile: see empty_scales.
+    They equal those of rounding.round_inputs, with a static scale repeated for each token. static_1: float32 [1], or
+    None for scales that follow from the values. tile: see empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
         x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile
@@ -428,7 +439,7 @@ def _round_inputs(
 
 
 def fake_codes(x_TK: torch.Tensor, rounding: str, halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised codes and scales of x. halves: with half as many columns."""
+    """Return uninitialised codes and scales of x. halves: for half as many columns as x has."""
     num_tokens, k = x_TK.shape
     parsed = rounding_of(rounding)
     codes_TK = x_TK.new_empty((num_tokens, k // 2 if halves else k), dtype=parsed.dtype)
@@ -485,7 +496,7 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `sum_reference` with the kernel."""
+    """Compute `sum_reference` with the kernel, or in plain torch where the kernel cannot round."""
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)

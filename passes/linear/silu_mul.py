@@ -36,7 +36,7 @@ FEW_TOKENS = 128
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """activation(gate), rounded, times up; all in fp32."""
+    """Return activation(gate), rounded to the dtype, times up. Both and the result are fp32."""
     if ACTIVATION == "silu":
         activated = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
@@ -57,6 +57,10 @@ def silu_mul_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
+    """activation(gate) * up: program (token, block of BLOCK columns).
+
+    gate_up_ptr: [T, 2 * WIDTH], gate and up of each row; out_ptr: [T, WIDTH].
+    """
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -113,7 +117,7 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Count the products of an activation [T, I] with a value that is not a norm; contracts use this count."""
+    """Count the products of an activation [T, I] and a value that is not a norm; contracts expect this number."""
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
     return sum(
@@ -159,7 +163,7 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
 
 
 def _activation(call: fx.Node) -> str:
-    """Return the activation's name as `activate` takes it."""
+    """Return the name of a call's activation, as `activate` takes it."""
     if is_call(call, aten.silu.default):
         return "silu"
     return "gelu_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"

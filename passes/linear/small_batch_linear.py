@@ -79,7 +79,7 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
     """Absorb norms that only linears read into these linears, and the sum before a norm into the linear before it.
 
-    Returns the replacements of sums that no linear could absorb, as separate additions, and of changed experts.
+    Returns replacements: of sums that no linear could absorb, by separate additions, and of experts that changed.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -128,7 +128,7 @@ def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> boo
 def _take_in_norm(
     linears: dict[fx.Node, _Fused], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
 ) -> None:
-    """Let the user compute the norm of these arguments itself."""
+    """Make the user of a norm compute it. norm: the arguments of the norm's op."""
     x, weight = norm["x_TD"], norm["weight_D"]
     how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}
     if user in linears:

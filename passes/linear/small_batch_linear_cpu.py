@@ -31,7 +31,10 @@ def kernel_launch(
     activation: str | None,
     norm_offset: float,
 ) -> torch.Tensor | None:
-    """Compute the op's reference, [T, M], with the C++ kernel; None if it does not support the case."""
+    """Compute small_batch_linear_op.reference, [T, M], with the C++ kernel; None if it does not support the case.
+
+    activation: None for no gate.
+    """
     num_tokens, k = x_TK.shape
     row_stride, element_stride = x_TK.stride()
     num_rows = weight_NK.shape[0]
@@ -73,7 +76,7 @@ def kernel_launch(
 
 
 def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
-    """Return why batches up to this many tokens need more than the C++ kernels; None if every fused op has one."""
+    """Return why batches of up to num_tokens tokens need more than the C++ kernels; None if every fused op has one."""
     if model.dtype != torch.float32:
         return f"they compute in float32, and dtype is {model.dtype}"
     if model.transformers is not None or model.experts.count:

@@ -29,9 +29,9 @@ def finish(
 ) -> None:
     """Finish a product and store it: activation(y) * up, or residual + y, rounded where the textbook code rounds.
 
-    y, up: float32, shaped like offsets, mask and residual. `up` is used only with SILU_MUL, `residual` only with
-    RESIDUAL. With few tokens, callers load the residual together with the product's operands to avoid a wait at the
-    end.
+    y, up: float32; offsets, mask, residual: of their shape, offsets into out_ptr.
+    SILU_MUL: use `up`. RESIDUAL: use `residual`, which callers load along with the product's operands if tokens are
+        few, to avoid a wait at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:
@@ -52,7 +52,10 @@ def rows_of(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load [N, BLOCK_K] of the weight from column k on, with zeros beyond its edges. Read once, so evicted first."""
+    """Load [N, BLOCK_K] of the weight: the rows row_N, from column k on; zeros beyond the weight's edges.
+
+    w_ptr: [num_rows, K]. The weight is read once, so it is evicted first.
+    """
     column_K = k + tl.arange(0, BLOCK_K)
     pointers_NK = w_ptr + row_N[:, None].to(tl.int64) * K + column_K[None, :]
     if K % BLOCK_K == 0:
@@ -84,7 +87,14 @@ def one_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program: the results of ROWS rows. With SILU_MUL, the weight has the rows of gate, then those of up."""
+    """Linear fused with its neighbours, see small_batch_linear_op.reference, for one token.
+
+    A program computes the results of ROWS rows of the weight.
+
+    x_ptr, norm_weight_ptr: [K]; w_ptr: [N, K]; bias_ptr: [N]; residual_ptr, out_ptr: [num_outputs].
+    BIAS, NORM, RESIDUAL: whether there are such operands. OFFSET: added to the norm's weight.
+    SILU_MUL: w has num_outputs rows of gate, then as many of up; ROWS counts both.
+    """
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     row_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     w_NK = rows_of(w_ptr, row_N, 0, num_outputs, K, BLOCK_K)

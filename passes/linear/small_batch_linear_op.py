@@ -34,7 +34,7 @@ MAX_TILES = 1 << 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tile sizes of a program, and its compilation."""
+    """Tile sizes of a program, and the options with which its kernel is compiled. Raises ValueError for conflicts."""
 
     tokens: int  # 1: the kernel for a single token
     rows: int  # of the weight; even with silu * up, half of them gate
@@ -57,10 +57,10 @@ class Tiles:
 
 @cache
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product; with silu_mul, gate and up count together.
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product. silu_mul: num_rows counts gate and up together.
 
-    They were measured on a device of this name. For other devices they follow a rule found on an NVIDIA H200, with less
-    than 100 KiB of shared memory.
+    They were measured on the device with this name. For other devices they follow a rule found on an NVIDIA H200, with
+    less than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -144,7 +144,10 @@ def launch(
     norm_wide: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels. Weights must be contiguous."""
+    """Compute `reference` with the kernels. Weights must be contiguous. tiles: by default those of choose_tiles.
+
+    Raises ValueError if tiles split K for more than MAX_TILES tiles.
+    """
     if x_TK.stride()[1] != 1:
         x_TK = x_TK.contiguous()
     if residual_TM is not None and not residual_TM.is_contiguous():
@@ -220,7 +223,7 @@ def launch(
 
 @cache
 def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int:
-    """Return the columns of each row that a program prefetches; 0 if rows are not aligned to 16 bytes."""
+    """Return the columns of each row that few_tokens_kernel prefetches; 0 if rows are not aligned to 16 bytes."""
     if k * element_size % 16:
         return 0
     step = tiles.groups * tiles.block_k
@@ -232,7 +235,10 @@ def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int
 
 @cache
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Return counters of finished splits per tile, zero between launches. A stream needs one set: it is serial."""
+    """Return counters of finished splits, int32 [MAX_TILES], zero between launches.
+
+    There is one tensor per stream, whose launches do not overlap.
+    """
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 

@@ -27,7 +27,7 @@ WIDTH = gl.constexpr(8)
 def _asked_for(  # type: ignore[no-untyped-def]
     tiles, w_ptr, offsets_GKN, step: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Append the loaded weight tile of a step, if the step exists."""
+    """Return the tiles, with the weight tile of a step appended if the step exists. Its load is issued, not awaited."""
     if step < STEPS:
         tiles = tiles + (gl.load(w_ptr + (offsets_GKN + step * STEP), eviction_policy="evict_first"),)  # noqa: RUF005
     return tiles
@@ -58,9 +58,11 @@ def register_linear_kernel(  # type: ignore[no-untyped-def]
     GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """Program: ROWS rows of the weight, with SILU_MUL half of them gate and half up; see few_tokens_kernel.
+    """Linear fused with its neighbours, see small_batch_linear_op.reference, for up to eight tokens.
 
-    Each of GROUPS warps takes BLOCK_K columns of a step. The weights of AHEAD steps are loaded ahead.
+    A program computes the results of ROWS rows of the weight. Arguments are those of few_tokens_kernel. Each of GROUPS
+    warps multiplies BLOCK_K columns of a step; K must be a multiple of GROUPS * BLOCK_K. AHEAD: steps whose weights are
+    loaded ahead.
     """
     OUTPUTS: gl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     STEP: gl.constexpr = GROUPS * BLOCK_K

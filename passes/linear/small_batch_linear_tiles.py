@@ -18,7 +18,7 @@ from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 
 @triton.jit
 def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
-    """Return the ROWS rows of the weight for the outputs from `first` on; past the last output they repeat.
+    """Return the weight's ROWS rows for the outputs from `first` on; past the last output, the last row repeats.
 
     With SILU_MUL the weight has num_outputs rows of gate, then as many of up; here each gate row precedes its up row.
     """
@@ -31,7 +31,7 @@ def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SI
 
 @triton.jit
 def _ask_into_l2(ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Prefetch num_bytes from ptr on with one thread, without waiting; both are multiples of 16."""
+    """Prefetch num_bytes from ptr on into the L2 cache, by one thread and without waiting; both are multiples of 16."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -54,7 +54,10 @@ def _ask_for_rows(
     ROWS: tl.constexpr,
     SILU_MUL: tl.constexpr,
 ) -> None:
-    """Prefetch COLUMNS columns from k on of the rows of weight_rows; whole rows are contiguous."""
+    """Prefetch COLUMNS columns from k on, of the weight's rows that weight_rows returns, into the L2 cache.
+
+    first: the first output. COLUMNS == K: whole rows, which are contiguous, in one request.
+    """
     SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     for half in tl.static_range(2 if SILU_MUL else 1):
@@ -69,7 +72,7 @@ def _ask_for_rows(
 
 @triton.jit
 def _columns(k: tl.tensor, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """Return the column indices from k on: [1, BLOCK_K], or for several groups [GROUPS, 1, BLOCK_K], a block each."""
+    """Return column indices from k on: [1, BLOCK_K], or for several groups [GROUPS, 1, BLOCK_K], one block each."""
     if GROUPS == 1:
         return (k + tl.arange(0, BLOCK_K))[None, :]
     else:
@@ -85,7 +88,10 @@ def _tile(
     EVEN: tl.constexpr,
     POLICY: tl.constexpr,
 ) -> tl.tensor:
-    """Load [R, BLOCK_K] or [GROUPS, R, BLOCK_K] of the rows at row_ptr_R; zeros where mask_R is unset and from K on."""
+    """Load [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of the rows at row_ptr_R; zeros where mask_R is unset and from K on.
+
+    columns: see _columns. mask_R None: all rows. EVEN: all columns are below K. POLICY: eviction policy of the load.
+    """
     if len(columns.shape) == 3:
         row_ptr_R = row_ptr_R[None, :]
         mask_R = None if mask_R is None else mask_R[None, :]
@@ -121,7 +127,11 @@ def _product(
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return acc + W x^T (ROWS_FIRST) or acc + x W^T, and squares + the sums of x * x; NORM scales x by its weight."""
+    """Return (acc + W x^T if ROWS_FIRST, otherwise acc + x W^T, squares + the row sums of x * x).
+
+    NORM: multiply x by the norm's weight (plus OFFSET), and compute squares. x, w, columns: as _tile and _columns
+    return them.
+    """
     if NORM:
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, len(x.shape) - 1)
@@ -141,7 +151,11 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store a split's partial sum; returns whether it is the last of its tile. The counter is 0 before and after."""
+    """Store a split's partial sums [TOKENS, ROWS]; return whether this split is the last of its tile.
+
+    partial_ptr_TN: pointers to the partial sums of the tile's first split. counter_ptr: int32, 0 before and after the
+    launch.
+    """
     tl.store(partial_ptr_TN + tl.program_id(1) * (y_TN.shape[0] * y_TN.shape[1]), y_TN)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLIT_K - 1
@@ -154,7 +168,7 @@ def _leave_partial(
 def _sum_of_partials(
     partial_ptr_TN: tl.tensor, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Sum the splits in a fixed order, whichever finished last.
+    """Return the sum [TOKENS, ROWS] of the partial sums of a tile, in a fixed order, whichever split finished last.
 
     Bypasses the L1 cache, which does not see other programs' writes.
     """
@@ -195,11 +209,17 @@ def few_tokens_kernel(
     COLUMNS_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, split, tokens): TOKENS tokens times ROWS rows of the weight, over one of SPLIT_K parts of K.
+    """Linear fused with its neighbours, see small_batch_linear_op.reference, for a few tokens.
 
-    x: [num_tokens, K]; w: [N, K]; out: [num_tokens, num_outputs]. partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS];
-    counter_ptr: int32 [tiles]. COLUMNS_AHEAD: a program's columns prefetched into the L2 cache before the wait. NORM
-    requires SPLIT_K 1.
+    Program (rows, split, tokens): ROWS rows of the weight times TOKENS tokens, over one of SPLIT_K parts of K. The last
+    split of a tile to finish adds the others' sums and writes the results.
+
+    x_ptr: [num_tokens, K], rows x_stride apart; w_ptr: [N, K]; bias_ptr: [N]; norm_weight_ptr: [K].
+    residual_ptr, out_ptr: [num_tokens, num_outputs].
+    partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS]; counter_ptr: int32 [tiles]; both unused with SPLIT_K 1.
+    BIAS, NORM, RESIDUAL: whether there are such operands; NORM requires SPLIT_K 1. OFFSET: added to the norm's weight.
+    SILU_MUL: w has num_outputs rows of gate, then as many of up; ROWS counts both.
+    BLOCK_K, GROUPS: see Tiles. COLUMNS_AHEAD: a program's columns prefetched into the L2 cache before the wait.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -45,7 +45,11 @@ def layer_norm_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per token. Residual, weight and bias may be None; without a residual no sum is stored."""
+    """LayerNorm of x, or of x plus a residual: program (token) writes a row of the norm, and of the sum.
+
+    x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr, bias_ptr: [HIDDEN_SIZE].
+    residual_ptr, weight_ptr and bias_ptr may be None; without a residual, sum_ptr is not written.
+    """
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
     if weight_ptr is not None:
@@ -94,7 +98,7 @@ def launch(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with the kernel."""
+    """Compute `reference` with the kernel, [T, D] each."""
     x_TD = x_TD.contiguous()
     normed_TD, total_TD = _fake(x_TD, residual_TD)
     hidden_size = x_TD.shape[-1]
@@ -156,7 +160,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse a LayerNorm computed op by op, if this root is part of one."""
+    """Fuse the LayerNorm that this root belongs to, which is computed op by op; None if there is none."""
     scaled: Any = only_user(rsqrt)
     centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
     if not is_deviation(centred) or centred.meta["val"].dim() != 2:

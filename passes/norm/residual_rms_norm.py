@@ -50,6 +50,11 @@ def residual_rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
+    """Add the residual to x and norm the sum: program (token) writes a row of both.
+
+    x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr: [HIDDEN_SIZE]. inner_weight_ptr:
+    [HIDDEN_SIZE], norm x with it before the addition; or None. OFFSET, WIDE: see rms_norm.normed.
+    """
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
     # Weights are read from HBM and no earlier kernel writes them, so they are loaded before the wait.
@@ -80,9 +85,9 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (RMSNorm(x + residual) * (offset + weight), x + residual); with an inner weight, x is normed first.
+    """Return (RMSNorm(x + residual) * (offset + weight), x + residual), [T, D] each.
 
-    offset, wide: of both norms, see rms_norm.
+    inner_weight_D: norm x with this weight before the addition. offset, wide: of both norms, see rms_norm.
     """
     if inner_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, inner_weight_D, eps, offset, wide)
@@ -99,7 +104,7 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with the kernel."""
+    """Compute `reference` with the kernel, [T, D] each."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
@@ -148,7 +153,7 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the RMSNorm and the addition before it, if this root is part of such a norm."""
+    """Fuse the RMSNorm that this root belongs to and the addition before it; None if there is no such norm."""
     scaled: Any = user_through_cast(rsqrt)
     if not is_call(scaled, aten.mul.Tensor):
         return None

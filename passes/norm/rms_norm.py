@@ -38,7 +38,10 @@ def normed(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """RMSNorm(x) * (weight + OFFSET) of a row in fp32, rounded to the dtype before the product unless WIDE."""
+    """Return RMSNorm(x) * (weight + OFFSET) of a row, in `dtype`. x_K, weight_K: fp32, zeros from K on.
+
+    WIDE: round once, after the weight; otherwise also before it.
+    """
     normed_K = x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / K + eps)
     if not WIDE:
         normed_K = normed_K.to(dtype).to(tl.float32)
@@ -61,7 +64,11 @@ def rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per token: RMSNorm(x) * weight of its row, rounded where the model rounds."""
+    """RMSNorm(x) * (weight + OFFSET): program (token) computes a row, rounded where the model rounds.
+
+    x_ptr: [T, K], rows x_stride apart; weight_ptr: [K]; out_ptr: [T, K], contiguous. OFFSET, WIDE: see `normed`.
+    BLOCK_K: K rounded up to a power of two.
+    """
     column_K = tl.arange(0, BLOCK_K)
     mask_K = column_K < K
     weight_K = tl.load(weight_ptr + column_K, mask=mask_K, other=0.0).to(tl.float32)
@@ -94,7 +101,7 @@ def reference(
 def launch(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
 ) -> torch.Tensor:
-    """Compute `reference` with the kernel. The elements of a row must be consecutive."""
+    """Compute `reference` with the kernel, [T, D]. The elements of a row must be consecutive."""
     num_tokens, hidden_size = x_TD.shape
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     block = next_power_of_2(hidden_size)

@@ -56,7 +56,16 @@ def all_reduce_residual_rms_norm_kernel(
     LARGEST: tl.constexpr = 0.0,
     SMALLEST: tl.constexpr = 0.0,
 ) -> None:
-    """Program (token), which is a slot of the PushBuffer. With scales, normed receives codes, see store_rounded."""
+    """All-reduce a row, add the residual and norm the sum: program (token) writes a row of both.
+
+    It writes the row to the other ranks' buffers, waits for theirs, and adds them in the same order on all ranks, which
+    launch the kernel together.
+
+    x_ptr: [T, D], this rank's part; residual_ptr, normed_ptr, sum_ptr: [T, D]; weight_ptr: [D].
+    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
+    scales_ptr: if not None, normed_ptr receives codes and scales_ptr their scales; these and the following arguments
+        are those of store_rounded.
+    """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
     column_D = tl.arange(0, BLOCK_D)
@@ -113,7 +122,7 @@ def all_reduce_residual_rms_norm_kernel(
 def reference(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (RMSNorm(total) * weight, total), where total is the sum of x over ranks + residual."""
+    """Return (RMSNorm(total) * weight, total), [T, D] each. total: the sum of x over ranks, plus the residual."""
     return residual_rms_norm.reference(all_reduce(x_TD), residual_TD, weight_D, eps)
 
 
@@ -130,7 +139,7 @@ def launch(
 def push(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with the kernel. All ranks launch it together, with equally many rows."""
+    """Compute `reference` with a kernel. All ranks launch it together, with equally many rows."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
         return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
@@ -149,7 +158,7 @@ def _launch(
     total_TD: torch.Tensor,
     **rounding: Any,
 ) -> None:
-    """Launch the kernel. rounding: its arguments for a quantised norm."""
+    """Launch the kernel. rounding: its arguments from static_ptr on, if normed_TD is to receive codes."""
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
     all_reduce_residual_rms_norm_kernel[(num_tokens,)](
@@ -196,7 +205,7 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the codes [T, D] and scales [C, T] of `reference`'s first result, and its second; see round_inputs."""
+    """Return `reference`'s first result as codes [T, D] and scales [C, T], and its second; see round_inputs."""
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 
@@ -208,7 +217,7 @@ def rounded_launch(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rounded_reference` with one kernel or separate ones, as `launch` does."""
+    """Compute `rounded_reference` with one kernel if the rows fit the push buffer, otherwise with separate ones."""
     pushed, parsed = current_group().pushed, round_inputs.rounding_of(rounding)
     by_kernel = round_inputs.why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is None
     if by_kernel and pushed is not None and pushed.takes(x_TD):
@@ -225,7 +234,7 @@ def push_rounded(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `push` with a quantised norm; rows are never tagged."""
+    """Compute `push` with codes and scales in place of the normed rows. Rows are never sent as tagged words."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     num_tokens, hidden_size = x_TD.shape
     parsed = round_inputs.rounding_of(rounding)

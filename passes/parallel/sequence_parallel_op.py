@@ -1,8 +1,8 @@
 """The op of sequence parallelism: all-reduce, residual add and RMSNorm, with rows divided among the ranks.
 
 Each rank gets the normed rows of all ranks, but the sum with the residual only for its own rows, which is all that the
-next such op reads. If ranks can write each other's memory, one kernel does everything: each row's parts are sent to its
-owner, which sends back the normed row.
+next such op reads. If ranks can write each other's memory, one kernel does everything: each rank sends its part of a
+row to the row's owner, which sends back the normed row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,17 @@ def sequence_parallel_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token), which is a slot of the PushBuffer; ranks own the rows in turn."""
+    """Exchange a row, add the residual and norm the sum: program (token), whose rank `token % num_ranks` owns the row.
+
+    The owner adds the parts of all ranks, and writes the normed row to all ranks; the others send their part and
+    receive it. All ranks launch the kernel together.
+
+    x_ptr: [T, D], this rank's parts; normed_ptr: [T, D], the results.
+    residual_ptr, sum_ptr: [T, D], of which only own rows are read and written.
+    weight_ptr: [D]; inner_weight_ptr: [D], norm the reduced row with it before the addition; or None. OFFSET, WIDE: see
+        rms_norm.normed.
+    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
+    """
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -112,9 +122,9 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of residual_rms_norm for the sum of x over ranks.
+    """Return the results of residual_rms_norm for the sum of x over ranks, [T, D] each.
 
-    The second result, and residual_TD, only need this rank's rows; the second result is NaN in the others.
+    Of residual_TD only this rank's rows are read. The second result has these rows, and NaN in the others.
     """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)
@@ -133,7 +143,7 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with kernels.
+    """Compute `reference` with kernels that depend on the number of tokens and on the group's push buffer.
 
     Other ranks' rows of the second result are valid if tokens are few, otherwise uninitialised. All ops of a step have
     equally many tokens, so their ranks own the same rows.
@@ -161,7 +171,7 @@ def push(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel that all ranks launch; rank r has every num_ranks-th row from r on."""
+    """Compute `reference` with one kernel that all ranks launch. Rank r owns every num_ranks-th row from r on."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape

@@ -44,7 +44,11 @@ def rope_angles_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per token: its position times each frequency, in the layout of the rotation, see `reference`."""
+    """cos and sin of rotary angles: program (token) multiplies its position by each frequency.
+
+    positions_ptr: [T]; inv_freq_ptr: fp32 [NUM_PAIRS]; cos_ptr, sin_ptr: [T, 2 * NUM_PAIRS], or [T, NUM_PAIRS] with
+    LAYOUT "once". LAYOUT, scale: see `reference`.
+    """
     pair = tl.arange(0, BLOCK)
     mask = pair < NUM_PAIRS
     frequency = tl.load(inv_freq_ptr + pair, mask=mask, other=0.0)
@@ -72,7 +76,7 @@ def rope_angles_kernel(
 def reference(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin) of positions times inverse frequencies, times the scale, [T, 1, 2 p] each in `dtype`.
+    """Return (cos, sin) of positions times inverse frequencies, times the scale: [T, 1, 2 p] each, in `dtype`.
 
     layout: "halves" repeats all frequencies after each other, "pairs" each one in place; "once" none: [T, 1, p].
     """

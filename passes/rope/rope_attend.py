@@ -54,7 +54,7 @@ def unfused(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """Compute the op as two calls. attention: makes the second one, as `attend` or later with other inputs."""
+    """Compute the op as two calls: rope_kv_write, then `attention`, which is `attend` or defers the call."""
     slot_mapping_T = inputs_of(others).slot_mapping_T
     kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K
     rotated_THd = rope_kv_write.rope_kv_write(

@@ -32,7 +32,7 @@ from compiled_engine.passes.rope.rope_match import Rotated, match_rotation, rota
 
 
 def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k normed (if they have norm weights) and rotated, rounded after each op as in the models.
+    """Return (q, k), normed if they have norm weights, and rotated. Rounds after each op as the models do.
 
     rotation: the fields of Rotation; cos and sin have a value per rotated element or per pair.
     """

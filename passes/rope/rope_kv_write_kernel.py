@@ -69,7 +69,18 @@ def rope_kv_write_kernel(
     NORM_LAST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program for TILE_H heads of one token, either of q or of k and v. Strides are those between tokens."""
+    """Norm and rotate q and k, and store k and v: a program handles TILE_H heads of a token, of q or of k and v.
+
+    q_ptr: [T, H, d]; k_ptr, v_ptr: [T, K, d]; their strides without HEAD are those of tokens. out_ptr: [T, H, d],
+        rotated q, contiguous.
+    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [T, ROTARY], or with OF_PAIRS [T, ROTARY /
+        2].
+    cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; slot_mapping_ptr: int64 [T], a negative slot stores
+        nothing.
+    TILE_P: pairs of a head, rounded up to a power of two. STRIDE_MULTIPLE: a divisor of all token strides.
+    OFFSET, WIDE, ROTARY, INTERLEAVED, ROPE_WIDE, NORM_LAST: norm_offset, norm_wide, rotary_dim, interleaved, wide and
+        norm_last of Rotation.
+    """
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -165,9 +176,10 @@ def launch(
     kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
-    """Run rope_kv_write on CUDA. The kernel is compiled once per model.
+    """Norm and rotate q and k, store k and v, and return q, contiguous [T, H, d]; see rope_kv_write.
 
-    Raises ValueError if the cache, or the elements of a head or angle, are not contiguous.
+    The kernel is compiled once per model. Raises ValueError if the cache, or the elements of a head or angle, are not
+    contiguous.
     """
     how = Rotation(*rotation)
     cos_T1d, sin_T1d = how.cos_T1d, how.sin_T1d
@@ -208,9 +220,9 @@ def launch(
 def _constants(
     num_heads: int, head_dim: int, block: tuple[int, int, int], strides: tuple[tuple[int, ...], ...]
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """Return the programs per token, the token strides, and the kernel's compile-time arguments.
+    """Return (programs per token, token strides, constexprs of the kernel).
 
-    block: slots of a cache block, K/V heads, and elements per head.
+    block: slots of a cache block, K/V heads, and elements per head. strides: of q, k, v, cos and sin.
     """
     block_size, num_kv_heads, width = block
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
@@ -234,7 +246,7 @@ def _constants(
 
 
 def tiles(num_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the heads per program, the pairs per head (a power of two), and the warps."""
+    """Return (heads per program, pairs per head rounded up to a power of two, warps per program)."""
     pairs = next_power_of_2(head_dim // 2)
     heads = min(next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
     return heads, pairs, max(1, heads * 2 * pairs // ELEMENTS_PER_WARP)

@@ -1,6 +1,7 @@
-"""Device functions that load, norm, rotate, quantise and store pairs of head elements.
+"""Device functions that load, norm, rotate, quantise and store heads as pairs of elements that are rotated together.
 
 They round where the textbook code does: after the norm, its weight, each product with cos and sin, and their sum.
+Suffixes: H heads, P pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ def places(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both element positions of each pair. Pairs from ROTARY / 2 on cover the part that is not rotated."""
+    """Return the positions in a head of the first and of the second element of each pair.
+
+    ROTARY: elements that are rotated. Pairs from ROTARY / 2 on cover the others. INTERLEAVED: the elements of a pair
+    are neighbours; otherwise half of ROTARY apart.
+    """
     if INTERLEAVED:
         return 2 * pair_P, 2 * pair_P + 1
     HALF: tl.constexpr = ROTARY // 2
@@ -67,9 +72,9 @@ def rounded_pairs(
     mask_H1: tl.tensor,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Quantise both elements of the pairs for a cache of this dtype, and store the scales of int8.
+    """Return the codes of both elements of the pairs for a cache of this dtype, and store the scales of int8.
 
-    See triton_codes.rounded_heads.
+    mask_HP: pairs that exist. scale_ptr, head_H1, mask_H1: as in triton_codes.rounded_heads.
     """
     one_HP = tl.where(mask_HP, one_HP.to(tl.float32), 0.0)
     other_HP = tl.where(mask_HP, other_HP.to(tl.float32), 0.0)
@@ -95,7 +100,7 @@ def normed_pairs(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Norm whole heads; elements beyond a head's end must be zeros. Returns fp32."""
+    """Return both elements of the pairs of normed heads, fp32. Elements beyond a head's end must be zeros."""
     squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
     scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
     return (
@@ -123,7 +128,14 @@ def normed_and_rotated(
     ROPE_WIDE: tl.constexpr,
     NORM_LAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the pairs of the heads at ptr + head_H1, norm and rotate them; weight_ptr None omits the norm."""
+    """Return both elements of the pairs of heads, [H, P] each, loaded, normed and rotated.
+
+    ptr: of q or k of a token; head_H1: offset of each head; pair_HP: numbers of the pairs; mask_HP: pairs that exist.
+    weight_ptr: of the norm, [HEAD_DIM], or None without it; cos_ptr, sin_ptr: of the token's position.
+    OF_PAIRS: cos and sin have one value per pair; otherwise one per element. ROPE_WIDE: do not round within the
+        rotation.
+    NORM_LAST: norm after the rotation instead of before. OFFSET, WIDE: of the norm, see rms_norm.normed.
+    """
     dtype: tl.constexpr = ptr.dtype.element_ty
     one_HP, other_HP = places(pair_HP, HEAD_DIM, ROTARY, INTERLEAVED)
     turned_HP = mask_HP if ROTARY == HEAD_DIM else mask_HP & (pair_HP < ROTARY // 2)

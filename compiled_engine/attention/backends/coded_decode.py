@@ -1,5 +1,4 @@
-"""Gluon kernel for Hopper: decode attention over an 8-bit cache. On request it first norms, rotates and writes this
-step's key and value.
+"""Gluon kernel for Hopper: decode attention over an 8-bit cache, which can also rotate q and k and write k and v.
 
 Tiles of codes (quantised values) pass through a ring buffer in shared memory. Codes are converted to half precision in
 registers, in the order in which the tensor cores take them: four codes need two byte permutations and two subtractions
@@ -49,9 +48,9 @@ from compiled_engine.attention.triton_codes import (
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 
-# Neighbouring codes that a thread copies at once.
+# Neighbouring codes that a thread copies at once: 16 bytes.
 COPIED = gl.constexpr(16)
-# Neighbouring keys that share a block.
+# Consecutive keys that are looked up together, since they share a block.
 PART = gl.constexpr(16)
 # 1024 + a byte is 0x6400 | the byte in half precision; 1152 is 1024 + the bias of codes.
 INT8_RAW_HALVES = gl.constexpr(
@@ -69,7 +68,7 @@ FP8_HALVES = gl.constexpr(
 
 @gluon.jit
 def halves(codes):  # type: ignore[no-untyped-def]
-    """The values of codes in half precision, not yet scaled."""
+    """Return the values of codes in float16, not yet multiplied by their scales."""
     if codes.dtype == gl.uint8:
         values = gl.inline_asm_elementwise(INT8_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
     else:
@@ -79,14 +78,16 @@ def halves(codes):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def raw_halves(codes):  # type: ignore[no-untyped-def]
-    """The same of int8 keys, plus RAW_BIAS. Scores start from its negative product with queries."""
+    """Return the values of int8 codes in float16 plus RAW_BIAS, not yet multiplied by their scales.
+
+    This takes no subtraction. The caller subtracts RAW_BIAS times the sum of the query from the scores instead.
+    """
     return gl.inline_asm_elementwise(INT8_RAW_HALVES, "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4)
 
 
 @gluon.constexpr_function
 def value_layout(keys: int, head_dim: int, warps: int) -> Any:
-    """The layout in which a thread reads values [keys, head_dim] as they are stored: neighbours in a head, of the keys
-    that it multiplies."""
+    """Return the layout for values [keys, head_dim] in which a thread reads neighbours, of keys that it multiplies."""
     near = head_dim // (8 * warps)
     registers = [[0, 1 << i] for i in range(near.bit_length() - 1)] + [[1, 0]]
     registers += [[8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
@@ -97,13 +98,13 @@ def value_layout(keys: int, head_dim: int, warps: int) -> Any:
 
 @gluon.jit
 def column_of(d_D, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The element of a head that a column of results holds."""
+    """Return the element of a head that column d_D of the results holds."""
     return d_D % (8 * WARPS) * (HEAD_DIM // (8 * WARPS)) + d_D // (8 * WARPS)
 
 
 @gluon.jit
 def _values_of(v_smem, layout: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[KEYS, HEAD_DIM] as the tensor cores take them, columns permuted."""
+    """Return a tile of values [KEYS, HEAD_DIM] as the tensor cores' right operand, with permuted columns."""
     near: gl.constexpr = HEAD_DIM // (8 * WARPS)
     v_ND = halves(v_smem.load(value_layout(KEYS, HEAD_DIM, WARPS)))
     v_ND = v_ND.reshape([KEYS, 8 * WARPS, near]).permute((0, 2, 1)).reshape([KEYS, HEAD_DIM])
@@ -112,7 +113,11 @@ def _values_of(v_smem, layout: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.co
 
 @gluon.jit
 def _blocks(table_ptr, first_key, end_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The block of each key of a tile: one lookup for PART keys. first_key is a multiple of PART."""
+    """Return the block id of each key of a tile, with one lookup per PART keys; 0 from end_key on.
+
+    table_ptr: the request's row of the block table. first_key: a multiple of PART. n_N: the keys, counted from
+    first_key.
+    """
     block_N = n_N * 0
     for part in gl.static_range(KEYS // PART):
         key = first_key + part * PART
@@ -123,7 +128,7 @@ def _blocks(table_ptr, first_key, end_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: 
 
 @gluon.jit
 def _slots(first_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The place of each key of a tile in its block."""
+    """Return the place in its block of each key of a tile. first_key, n_N: as in _blocks."""
     slot_N = n_N % PART
     if BLOCK_SIZE != PART:
         for part in gl.static_range(KEYS // PART):
@@ -147,7 +152,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Begin to copy codes of keys and values, [KEYS, HEAD_DIM] each, from first_key on; zeros from end_key on."""
+    """Begin to copy a tile's key and value codes to shared memory, [KEYS, HEAD_DIM] each; zeros from end_key on."""
     n_N = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     slot_N = _slots(first_key, n_N, KEYS, BLOCK_SIZE)
@@ -172,7 +177,7 @@ def _load_scales(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """The bits of the scales of a tile's int8 keys and values; ones from end_key on."""
+    """Return (scales of a tile's int8 keys, scales of its values) as bits of bfloat16; 1 from end_key on."""
     slot_N = _slots(first_key, n_N, KEYS, BLOCK_SIZE)
     offset_N = scale_offset(block_N, slot_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
     stored_N = n_N < end_key - first_key
@@ -183,19 +188,19 @@ def _load_scales(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _log2(x):  # type: ignore[no-untyped-def]
-    """In one instruction. x: positive and normal."""
+    """Return log2(x) in one instruction. x: positive and normal."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _inverse(x):  # type: ignore[no-untyped-def]
-    """1 / x in one instruction. x: positive and normal."""
+    """Return 1 / x in one instruction. x: positive and normal."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _stored_scale(x_1D, scale_ptr, writes):  # type: ignore[no-untyped-def]
-    """The scale of an int8 head, which is stored. x_1D: fp32."""
+    """Return the scale of an int8 head, fp32, and store it if `writes` is set. x_1D: the head, fp32."""
     stored = int8_scale(gl.max(gl.max(gl.abs(x_1D), 1), 0))
     gl.store(scale_ptr, stored, mask=writes)
     return wide_scale(stored)
@@ -270,11 +275,21 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     RAW_KEYS: gl.constexpr,
     GRAIN: gl.constexpr,
 ):
-    """One program per (K/V head, request, split). The strides without HEAD are those of tokens. k_ptr None: queries are
-    rotated, and keys and values written already.
+    """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
 
-    KEYS: of a tile; STAGES: of the ring buffer of tiles; RAW_KEYS: whether scores, not int8 keys, lose the bias.
-    Partial results are those of triton_decode's decode_kernel.
+    It first norms and rotates q. The split with the last key does so with the new key, and writes it and the new value
+    to the cache if they have a slot. With k_ptr None, queries are rotated already, and keys and values are in the
+    cache. Results are those of triton_decode.decode_kernel: out, or partial results.
+
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
+    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
+    cache_ptr: codes [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes. sinks_ptr: [H] or None.
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
+        all.
+    KEYS: keys of a tile; STAGES: tiles in the ring buffer; RAW_KEYS: see raw_halves.
+    STRIDE_MULTIPLE: a divisor of all token strides.
     """
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
@@ -289,7 +304,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     end_key = gl.minimum(first_key + length, seq_len)
     if k_ptr is not None:
         slot = gl.load(slot_mapping_ptr + request)
-        # Without a slot this step's key is what stands in the cache.
+        # Without a slot, the cache already holds this step's key.
         writes = (slot >= 0) & (end_key == seq_len) & (first_key < end_key)
         end_cached = end_key - writes.to(gl.int32)
     else:
@@ -303,13 +318,13 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     scaled: gl.constexpr = WIDTH != HEAD_DIM
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    # Of 16-bit elements, and of codes, which a thread reads and copies 16 bytes at a time.
+    # Layouts of 16-bit elements and of codes; a thread reads or copies 16 bytes at a time.
     row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     copy_layout: gl.constexpr = gl.BlockedLayout(
         [1, COPIED], [32 * COPIED // HEAD_DIM, HEAD_DIM // COPIED], [WARPS, 1], [1, 0]
     )
     shared: gl.constexpr = gl.SwizzledSharedLayout(COPIED, 128 // HEAD_DIM, HEAD_DIM // COPIED, [1, 0])
-    # Neighbours in a key that a thread multiplies: all of a head are multiplied once.
+    # Neighbouring elements of a key that a thread multiplies, so that one product takes a whole head.
     NEAR: gl.constexpr = HEAD_DIM // 8
     q_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     table_ptr = block_table_ptr + request * table_stride
@@ -363,7 +378,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     else:
         k_scale = gl.load(head_scales_ptr)
         v_scale = gl.load(head_scales_ptr + NUM_KV_HEADS)
-    # Scores are powers of two from here on.
+    # From here on a weight is 2 ** score.
     product_scale = scale_log2
     if CAP_SCALE > 0:
         product_scale = 1.0
@@ -410,7 +425,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         k_1D = turned(
             k_1D, other_k_1D, k_weight_1D, other_k_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
         )
-        # Rounded as the next steps will read them.
+        # This step attends to the quantised key and value, as later steps will.
         k_1D = k_1D.to(gl.float32)
         new_k_scale = k_scale
         new_v_scale = v_scale
@@ -483,7 +498,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
                 WIDTH,
             )
             scale_block_N = _blocks(table_ptr, start + 2 * KEYS, end_cached, n_N, KEYS, BLOCK_SIZE)
-            # Scales of values go into the scores, so that weights have the bits of their type whatever these are.
+            # Scales of values are added to the scores as logarithms, see scores_of.
             shift_N = gl.where(hidden_N, float("-inf"), _log2(v_scale_N))
             part_N = _inverse(v_scale_N)
         else:
@@ -525,7 +540,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
         gl.store(partial_sum_ptr + partial_M, sum_M, mask=row_M < GROUP)
 
 
-# Programs of a multiprocessor, by their registers.
+# Programs that share a multiprocessor, limited by their registers.
 PROGRAMS = 4
 # Keys of a tile where all tiles of a short context are read at once.
 SHORT_KEYS = 128
@@ -533,23 +548,23 @@ SHORT_KEYS = 128
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """The split of keys, and the tiles of a program."""
+    """The splits of a request's keys, the tiles of a program, and the options with which the kernel is compiled."""
 
     splits: Splits
     keys: int = 64  # per tile
     warps: int = 4  # per program
     stages: int = 2  # of the ring buffer of tiles
-    raw_keys: bool = True  # subtract the bias of int8 keys from scores instead of keys, which pays for many tiles
+    raw_keys: bool = True  # subtract the bias of int8 keys from scores instead of keys, which is faster for many tiles
     registers: int = 128  # most per thread, so that more programs share a multiprocessor; 0: no limit
 
 
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
-    """Choose splits and tiles from the fields of a graph's key and the device alone; see plan_splits.
+    """Choose splits and tiles from the fields of a graph's key and the device alone.
 
-    max_seq_len: the host's bound of the keys that are read. scaled: the cache has scales. Up to one program per
-    multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit one has room for all
-    its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS programs, and further if a split
-    would exceed LONG_SPLIT keys.
+    max_seq_len: the host's upper bound of the keys that are read. scaled: the cache holds scales (int8). Up to one
+    program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit context
+    has room for all its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS programs, and
+    further if a split would exceed LONG_SPLIT keys.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):
@@ -573,9 +588,13 @@ def coded_decode(
     plan: CodedPlan,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens.
+    """Write the attention of the first num_decodes tokens, the queries of the first requests, from q_THd to out_THd.
 
-    new: this step's keys and values; None: queries are rotated, and keys and values are in the cache.
+    q_THd, out_THd: [T, H, d], 16 bits, d contiguous. kv_cache_N2PKd: 8 bits, contiguous.
+    new: this step's keys and values, which are rotated and written to the cache along with the queries; None: queries
+        are rotated, and keys and values are in the cache.
+
+    Launches a second kernel to combine several splits. See exists_on_hopper for the sizes that the kernel supports.
     """
     splits = plan.splits
     rotating = RotatingArguments.of_rotated(q_THd) if new is None else RotatingArguments.of(q_THd, *new)

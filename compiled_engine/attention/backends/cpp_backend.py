@@ -1,6 +1,7 @@
 """Attention in C++, the default on a CPU with a C++ compiler.
 
-A kernel serves decodes, and another norms, rotates and writes K and V in float32. Prompts are computed by plain torch.
+One kernel computes decodes; another norms and rotates q and k in float32, and writes k and v. Prompts are computed in
+plain torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FORMATS = {torch.uint8: 1, torch.float8_e4m3fn: 2}
 
 
 class CppBackend(AttentionBackend):
-    """See the module's docstring. Reads the cache in place; one call computes all decodes of a layer."""
+    """See the module's docstring. Decodes read the cache in place, all of a layer in one call."""
 
     name = "cpp"
     default_block_size = 16
@@ -142,7 +143,7 @@ def _arguments(
     num_decodes: int,
     scoring: Scoring,
 ) -> tuple[Any, ...]:
-    """Return the leading arguments of both decode functions. Sinks become fp32 and contiguous."""
+    """Return the leading arguments of both decode functions. Sinks, if there are any, are fp32 and contiguous."""
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     return (
         q_RHd.data_ptr(),
@@ -174,10 +175,10 @@ def rotate_and_write(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Store K and V, and return q normed and rotated, contiguous [T, H, d]; None, with nothing done, unless float32.
+    """Store k and v, and return q normed and rotated, contiguous [T, H, d]; None, with nothing done, unless float32.
 
-    d is at most 256. The elements of a head must be consecutive, and so must those of a token's cos and sin. Raises
-    CannotCompile, and ValueError for other layouts.
+    The cache may also have 8 bits. d is at most 256. The elements of a head must be consecutive, and so must those of a
+    token's cos and sin. Raises CannotCompile, and ValueError for other layouts.
     """
     weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
     angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}

@@ -1,6 +1,6 @@
-"""Decides among how many programs a decode splits the keys of each request.
+"""Chooses how many programs share the keys of each request in a decode.
 
-Launches are captured in CUDA graphs, so decisions depend only on fields of a graph's key and on the device.
+Launches are captured in CUDA graphs, so choices depend only on fields of a graph's key and on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_SPLITS = 64
 MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
 GRAIN = 32
-# Fewest keys of a listed split: in a mixed batch with few (rows times K/V heads), and in any other batch.
+# Fewest keys of a listed split, in a mixed batch with up to FEW_HEADS rows times K/V heads, and in other batches.
 FEW_HEADS = 1024
 FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
 # Small programs per multiprocessor.
@@ -33,7 +33,7 @@ LONG_SPLIT = 16384
 
 @dataclass(frozen=True)
 class Splits:
-    """The split of each request's keys."""
+    """The number and size of the splits of each request's keys. A program computes one split for one K/V head."""
 
     count: int  # most splits of a request
     min_keys: int  # fewest keys of a split
@@ -43,10 +43,12 @@ class Splits:
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
     """Choose the splits of a batch of decodes.
 
-    num_requests: rows of the batch, padding included. max_seq_len: the host's bound of the contexts. Without splits
-    there is a program per request and K/V head. Few programs are split until there are two per multiprocessor. Up to
-    one per multiprocessor, they are split into small ones, so that the longest context does not delay the step. More
-    programs balance each other and are not split, except that contexts above LONG_SPLIT always are.
+    num_requests: rows of the batch, padding included. max_seq_len: the host's upper bound of the contexts.
+
+    Without splits there is one program per request and K/V head. If these are few, they are split until there are two
+    per multiprocessor. If they are more, up to one per multiprocessor, they are split into small programs, so that the
+    longest context does not delay the step. Still more programs balance each other and are not split, unless contexts
+    may exceed LONG_SPLIT.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
@@ -62,9 +64,9 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
 
 def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return the context lengths, ascending, up to which this number of decodes uses special kernels on Hopper.
+    """Return the context lengths, ascending, up to which this number of decodes has kernels of its own on Hopper.
 
-    The kernels serve few decodes whose keys fit into a program, and many decodes that are not split.
+    These kernels serve few decodes whose keys fit into one program, and many decodes that are not split.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs > 4 * num_sms:
@@ -79,7 +81,7 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
     """Return the context lengths up to which one kernel serves this number of decodes over an 8-bit cache.
 
-    One program reads all keys of a request and K/V head if it can.
+    A program then reads all keys of a request and K/V head, unless short_splits splits them.
     """
     fits = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
     return SHORT_CONTEXTS if fits else ()
@@ -88,7 +90,7 @@ def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tu
 def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> Splits | None:
     """Return the splits of decodes with short contexts; None if max_seq_len exceeds all short_contexts.
 
-    A program reads all keys of its request, unless requests are so few that the longer contexts are split.
+    A program reads all keys of its request, unless there are so few requests that the longer contexts are split.
     """
     if max(short_contexts, default=0) < max_seq_len:
         return None
@@ -98,17 +100,17 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
-    """Return the short contexts for which requests with drafts have different launches than for longer contexts.
+    """Return the short contexts up to which requests with drafts are launched differently than for longer contexts.
 
-    in_one_tile: short_drafts.py serves few requests, with one tile of all keys. Otherwise only the splits of very few
-    requests differ, see short_splits.
+    in_one_tile: short_drafts.py serves few requests, with one tile for all keys. Otherwise only very few requests have
+    other splits, see short_splits.
     """
     few = MOST_SHORT_REQUESTS if in_one_tile else FEW_REQUESTS
     return short_contexts if short_contexts == SHORT_CONTEXTS and num_requests <= few else short_contexts[-1:]
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
-    """Return whether to fuse rotation and KV write into attention, which pays for small programs and short contexts.
+    """Return whether attention with rotation and KV write is faster as one kernel: small programs, short contexts.
 
     With a single request every program would wait for the norm; with long contexts the first tile would occupy
     registers that later tiles need.
@@ -133,7 +135,7 @@ class BatchFacts:
         num_decodes, query_len, max_seq_len = inputs.host_3.tolist()
         num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
         num_heads = num_requests * num_kv_heads
-        # Without prompts, fewer programs are split evenly, and more balance each other.
+        # Without prompts only these batches are listed: fewer programs are split evenly, and more balance each other.
         only_decodes = num_decodes == num_requests
         listed = not only_decodes or (query_len == 1 and num_sms < num_heads <= 2 * num_sms)
         min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT

@@ -1,9 +1,9 @@
 """Triton kernel: dequantises the contexts of a step's prompts from an 8-bit cache into a workspace for prefill kernels.
 
-Each key of a prompt is multiplied with many queries, by several programs. Dequantising it once is cheaper, and allows
-kernels that copy keys directly to where they are multiplied. Contexts are packed block by block into the workspace. Its
-size is bounded by the tokens of the step. If the contexts do not fit, which only the device knows, prefill kernels read
-the codes (the quantised values) instead.
+Each key of a prompt is multiplied by many queries, in several programs. Dequantising it once is cheaper, and allows
+kernels that copy keys directly to where they are multiplied. The workspace holds the contexts block by block, without
+gaps; its size is bounded by the tokens of the step. If the contexts do not fit, which only the device knows, prefill
+kernels read the codes (the quantised values) instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, nex
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.kv_format import head_dim_of
 
-# With fewer tokens in a step, and with contexts of more tokens for each of the step's, codes are read as they are.
+# Contexts are not dequantised in steps with fewer tokens, or if they have more tokens per token of the step.
 FEWEST_TOKENS = 512
 MOST_CONTEXT_PER_TOKEN = 4
 # Elements of a tile.
@@ -73,12 +73,20 @@ def decode_contexts_kernel(
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per block of the workspace and half of it, keys or values. num_tiles_ptr: int32 [2], the tiles of the
-    work list that read the workspace and those that read codes: all, or none.
+    """Dequantise contexts: program (block, half) writes a workspace block's keys (half 0) or values (half 1).
+
+    Nothing is dequantised if the contexts need more than `capacity` blocks, nor are blocks before all windows.
+
+    cache_ptr: codes [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; new_cache_ptr: the workspace, [capacity, 2, P,
+        K, d].
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs; work_ptr: see work_list.
+    new_table_ptr: int32 [R, B], to which the workspace's blocks of each prompt are written.
+    num_tiles_ptr: int32 [2], to which program (0, 0) writes how many tiles read the workspace and how many read codes:
+        all and none, or none and all.
     """
     block = tl.program_id(0)
     half = tl.program_id(1)
-    # Blocks of all requests, those of the requests before this block's, and the number of these.
+    # Blocks of all prompts, blocks of the requests before this block's, and the number of those requests.
     total, before, request = 0, 0, 0
     for start in range(0, num_requests, SEARCH_WIDTH):
         rows_S = start + tl.arange(0, SEARCH_WIDTH)
@@ -127,7 +135,7 @@ def decode_contexts_kernel(
 
 
 class PrefillSource(NamedTuple):
-    """A cache that a prefill kernel reads, with its block table and scales."""
+    """A cache that a prefill kernel reads, with its block table, its scales and the number of tiles that read it."""
 
     kv_cache_N2PKd: torch.Tensor
     inputs: AttentionInputs
@@ -136,7 +144,7 @@ class PrefillSource(NamedTuple):
 
 
 class DecodedContexts(NamedTuple):
-    """Dequantised contexts of a step's prompts."""
+    """The dequantised contexts of a step's prompts, and how many tiles of the work list read them."""
 
     source: PrefillSource  # the workspace, [N, 2, P, K, d] in the dtype of queries
     num_tiles_2: torch.Tensor  # how many tiles of the work list read the workspace, and how many read codes
@@ -146,7 +154,10 @@ class DecodedContexts(NamedTuple):
 def prefill_sources(
     contexts: DecodedContexts | None, kv_cache_N2PKd: torch.Tensor, inputs: AttentionInputs, scoring: Scoring
 ) -> list[PrefillSource]:
-    """Return the caches that prefill kernels read in turn: the workspace, and the codes unless all contexts fit."""
+    """Return the caches that prefill kernels read, one after another: the workspace, then the codes.
+
+    The codes are left out if all contexts are certain to fit into the workspace. contexts None: only kv_cache_N2PKd.
+    """
     if contexts is None:
         return [PrefillSource(kv_cache_N2PKd, inputs, scoring, None)]
     if contexts.certain:
@@ -155,9 +166,9 @@ def prefill_sources(
 
 
 def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
-    """Return the number of blocks of the workspace, and the most that the contexts of a batch's prompts may need.
+    """Return the number of blocks of the workspace, and the largest number that the contexts of the prompts may need.
 
-    The workspace has at least one block, because even for padding a program must tell the readers that there is none.
+    The workspace has at least one block, because even without prompts a program must tell the prefill kernels so.
     """
     num_prompts = facts.num_requests - facts.num_decodes
     bound = cdiv(MOST_CONTEXT_PER_TOKEN * facts.num_tokens, block_size) + num_prompts
@@ -173,7 +184,10 @@ def decode_contexts(
     facts: BatchFacts,
     scoring: Scoring,
 ) -> DecodedContexts:
-    """Launch the kernel for all requests with several queries."""
+    """Dequantise the contexts of all requests with several queries, if they fit, into a new workspace.
+
+    q_THd gives the workspace its dtype and device. Must be launched before `listed_decode`.
+    """
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     head_dim = head_dim_of(kv_cache_N2PKd)
     capacity, most = workspace_blocks(facts, block_size)

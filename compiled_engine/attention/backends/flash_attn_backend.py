@@ -127,7 +127,7 @@ class FlashAttnBackend(AttentionBackend):
 
 @cache
 def _defect_of_build(dtype: torch.dtype, head_dim: int, soft_cap: float) -> str | None:
-    """Return the defect of the installed build for this case, if any, by comparing a decode and a prefill.
+    """Return the defect of the installed build for this case, found by a trial decode and prefill; None without one.
 
     Builds may leave out dtypes and head sizes, even silently.
     """

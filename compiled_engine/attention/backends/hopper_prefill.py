@@ -1,4 +1,4 @@
-"""Gluon kernel for Hopper: prefill attention in which one warp copies keys and values, and two warp groups compute.
+"""Gluon kernel for Hopper: prefill attention in which one warp copies keys and values, and two groups of warps compute.
 
 The design follows FlashAttention-3 (Shah et al. 2024): TMA copies into two stages; asynchronous products, where the
 scores of a tile are computed in parallel with the product of the previous tile's values; probabilities in registers.
@@ -48,7 +48,7 @@ OUTSIDE = gl.constexpr(1 << 30)
 
 
 class Batch(NamedTuple):
-    """The memory in which a kernel finds its items and their lengths."""
+    """The number of items of a launch, and pointers to the tiles of the work list and to the requests' lengths."""
 
     num_items: Any
     tiles_ptr: Any
@@ -57,9 +57,13 @@ class Batch(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Stages of keys and of values, [STAGES, columns of WIDTH times KEYS, WIDTH], and for each stage the barriers that
-    say that it is full and that both groups have done with it. `cleared`: the first group has cleared the values after
-    an item's last. A group is at most STAGES tiles ahead of the other, hence of this too as many."""
+    """Ring buffers of tiles of keys and of values in shared memory, with STAGES stages and barriers each.
+
+    key_stages, value_stages: [STAGES, dim / WIDTH * KEYS, WIDTH]. A `full` barrier completes when the stage is copied,
+    an `empty` one when both groups of warps have finished with the stage. `cleared` completes when the first group has
+    cleared the values after an item's last key. A group is at most STAGES tiles ahead of the other, so STAGES of these
+    suffice.
+    """
 
     key_stages: Any
     value_stages: Any
@@ -71,7 +75,7 @@ class Rings(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Numbers that a kernel is compiled for."""
+    """Sizes that a kernel is compiled for: of heads, blocks, boxes and the window."""
 
     dim: Any
     group: Any
@@ -88,7 +92,7 @@ def heads_of(*numbers: Any) -> Heads:
 
 @gluon.jit
 def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """An item's K/V head, its request and first query; request 0 past the last item."""
+    """Return (K/V head, request, first query) of an item; request 0 and query 0 past the last item."""
     tile_ptr = batch.tiles_ptr + 2 * (item // HEADS.num_kv_heads)
     there = item < batch.num_items
     return item % HEADS.num_kv_heads, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
@@ -96,7 +100,7 @@ def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def lengths_of(batch, request):  # type: ignore[no-untyped-def]
-    """Start and number of a request's tokens, and the length of its context."""
+    """Return (first token, number of tokens, seq_len) of a request."""
     query_start = gl.load(batch.query_start_loc_ptr + request)
     query_len = gl.load(batch.query_start_loc_ptr + request + 1) - query_start
     return query_start, query_len, gl.load(batch.seq_lens_ptr + request)
@@ -104,9 +108,10 @@ def lengths_of(batch, request):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The end of an item's keys, and by tiles of keys the first, the first that not every query sees whole, the end.
+    """Return (end_key, first_tile, first_masked, end_tile): the end of an item's keys, then numbers of tiles of keys.
 
-    Padding (seq_len 0) has one tile, of which it sees nothing.
+    first_masked: the first tile that some query does not see whole. Padding (seq_len 0) has one tile, of which it sees
+    nothing.
     """
     end_key = gl.maximum(gl.minimum(first_position + ROWS // HEADS.group, seq_len), 0)
     first_tile = first_read(first_position, HEADS.window, KEYS) // KEYS
@@ -118,7 +123,7 @@ def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-
 
 @gluon.jit
 def boxes_of(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A stage as its boxes, [columns of WIDTH times boxes of KEYS, box, WIDTH]."""
+    """Return a stage as its boxes, [dim / WIDTH * KEYS / box, box, WIDTH]."""
     height: gl.constexpr = HEADS.box
     number: gl.constexpr = HEADS.dim // WIDTH * (KEYS // height)
     if RENAMED:
@@ -130,7 +135,7 @@ def boxes_of(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A stage as one tile, [KEYS, dim]."""
+    """Return a stage as one tile, [KEYS, dim]."""
     if RENAMED:
         tile = stage.reinterpret(stage.dtype, [KEYS, HEADS.dim], SHARED)
     else:
@@ -140,7 +145,10 @@ def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_tile(cache_desc, rows, column, full, stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One box for each row of `rows` and each WIDTH columns; the barrier counts their bytes."""
+    """Begin to copy a tile of keys or values into a stage: one box for each row of `rows` and each WIDTH columns.
+
+    full: the barrier of the stage, which counts the bytes.
+    """
     boxes: gl.constexpr = KEYS // HEADS.box
     widths: gl.constexpr = HEADS.dim // WIDTH
     mbarrier.expect(full, KEYS * HEADS.dim * 2)
@@ -153,7 +161,7 @@ def _copy_tile(cache_desc, rows, column, full, stage, HEADS: gl.constexpr):  # t
 
 @gluon.jit
 def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The warp that copies: of each item the tiles of keys and values from the last to the first."""
+    """Run the copying warp: for each item, copy its tiles of keys and values, from the last to the first."""
     boxes: gl.constexpr = KEYS // HEADS.box
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
@@ -196,15 +204,17 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
 
 @gluon.jit
 def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf for keys after a query, and for keys outside its window."""
+    """Return the scores with -inf for keys that a query does not see. key_tile: number of the tile."""
     keys_N = key_tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     return gl.where(seen(keys_N, positions_M, HEADS.window), scores_MN, float("-inf"))
 
 
 @gluon.jit
 def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the rows of values from `end` on in the box with this row: they are uninitialised, and zero times NaN is
-    NaN.
+    """Zero the values of a stage from row `end` on, in the box with this row.
+
+    They are uninitialised and might be NaN, which a weight of zero does not remove. Later boxes are zeros already, see
+    OUTSIDE.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     height: gl.constexpr = HEADS.box
@@ -224,7 +234,7 @@ def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def
 def _rows_of(  # type: ignore[no-untyped-def]
     kv_head, first_query, query_start, query_len, rows_M, token_stride, head_stride, HEADS: gl.constexpr
 ):
-    """Offsets of an item's rows in queries and results, and a mask of valid rows."""
+    """Return (offsets [M] of an item's rows in queries or results, mask [M] of rows that exist)."""
     queries_M = first_query + rows_M // HEADS.group
     there_M = (rows_M < ROWS // HEADS.group * HEADS.group) & (queries_M < query_len)
     heads_M = kv_head * HEADS.group + rows_M % HEADS.group
@@ -244,8 +254,10 @@ def compute_items(  # type: ignore[no-untyped-def]
     HEADS: gl.constexpr,
     GROUP_OF_WARPS: gl.constexpr,
 ):
-    """One group of warps: the online softmax of its half of each item's rows. Queries are read during the last product
-    of the previous item, into shared memory, which results also pass through.
+    """Run one of two groups of warps: compute half of each item's rows with an online softmax, and write them to out.
+
+    Queries are read during the last product of the previous item, into q_smem, [HALF, dim], which results also pass
+    through. strides: (q's tokens, out's tokens, q's heads, out's heads).
     """
     dim: gl.constexpr = HEADS.dim
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -360,7 +372,7 @@ def compute_items(  # type: ignore[no-untyped-def]
 
 
 HEAD_DIMS = (64, 128)
-# With fewer in a step its start takes longer than it saves.
+# With fewer tokens in a step, the kernel takes longer to start than it saves.
 FEWEST_TOKENS = 2048
 # Registers of a computing and of a copying thread.
 COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -402,9 +414,17 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: gl.constexpr,
     HEADER: gl.constexpr,
 ):
-    """An item: ROWS // GROUP queries of one request, times the GROUP heads of one K/V head.
+    """Prefill attention: persistent programs compute items of the work list and write the results of their queries.
 
-    What is waited for, at the end, is the kernel before: see prefill_kernel.
+    An item is ROWS // GROUP queries of one request, for the GROUP query heads of one K/V head.
+
+    cache_desc: the cache as [N * 2 * P, K * d], in boxes of [BOX, WIDTH]. q_ptr, out_ptr: [T, H, d], 16 bits like the
+        cache.
+    work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see num_tiles_of.
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
+
+    gdc_wait comes last: see prefill_kernel.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     rows: gl.constexpr = HEAD_DIM // WIDTH * KEYS
@@ -446,7 +466,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
-    """Return whether the kernel serves a batch with tiles of this number of rows.
+    """Return whether hopper_prefill serves a batch with tiles of tile_rows rows.
 
     It does not read an 8-bit cache, because keys and values are copied directly to where they are multiplied.
     """
@@ -464,7 +484,7 @@ def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int,
 
 
 def box_rows(block_size: int) -> int:
-    """Return the rows of a box: the largest power of two that divides blocks and tiles."""
+    """Return the number of keys in a box: the largest power of two that divides blocks and tiles."""
     return min(block_size & -block_size, KEYS.value)
 
 
@@ -484,9 +504,10 @@ def hopper_prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel for all requests with several queries, right after `listed_decode`.
+    """Write to out_THd the attention of all requests with several queries. Launched right after `listed_decode`.
 
-    The work list must have tiles of ROWS rows. num_tiles: see num_tiles_of.
+    Only for cases that on_hopper accepts. q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of
+    ROWS rows. num_tiles: int32 [1], the number of tiles to compute; None: all.
     """
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape

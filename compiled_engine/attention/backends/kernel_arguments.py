@@ -1,4 +1,4 @@
-"""Builds the arguments that launches of attention kernels share. Constants are cached, as they repeat in each step."""
+"""Arguments that launches of several attention kernels share. Constants are cached, since they repeat in each step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from compiled_engine.kernels.launch_arguments import next_power_of_2
 def paged_constants(
     q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, out_THd: torch.Tensor, scoring: Scoring, *, tiled: bool = False
 ) -> dict[str, Any]:
-    """Return the constants of kernels that read a paged cache: heads, blocks and scoring.
+    """Return the constexprs of kernels that read a paged cache: sizes of heads and blocks, head strides and scoring.
 
-    tiled: include the constants of Triton kernels, whose tiles hold whole heads of a cache of any dtype.
+    tiled: include WIDTH and TILE_D for Triton kernels, whose tiles hold whole heads of a cache of any dtype.
     """
     head_strides = q_THd.stride(1), out_THd.stride(1)
     window, (_, cap_scale) = scoring.sliding_window, scales(scoring)
@@ -49,7 +49,7 @@ def _paged_constants(
 
 
 class NewKeys(NamedTuple):
-    """Keys and values of this step, to be rotated and written before they are read."""
+    """This step's keys and values, which are to be written, and the rotation to apply to queries and keys before."""
 
     k_TKd: torch.Tensor
     v_TKd: torch.Tensor
@@ -57,7 +57,7 @@ class NewKeys(NamedTuple):
 
 
 class RotatingArguments(NamedTuple):
-    """The arguments of a kernel that may norm and rotate q and k, and write k and v."""
+    """The arguments of a kernel that can norm and rotate q and k, and write k and v to the cache."""
 
     tensors: tuple[torch.Tensor | None, ...]  # q, k, v, weights of the norms of q and k, cos and sin
     token_strides: tuple[int, ...]  # of q, k, v, cos and sin
@@ -78,7 +78,10 @@ class RotatingArguments(NamedTuple):
 
     @classmethod
     def of_rotated(cls, q_THd: torch.Tensor) -> RotatingArguments:
-        """Return the arguments of a launch without rotation: k_ptr is None, and q stands in for cos and sin."""
+        """Return the arguments for rotated queries and a cache that is already written.
+
+        All other tensors are None, except that q stands in for cos and sin, which are not read.
+        """
         stride = q_THd.stride(0)
         left_out = {"K_HEAD_STRIDE": 0, "V_HEAD_STRIDE": 0, "OFFSET": 0.0, "WIDE": False}
         tensors = q_THd, None, None, None, None, q_THd, q_THd
@@ -86,5 +89,5 @@ class RotatingArguments(NamedTuple):
 
 
 def rows_of(num_queries: int) -> int:
-    """Return the rows of a tile for this number of queries: a power of two that tensor cores support."""
+    """Return the rows of a tile for this many query heads: a power of two, at least the 16 of a tensor-core product."""
     return max(16, next_power_of_2(num_queries))

@@ -1,4 +1,4 @@
-"""Gluon kernel for Hopper: decode attention without splits, which also norms, rotates and writes.
+"""Gluon kernel for Hopper: decode attention without splits, which also norms and rotates q and k, and writes k and v.
 
 One program handles all keys of a request and K/V head, so there are no splits to combine. Keys of earlier steps do not
 depend on the kernels just before this one, so with programmatic dependent launch the first ones are loaded before the
@@ -35,7 +35,7 @@ from compiled_engine.attention.triton_codes import row_of
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 
-# Neighbours that a thread loads at once: 16 bytes.
+# Neighbouring elements that a thread loads at once: 16 bytes.
 WIDTH = gl.constexpr(8)
 # Triton 3.9 has other names for both.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -46,7 +46,11 @@ copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 def weighed(  # type: ignore[no-untyped-def]
     q_MD, k_DN, max_M, sum_M, seen_MN, scale_log2, layout: gl.constexpr, KEYS: gl.constexpr, CAP_SCALE: gl.constexpr
 ):
-    """(weights, rescale, max, sum) with a tile of keys, where they are seen; weights as the tensor cores take them."""
+    """Return (weights, rescale, max, sum) after a tile of keys, see triton_tile.weigh; hidden keys have weight 0.
+
+    q_MD, k_DN: operands of the tensor cores. seen_MN: mask of keys that queries see. The weights are an operand of the
+    product with values.
+    """
     scores_MN = mma_v2(q_MD, k_DN, gl.zeros([q_MD.shape[0], KEYS], gl.float32, layout))
     scores_MN = gl.where(seen_MN, capped(scores_MN, CAP_SCALE), float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
@@ -57,7 +61,7 @@ def weighed(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def first_keys(num_keys, layout: gl.constexpr, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Mask [1, KEYS] of the first num_keys of a tile."""
+    """Return a mask [1, KEYS] of the first num_keys keys of a tile."""
     return (gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout)) < num_keys)[None, :]
 
 
@@ -73,7 +77,10 @@ def load_keys(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """[HEAD_DIM, KEYS] from first_key on; zeros from end_key on."""
+    """Load a tile of keys, [HEAD_DIM, KEYS], from first_key on; zeros from end_key on.
+
+    table_ptr: the request's row of the block table. head_cache_ptr: the cache from the K/V head on. ROW: K * d.
+    """
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, layout))
     row_N = row_of(blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE) * ROW
@@ -93,7 +100,7 @@ def copy_values(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Begin to copy the values [KEYS, HEAD_DIM] from first_key on; zeros from end_key on."""
+    """Begin to copy a tile of values, [KEYS, HEAD_DIM], to shared memory; zeros from end_key on. See load_keys."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     row_N = row_of(blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE) * ROW + BLOCK_SIZE * ROW
@@ -115,7 +122,10 @@ def attend_held(  # type: ignore[no-untyped-def]
     KEYS: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Fold a tile into the (acc, max, sum) of the queries, each with the keys that it sees; v_smem is under way."""
+    """Fold a tile into the (acc, max, sum) of the queries.
+
+    k_DN: keys, in registers; v_smem: values, still being copied; seen_MN: mask of the keys that each query sees.
+    """
     weights_MN, rescale_M, max_M, sum_M = weighed(
         q_MD, k_DN, max_M, sum_M, seen_MN, scale_log2, layout, KEYS, CAP_SCALE
     )
@@ -139,7 +149,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Begin to copy keys and values, [KEYS, HEAD_DIM] each, from first_key on; zeros from end_key on."""
+    """Begin to copy a tile's keys and values, [KEYS, HEAD_DIM] each, to shared memory; zeros from end_key on."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     stored_N1 = (key_N < end_key)[:, None]
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
@@ -164,7 +174,7 @@ def fill_ring(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Start copying all tiles that the ring buffer holds except one; returns the blocks of the next tile."""
+    """Begin to copy as many tiles as the ring buffer holds, less one. Returns the block ids [KEYS] of the next tile."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     block_N = blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE)
     for stage in gl.static_range(STAGES - 1):
@@ -199,7 +209,7 @@ def attend_ring(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Fold all tiles into the (acc, max, sum) of the queries; the first are under way, see fill_ring."""
+    """Fold all tiles into the (acc, max, sum) of the queries, and copy the tiles after those of fill_ring."""
     for tile in range((end_key - first_key + KEYS - 1) // KEYS):
         start = first_key + tile * KEYS
         async_copy.wait_group(STAGES - 2)
@@ -238,7 +248,7 @@ def exists_on_hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """The tiles of a program."""
+    """The tiles of a program, and the options with which the kernel is compiled."""
 
     keys: int  # per tile
     warps: int = 8  # per program
@@ -247,9 +257,9 @@ class ShortTiles:
 
     @classmethod
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
-        """Choose tiles for this number of programs, and contexts of up to max_seq_len tokens.
+        """Choose tiles for num_programs programs (requests times K/V heads) and contexts of up to max_seq_len tokens.
 
-        A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to four programs share a
+        A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to five programs share a
         multiprocessor. If contexts may differ widely, the longest must not be slow, so two run at a time, with more
         warps. Many programs balance each other, and each waits less for its first keys than for the next program.
         """
@@ -315,8 +325,17 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile; STAGES: of
-    the ring buffer of tiles, or 0 if keys are kept in registers.
+    """Decode attention: program (K/V head, request) computes one query's GROUP heads over all keys, and writes them.
+
+    It norms and rotates q and the new key, and writes the new key and value to the cache if they have a slot.
+
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
+    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
+    cache_ptr: [N, 2, P, K, d], 16 bits like q. sinks_ptr: [H] or None.
+    slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
+    KEYS: keys of a tile. STAGES: tiles in the ring buffer; 0: keys are loaded into registers.
+    STRIDE_MULTIPLE: a divisor of all token strides.
     """
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
@@ -324,7 +343,7 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     seq_len = gl.load(seq_lens_ptr + request)
     slot = gl.load(slot_mapping_ptr + request)
     first_key = first_seen(seq_len, WINDOW)
-    # Without a slot this step's key is what stands in the cache.
+    # Without a slot, the cache already holds this step's key.
     writes = (slot >= 0) & (seq_len > 0)
     end_key = seq_len - writes.to(gl.int32)
 
@@ -462,7 +481,11 @@ def short_decode(
     scoring: Scoring,
     tiles: ShortTiles,
 ) -> None:
-    """Launch the kernel for the first num_decodes requests, whose queries are the first num_decodes tokens."""
+    """Norm and rotate q and k, store k and v, and write the attention of the first num_decodes tokens to out_THd.
+
+    These tokens are the queries of the first requests. q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d
+    contiguous; the cache has the dtype of q. See exists_on_hopper for the sizes that the kernel supports.
+    """
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
     short_decode_kernel[(kv_cache_N2PKd.shape[3], num_decodes)](
         *rotating.tensors,

@@ -1,8 +1,9 @@
-"""Gluon kernel for Hopper: decode attention with drafts and without splits, which also norms, rotates and writes.
+"""Gluon kernel for Hopper: attention of each request's newest token and its drafts, without splits.
 
-One program handles all keys of a request and K/V head, like in short_decode.py. They are a single tile, which is loaded
-before the program waits for the previous kernels. The rows of the queries' tile are each token's query heads that share
-the K/V head. This step's keys and values are a separate tile, which is not read from the cache.
+It also norms and rotates q and k, and writes k and v. One program handles all keys of a request and K/V head, as in
+short_decode.py. The cached keys are a single tile, which is loaded before the program waits for the previous kernels.
+Rows of the tile of queries are the query heads that share the K/V head, of each token. This step's keys and values are
+a separate tile, which is not read from the cache.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ def _heads(  # type: ignore[no-untyped-def]
     OFFSET: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """[M, HEAD_DIM] of the heads that start at ptr + start_M, normed and rotated; cos_start_M, sin_start_M: where their
-    cos and sin start. All loads are issued before the first is waited for."""
+    """Load heads [M, HEAD_DIM], norm them if there are weights, and rotate them.
+
+    start_M: offset of each head from ptr; cos_start_M, sin_start_M: offsets of its token's cos and sin. All loads are
+    issued before the first is waited for.
+    """
     d_1D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))[None, :]
     other_1D = (d_1D + HEAD_DIM // 2) % HEAD_DIM
     mask_M1 = mask_M[:, None]
@@ -122,9 +126,18 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     KEYS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """One program per (K/V head, request). The strides without HEAD are those of tokens. Rows of a request follow one
-    another, those of padding last, see draft_decode. QUERY_LEN: rows of a request; KEYS: of the tile, which holds the
-    longest context."""
+    """Attention of QUERY_LEN tokens per request: program (K/V head, request) computes the GROUP heads of all of them.
+
+    It norms and rotates q and the new keys, and writes new keys and values to the cache if they have slots. The rows
+    (tokens) of a request are consecutive, padding last, see draft_decode.
+
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of rows.
+    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
+    cache_ptr: [N, 2, P, K, d], 16 bits like q. sinks_ptr: [H] or None.
+    slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
+    KEYS: keys of the tile, which must hold the longest context. STRIDE_MULTIPLE: a divisor of all row strides.
+    """
     kv_head = gl.program_id(0)
     first_row = gl.program_id(1).to(gl.int64) * QUERY_LEN
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
@@ -134,7 +147,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     num_new = 0
     for i in gl.static_range(QUERY_LEN):
         seq_len = gl.load(seq_lens_ptr + first_row + i)
-        # Without a slot a row's key is what stands in the cache.
+        # Without a slot, the cache already holds the row's key.
         num_new += ((seq_len > 0) & (gl.load(slot_mapping_ptr + first_row + i) >= 0)).to(gl.int32)
         end_key = gl.maximum(end_key, seq_len)
         last_row = gl.where(seq_len > 0, first_row + i, last_row)
@@ -148,13 +161,13 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     row_layout: gl.constexpr = gl.BlockedLayout([1, WIDTH], [256 // HEAD_DIM, HEAD_DIM // WIDTH], [WARPS, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
     k_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
-    # A row's table ends with its own context.
+    # A row's table has no blocks beyond the row's own context, so the last row's is read.
     table_ptr = block_table_ptr + last_row * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], shared)
     k_DN = load_keys(table_ptr, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
     copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-    # Rows of the tile of queries, and of that of new keys.
+    # Rows of the tile of queries, and rows of the tile of new keys.
     m_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
     mask_M = m_M < QUERY_LEN * GROUP
     token_M = first_row + gl.where(mask_M, m_M // GROUP, 0)
@@ -248,12 +261,12 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
 
 
 def tiles_of_drafts(max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
-    """Return the smallest tile for contexts of up to max_seq_len tokens, the host's bound; None if none holds them."""
+    """Return the smallest tile that holds contexts of up to max_seq_len tokens; None if short_contexts are shorter."""
     return next((ShortTiles(context) for context in short_contexts if max_seq_len <= context), None)
 
 
 def fits_one_tile(query_len: int, group: int) -> bool:
-    """Return whether the kernel serves query_len tokens per request, with `group` query heads per K/V head."""
+    """Return whether the kernel serves query_len tokens per request with `group` query heads per K/V head."""
     return query_len * group <= ROWS.value
 
 
@@ -269,9 +282,11 @@ def short_drafts(
     scoring: Scoring,
     tiles: ShortTiles,
 ) -> None:
-    """Launch the kernel for rows of one query each, of which `query_len` consecutive ones share a request.
+    """Norm and rotate q and k, store k and v, and write the attention of all rows to out_THd.
 
-    See fits_one_tile. The tile must hold the keys of any context, in registers; the cache must have the dtype of q.
+    Each row is one token; `query_len` consecutive rows share a request, see fits_one_tile. q_THd, out_THd: [R, H, d];
+    k_TKd, v_TKd: [R, K, d]; d contiguous; the cache has the dtype of q. The tile must hold all keys of any context, and
+    has no ring buffer.
     """
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
     short_drafts_kernel[(kv_cache_N2PKd.shape[3], q_THd.shape[0] // query_len)](

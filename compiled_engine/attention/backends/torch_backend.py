@@ -119,7 +119,7 @@ def write_kv_waiting(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
-    """Store K and V without the padding tokens, which requires waiting for the slots."""
+    """Store K and V of all tokens but padding. Finding padding waits for slots that are on a device."""
     block_size = kv_cache_N2PKd.shape[2]
     real_T = slot_mapping_T >= 0
     if not bool(real_T.all()):
@@ -177,7 +177,7 @@ def _decode_in_groups(
     longest: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the first num_decodes requests, in groups that limit the number of gathered keys.
+    """Compute attention of the first num_decodes requests, in groups, so that few keys are gathered at a time.
 
     longest: upper bound of the contexts; on a CPU their true maximum is used, as reading seq_lens costs nothing.
     """
@@ -217,13 +217,13 @@ def _decode(
     ragged: bool,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of one query per request. ragged: contexts differ, and are padded to the longest."""
+    """Compute attention of one query per request. ragged: contexts have different lengths, up to `longest`."""
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     sliding_window = scoring.sliding_window
     windowed = 0 < sliding_window < longest
     if windowed:
-        # Only the blocks that hold the window. From here on, positions count from the first of these blocks.
+        # Gather only the blocks that hold the window. From here on, positions count from the first of these blocks.
         first_R1 = (seq_lens_R1 - sliding_window).clamp(min=0)
         skipped_R1 = first_R1 // block_size
         num_blocks = (sliding_window - 2) // block_size + 2
@@ -262,7 +262,7 @@ def _decode(
 
 
 def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Return attention weights of scaled products, which are overwritten. hidden: mask of keys without weight."""
+    """Return attention weights from scores, which are overwritten. hidden_RHQL: mask of keys that get no weight."""
     if scoring.soft_cap:
         scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if hidden_RHQL is not None:
@@ -281,7 +281,7 @@ def _decode_one(
     seq_len: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the first request's single query, in few operations, as each costs more than its work."""
+    """Compute attention of the first request's single query, in few operations, since each costs more than its work."""
     if is_coded(kv_cache_N2PKd.dtype):
         block_size = kv_cache_N2PKd.shape[2]
         skipped = max(0, seq_len - scoring.sliding_window) // block_size if scoring.sliding_window else 0
@@ -335,10 +335,10 @@ def prefill_each(
 
 
 def _chunk_bounds(num_queries: int) -> list[int]:
-    """Return the borders of the chunks of queries.
+    """Return the borders of the chunks in which a request's queries are computed.
 
     PyTorch's memory-efficient kernel for GPUs applies a mask wrongly to a query that is alone in a tile, if heads share
-    keys. So such a query is a separate chunk, which needs no mask.
+    keys. So such a query is a chunk of its own, which needs no mask.
     """
     bounds = [*range(0, num_queries, QUERIES_PER_CHUNK), num_queries]
     if num_queries % QUERIES_PER_TILE == 1 and bounds[-2] != num_queries - 1:
@@ -354,7 +354,10 @@ def _prefill(
     block_table_B: torch.Tensor,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of a request's last T positions, in chunks that gather only the keys that they see."""
+    """Compute attention of a request's queries, which are the last of its seq_len positions.
+
+    Queries are taken in chunks, each of which gathers only the keys that it sees.
+    """
     kv_cache_N2PKd, table_1B = decoded(kv_cache_N2PKd, block_table_B.unsqueeze(0), seq_len, scoring.kv_scales_2K)
     q_THd = q_THd.to(kv_cache_N2PKd.dtype)
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
@@ -385,7 +388,7 @@ def _prefill(
             weights_1HCL = _weights(scores_KGCL.flatten(0, 1).unsqueeze(0), ~visible_CL, scoring)
             out_KGCd = weights_1HCL.to(v_KGLd.dtype).view_as(scores_KGCL) @ v_KGLd
         else:
-            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL  # an only query sees all keys
+            mask_CL = None if q_CHd.shape[0] == 1 else visible_CL  # a single query sees all keys
             out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=mask_CL, scale=scoring.scale)
         out_THd[start:stop] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""Triton kernel: combines the partial results of a query's splits (Dao et al. 2023, Flash-Decoding)."""
+"""Triton kernel: combines the partial results of the splits of a query's keys (Dao et al. 2023, Flash-Decoding)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 class Partials(NamedTuple):
-    """Buffers for the partial results of splits, float32: acc [R, H, S, d], max and sum [R, H, S].
+    """Buffers for the partial results of S splits of R rows, float32: acc [R, H, S, d], max and sum [R, H, S].
 
-    They are empty for a single split.
+    acc is not yet divided by the sum, nor max multiplied by scale_log2. All are empty for a single split.
     """
 
     acc: torch.Tensor
@@ -48,7 +48,10 @@ def store_partials(
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """Store acc, max and sum of a split, for `combined`. partials_M: the place of each head."""
+    """Store acc [M, D], max [M] and sum [M] of a split in buffers like Partials.
+
+    partials_M: the index of each row's partial result, counted over all rows, heads and splits. mask_M: rows to store.
+    """
     d_D = tl.arange(0, TILE_D)
     mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
     tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
@@ -70,8 +73,13 @@ def combined(
     TILE_D: tl.constexpr,
     CACHE_MODIFIER: tl.constexpr,
 ) -> tl.tensor:
-    """A head's result from what its splits left, each weighed by its maximum. CACHE_MODIFIER: ".cg" within the launch
-    that wrote it."""
+    """Return the result [D] of one head, fp32: the partial results of its splits, each weighed by its maximum.
+
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    partials_S: the index of each split's partial result; written_S: whether the split stored one.
+    sinks_ptr: [H] or None; head: the query head.
+    CACHE_MODIFIER: of the loads; ".cg" if the same launch has stored the partial results.
+    """
     d_D = tl.arange(0, TILE_D)
     max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
     sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=CACHE_MODIFIER)
@@ -112,8 +120,16 @@ def combine_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per (head, row): weigh what the splits that had keys left, and write the result. QUERY_LEN: rows in
-    turn that share a request, and its splits."""
+    """Combine partial results: program (head, row) writes the result of one head of one row to out.
+
+    A row with a single split is left alone, since that split's program has written the result.
+
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    out_ptr: [rows, H, d]; seq_lens_ptr: int32 [rows]; sinks_ptr: [H] or None.
+    min_keys, GRAIN: as for the kernel that stored the partial results.
+    QUERY_LEN: consecutive rows that share a request and its splits. TILE_Q, TILE_S: QUERY_LEN and the number of splits,
+        rounded up to powers of two.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if QUERY_LEN == 1:
@@ -147,7 +163,10 @@ def combine_splits(
     scoring: Scoring,
     query_len: int = 1,
 ) -> None:
-    """Launch the kernel for rows of which `query_len` consecutive ones share a request."""
+    """Write the first rows of out_THd from the partial results of a decode kernel, for rows whose keys were split.
+
+    splits: those of the decode kernel. query_len: consecutive rows that share a request.
+    """
     num_rows, num_heads, _, head_dim = partials.acc.shape
     combine_kernel[(num_heads, num_rows)](
         *partials,

@@ -1,6 +1,6 @@
-"""Triton kernels: decode attention over the paged cache, with each request's keys split between programs.
+"""Triton kernel: decode attention over the paged cache, with each request's keys split between programs.
 
-A second kernel combines the splits, as in Flash-Decoding (Dao et al. 2023). The query heads that share a K/V head are
+Another kernel combines the splits, as in Flash-Decoding (Dao et al. 2023). The query heads that share a K/V head are
 computed together, so that each key is read once.
 """
 
@@ -32,7 +32,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """The keys of a tile and how the kernel is compiled."""
+    """The number of keys of a tile, and the options with which the kernel is compiled."""
 
     keys: int
     num_warps: int
@@ -42,7 +42,7 @@ class DecodeTiles:
 
 @cache
 def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
-    """Return the tiles for a head size (elements), element size (bytes) and number of programs per multiprocessor."""
+    """Return the tiles for a head size (elements) and element size (bytes). programs: intended per multiprocessor."""
     width = max(64, triton.next_power_of_2(head_dim))
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
@@ -100,9 +100,16 @@ def decode_kernel(
     LOOK_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per (K/V head, request, split). A lone split writes the result, several leave acc, max and sum.
+    """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
 
-    partial_ptr: float32 [R, H, S, d]; partial_max_ptr and partial_sum_ptr: float32 [R, H, S].
+    A request's only split writes the result to out. Otherwise each split that has keys stores a partial result, which
+    combine_kernel combines.
+
+    q_ptr, out_ptr: [R, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    seq_lens_ptr, block_table_ptr: see AttentionInputs. A padding row gets zeros.
+    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. LOOK_AHEAD: see fold_keys.
+    WINDOW: keys that a query sees, 0: all. TILE_M, TILE_D: GROUP and HEAD_DIM, rounded up; TILE_N: keys of a tile.
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -166,7 +173,11 @@ def decode(
     splits: Splits,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
+    """Write the attention of the first num_decodes tokens, the queries of the first requests, from q_THd to out_THd.
+
+    q_THd, out_THd: [T, H, d], d contiguous; the cache is contiguous and holds this step's keys. Launches a second
+    kernel to combine several splits.
+    """
     tiles = decode_tiles(q_THd.shape[2], q_THd.element_size(), splits.programs)
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)
     partials = Partials.of(out_THd, num_decodes, splits.count)

@@ -1,4 +1,4 @@
-"""Triton kernels: attention of each request's newest token and its drafts over the paged cache.
+"""Triton kernel: attention of each request's newest token and its drafts over the paged cache.
 
 Each of these tokens is a row of the batch, and a request's rows are consecutive. Their queries, for all heads that
 share a K/V head, are rows of one tile, so that each key is read once for all of them. Each query sees the keys up to
@@ -32,18 +32,18 @@ from compiled_engine.attention.triton_codes import product_type, scales_of
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
-# Most bytes of a column of a tile's rows: with more, the queries of a request are shared out among programs.
+# Most bytes of a column of a tile of queries; if it would have more, programs share a request's queries.
 MOST_ROW_BYTES = 128
 
 
 def queries_of_tile(query_len: int, group: int, element_size: int) -> int:
-    """Return the number of a request's queries in a tile, which has a row for each query and each of `group` heads."""
+    """Return how many queries of a request share a tile, which has a row for each query and each of `group` heads."""
     return min(query_len, max(1, MOST_ROW_BYTES // element_size // group))
 
 
 @cache
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
-    """Return decode_tiles for tiles with few rows; tiles with more rows have more warps, or fewer keys."""
+    """Return decode_tiles for tiles with few rows. Tiles with more rows get more warps, or fewer keys."""
     tiles = decode_tiles(head_dim, element_size, programs)
     if rows <= 16:
         return tiles
@@ -100,7 +100,13 @@ def draft_decode_kernel(
     LOOK_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per (K/V head, TILE_QUERIES of a request's QUERY_LEN, split). See decode_kernel, with rows for R."""
+    """Attention of QUERY_LEN rows per request: a program computes TILE_QUERIES of them for a K/V head, over one split.
+
+    Program ids are (K/V head, request and part of its rows, split). The request's rows are consecutive, padding last.
+    The results and all other arguments are those of decode_kernel, with R rows instead of requests.
+
+    TILE_Q: QUERY_LEN rounded up to a power of two. TILE_M: TILE_QUERIES * GROUP, rounded up.
+    """
     kv_head = tl.program_id(0)
     TILES: tl.constexpr = (QUERY_LEN + TILE_QUERIES - 1) // TILE_QUERIES
     request = tl.program_id(1).to(tl.int64) // TILES
@@ -138,9 +144,9 @@ def draft_decode_kernel(
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
     max_M = tl.full([TILE_M], LOWEST, tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
-    # A row's table ends with its own context.
+    # A row's table has no blocks beyond the row's own context, so the last row's is read.
     table_ptr = block_table_ptr + last_row * table_stride
-    # fold_keys, which has one query, compiles to other code: it looks no blocks up before the loop without LOOK_AHEAD.
+    # Unlike in fold_keys, blocks are looked up before the loop also without LOOK_AHEAD: that compiles to other code.
     n_N = tl.arange(0, TILE_N)
     block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
     for key in range(first_key, end_key, TILE_N):
@@ -192,10 +198,10 @@ def draft_decode(
     splits: Splits,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernels for rows of one query each, of which `query_len` consecutive ones share a request.
+    """Write the attention of all rows to out_THd. Each row is one token; `query_len` consecutive rows share a request.
 
-    The contexts of a request's rows end one token after the other; its last rows may be padding. q, cache, out: see
-    AttentionBackend.attend.
+    The contexts of a request's rows end one token after the other; its last rows may be padding. q_THd, out_THd: [R, H,
+    d], d contiguous; the cache holds the keys of all rows. Launches a second kernel to combine several splits.
     """
     num_rows = inputs.seq_lens_R.shape[0]
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

@@ -1,7 +1,7 @@
 """Triton kernel: decode attention over the paged cache, by persistent programs that take splits from the work list.
 
-The last split of a request to finish combines the partial results, in the order of the keys. A result therefore depends
-only on the request and the launch, not on other requests.
+The last program to finish a split of a request combines the partial results, in the order of the keys. A result
+therefore depends only on the request and the launch, not on other requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 @dataclass(frozen=True)
 class ListedDecodeTiles:
-    """The keys of a tile and how the kernel is compiled and launched."""
+    """The number of keys of a tile, and the options with which the kernel is compiled and launched."""
 
     keys: int
     num_warps: int
@@ -42,7 +42,7 @@ class ListedDecodeTiles:
 
 @cache
 def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
-    """Return tiles for a head size (elements) and element size (bytes); small ones, since contexts may be short."""
+    """Return tiles for a head size (elements) and element size (bytes). They are small, since contexts may be short."""
     if element_size == 4:
         return ListedDecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
@@ -91,11 +91,19 @@ def listed_decode_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program p takes items p, p + programs, ...: (split of a request, K/V head).
+    """Decode attention by the work list: program p computes items p, p + programs, ..., each a split for a K/V head.
 
-    partial_ptr: float32 [R, K, G, MAX_SPLITS, d]; partial_max_ptr and partial_sum_ptr: float32 [R, K, G, MAX_SPLITS].
+    A request's only split writes the result to out. Otherwise splits store partial results and count themselves in
+    `arrived`; the last one combines them.
+
+    q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
+    partial_ptr: float32 [R, H, MAX_SPLITS, d]; partial_max_ptr, partial_sum_ptr: float32 [R, H, MAX_SPLITS]; see
+        Partials.
+    work_ptr, MAX_SPLITS, HEADER: see work_list. min_keys, GRAIN: see split_length.
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
     """
-    # Before anything is read: of a layer that plans for itself, a kernel just before this one writes the list.
+    # Wait before anything is read: if a step has no plan, the kernel just before this one writes the list.
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -186,7 +194,11 @@ def listed_decode(
     num_sms: int,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernel for all requests with one query. min_keys: see write_lists."""
+    """Write to out_THd the attention of all requests with one query, by the splits of the work list.
+
+    q_THd, out_THd: [T, H, d], d contiguous. work_W: the list; its `arrived` part is zero before and after the launch.
+    min_keys: as for write_lists.
+    """
     num_kv_heads = kv_cache_N2PKd.shape[3]
     tiles = listed_decode_tiles(q_THd.shape[2], q_THd.element_size())
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

@@ -35,7 +35,7 @@ FEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class PackedTiles:
-    """The queries and keys of a tile, and how the kernel is compiled."""
+    """The numbers of queries and keys of a tile, and the options with which the kernel is compiled."""
 
     queries: int
     keys: int
@@ -46,8 +46,8 @@ class PackedTiles:
 def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTiles:
     """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    num_tokens: of the batch. The number of rows says nothing about the length of texts, because a captured graph has
-    rows for the most requests.
+    num_tokens: tokens of the batch. They alone decide whether tiles are small; the number of rows says nothing about
+    the length of texts, because a captured graph has rows for the largest number of requests.
     """
     if element_size == 4:
         return PackedTiles(32, 16 if head_dim > 128 else 32, num_warps=8 if head_dim > 128 else 4, num_stages=2)
@@ -91,7 +91,16 @@ def packed_kernel(
     SEARCHED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (tile of queries, query head)."""
+    """Bidirectional attention: program (tile number, query head) computes up to TILE_M queries of a request for a head.
+
+    Programs whose tile number is unused return at once. Queries of a request with seq_len 0 (padding) get zeros.
+
+    q_ptr, out_ptr: [T, H, d]; k_ptr, v_ptr: [T, K, d]; sinks_ptr: [H] or None.
+    query_start_loc_ptr, seq_lens_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales.
+    WINDOW: keys that a query sees in either direction, itself included, 0: all. SEARCHED: starts of requests compared
+        at a time.
+    """
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -168,7 +177,10 @@ def attend_packed(
     inputs: AttentionInputs,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernel for all requests."""
+    """Write to out_THd the attention of each token to all tokens of its request, before and after it.
+
+    q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d contiguous.
+    """
     num_tokens, num_heads, head_dim = q_THd.shape
     num_requests, num_kv_heads = inputs.seq_lens_R.shape[0], k_TKd.shape[1]
     tiles = packed_tiles(head_dim, q_THd.element_size(), num_tokens)

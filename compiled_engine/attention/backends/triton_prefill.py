@@ -1,4 +1,7 @@
-"""Triton kernel: prefill attention over the paged cache, by persistent programs that take tiles from the work list."""
+"""Triton kernel: prefill attention over the paged cache, by persistent programs that take tiles from the work list.
+
+The rows of a tile are consecutive queries of a request, each for all query heads of one K/V head.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ SMALLEST_ROWS = 32
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """The rows and keys of a tile, and how the kernel is compiled and launched."""
+    """The rows and keys of a tile, and the options with which the kernel is compiled and launched."""
 
     rows: int  # queries times the heads that share a K/V head
     keys: int
@@ -45,8 +48,8 @@ class PrefillTiles:
 def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> PrefillTiles:
     """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    max_seq_len: the host's bound of the contexts; short contexts would leave large tiles half empty. `rows` is at least
-    the largest group of query heads that the backend allows.
+    max_seq_len: the host's upper bound of the contexts; short contexts would leave large tiles half empty. `rows` is at
+    least the largest number of query heads per K/V head that the backend allows.
     """
     if element_size == 4:
         return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2, programs=2)
@@ -101,10 +104,17 @@ def prefill_kernel(
     HEADER: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """An item: TILE_M // GROUP queries of one request, times the GROUP heads of one K/V head.
+    """Prefill attention: programs take items of the work list, and write the results of the item's queries to out.
 
-    The kernel before is that of the decodes, which has waited for all that was before and writes nothing that is read
-    here: so what is waited for is its end, at the end.
+    An item is TILE_M // GROUP queries of one request, for the GROUP query heads of one K/V head.
+
+    q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
+    work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see num_tiles_of.
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
+
+    The previous kernel, that of the decodes, writes nothing that is read here, and has waited for all kernels before
+    it. So gdc_wait comes last: it only keeps the next kernel from starting before the previous one has ended.
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
     num_items = num_tiles_of(work_ptr, num_tiles_ptr) * NUM_KV_HEADS
@@ -200,9 +210,10 @@ def prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel for all requests with several queries, right after `listed_decode`.
+    """Write to out_THd the attention of all requests with several queries. Launched right after `listed_decode`.
 
-    num_tiles: see num_tiles_of.
+    q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of tiles.rows rows. num_tiles: int32 [1],
+    the number of tiles to compute; None: all.
     """
     prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(q_THd.shape[0]) * layout.num_kv_heads),)](
         q_THd,

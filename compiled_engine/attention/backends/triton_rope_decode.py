@@ -109,9 +109,20 @@ def rope_decode_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per (K/V head, request, split). The strides without HEAD are those of tokens.
+    """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
 
-    partial_ptr: float32 [R, H, S, d]; partial_max_ptr and partial_sum_ptr: float32 [R, H, S]; see decode_kernel.
+    It norms and rotates q. The split with the last key does so with the new key, and writes it and the new value to the
+    cache if they have a slot. Results are those of decode_kernel: out, or partial results.
+
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
+    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
+    cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes. sinks_ptr: [H] or None.
+    partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
+    slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
+        all.
+    FIRST_N: keys of the first tile; TILE_N: keys of later tiles; TILE_M, TILE_D: GROUP and HEAD_DIM, rounded up.
+    STRIDE_MULTIPLE: a divisor of all token strides.
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -125,7 +136,7 @@ def rope_decode_kernel(
     length = split_length(num_keys, num_splits, min_keys, GRAIN)
     first_key += split * length
     end_key = tl.minimum(first_key + length, seq_len)
-    # Without a slot this step's key is what stands in the cache.
+    # Without a slot, the cache already holds this step's key.
     writes = (slot >= 0) & (end_key == seq_len) & (first_key < end_key)
     end_cached = end_key - writes.to(tl.int32)
 
@@ -199,7 +210,7 @@ def rope_decode_kernel(
             head_cache_ptr + key_offset(slot // BLOCK_SIZE, slot, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH) + d_D
         )
         if cache_ptr.dtype.element_ty != q_ptr.dtype.element_ty:
-            # Rounded as the next steps will read them.
+            # This step attends to the quantised key and value, as later steps will.
             element: tl.constexpr = cache_ptr.dtype.element_ty
             k_scale_ptr, v_scale_ptr = scale_pointers(
                 head_scales_ptr,  # type: ignore[arg-type]
@@ -275,7 +286,11 @@ def rope_decode(
     splits: Splits,
     scoring: Scoring,
 ) -> None:
-    """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
+    """Norm and rotate q and k, store k and v, and write the attention of the first num_decodes tokens to out_THd.
+
+    These tokens are the queries of the first requests. q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d
+    contiguous. Launches a second kernel to combine several splits.
+    """
     tiles = decode_tiles(q_THd.shape[2], q_THd.element_size(), splits.programs)
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

@@ -1,5 +1,8 @@
 """Device functions that attention kernels share: addresses of keys and values, masks, and the online softmax.
 
+Letters of a tile's dimensions: M rows (query heads, each of one query), N keys, D elements of a head, of which those
+from HEAD_DIM on are padding. All other letters are those of attention/inputs.py.
+
 The online softmax is by Milakov & Gimelshein 2018; its use in tiles by Dao et al. 2022 (FlashAttention). Gluon kernels
 call these functions too, except those that load or multiply tiles.
 """
@@ -17,14 +20,15 @@ from compiled_engine.attention.triton_codes import key_offset, load_scales, numb
 # Lower than any score, yet finite: a row that has seen no key so far must not turn into NaN.
 LOWEST = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
-# A tile of keys divides this number, whichever kernel reads it: decoded contexts begin at a multiple.
+# Every kernel's tile of keys divides this number, and dequantised contexts begin at a multiple of it.
 TILES_OF_KEYS = tl.constexpr(128)
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:
-    """Return (scale_log2, CAP_SCALE) for kernels. A weight is 2 ** (score * scale_log2).
+    """Return (scale_log2, CAP_SCALE), the factors by which kernels turn products of queries and keys into weights.
 
-    CAP_SCALE: factor of products before the tanh of a soft cap; 0: no tanh.
+    The weight of a key is 2 ** (score * scale_log2). Its score is the product, or tanh(product * CAP_SCALE) if scores
+    have a soft cap; CAP_SCALE 0: no soft cap.
     """
     if scoring.soft_cap:
         return scoring.soft_cap * LOG2_E.value, scoring.scale / scoring.soft_cap
@@ -33,13 +37,16 @@ def scales(scoring: Scoring) -> tuple[float, float]:
 
 @triton.jit
 def blocks_of(table_ptr: tl.tensor, keys: tl.tensor, end_key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """The block of each key, from the request's row of the block table; 0, which exists, from end_key on."""
+    """Return the block id of each key; 0, a block that exists, from end_key on.
+
+    table_ptr: the request's row of the block table. keys: positions in its context.
+    """
     return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end_key, other=0)
 
 
 @triton.jit
 def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """The first key that the last query of a context sees. WINDOW 0: it sees all."""
+    """Return the first key that the last query of a context sees. WINDOW: keys that a query sees, 0: all."""
     if WINDOW > 0:
         return tl.maximum(seq_len - WINDOW, 0)
     else:
@@ -50,8 +57,11 @@ def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
 def keys_of_rows(
     seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The first key that any of a request's queries sees, the end, and the row that sees it: the last but those of
-    padding, which see none."""
+    """Return (first key that any query of a request sees, end of the keys, the request's last row without padding).
+
+    The request has the rows first_row .. first_row + QUERY_LEN - 1, padding last. TILE_Q: QUERY_LEN rounded up to a
+    power of two.
+    """
     q_Q = tl.arange(0, TILE_Q)
     seq_len_Q = tl.load(seq_lens_ptr + first_row + q_Q, mask=q_Q < QUERY_LEN, other=0)
     last_row = first_row + tl.maximum(tl.sum((seq_len_Q > 0).to(tl.int32), 0) - 1, 0)
@@ -60,10 +70,10 @@ def keys_of_rows(
 
 @triton.jit
 def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.constexpr) -> tl.tensor:
-    """The first key of the tiles of TILE_N keys that queries from this position on read, one way or another: those
-    before the window have no weight, but they are multiplied with it, and zero times NaN is NaN. WINDOW 0: the first.
+    """Return the first key that a program reads for queries from first_position on: the first of a tile of TILE_N keys.
 
-    Who writes what others read calls this function with TILES_OF_KEYS, which comes before all of their tiles.
+    Keys of that tile before the window have weight 0. They must still be numbers, since zero times NaN is NaN, so a
+    kernel that writes keys for others calls this function with TILES_OF_KEYS, a multiple of all tiles. WINDOW 0: key 0.
     """
     tl.static_assert(TILES_OF_KEYS % TILE_N == 0, "decoded contexts begin at a multiple of TILES_OF_KEYS")
     if WINDOW > 0:
@@ -74,7 +84,7 @@ def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.const
 
 @triton.jit
 def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Mask [M, N] of the keys that each query sees: none after its position, none that its window has left behind."""
+    """Return a mask [M, N] of the keys that each query sees: up to its position, and in its window if WINDOW > 0."""
     seen_MN = keys_N[None, :] <= positions_M[:, None]
     if WINDOW > 0:
         seen_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
@@ -85,7 +95,10 @@ def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.
 def load_rows(
     ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
 ) -> tl.tensor:
-    """[N, D] from the start of each row on, with no more of a mask than is needed; zeros where it hides."""
+    """Load [N, D]: the HEAD_DIM elements from each pointer on; zeros elsewhere and for keys that are not stored.
+
+    MASKED: some keys of the tile may not be stored; otherwise stored_N is not read.
+    """
     d_D = tl.arange(0, TILE_D)
     ptrs_ND = ptrs_N[:, None] + d_D[None, :]
     if MASKED and TILE_D != HEAD_DIM:
@@ -100,7 +113,7 @@ def load_rows(
 
 @triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """The products of queries and keys, through tanh where scores have a soft cap; see `scales`."""
+    """Return the scores of these products of queries and keys, see `scales`."""
     if CAP_SCALE > 0:
         scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     return scores
@@ -115,10 +128,11 @@ def scores_of(
     scale_log2: tl.tensor,
     CAP_SCALE: tl.constexpr,
 ) -> tl.tensor:
-    """[M, N], not yet scaled by scale_log2. k_scale_N, v_scale_N: of codes, None for other keys or where scales are 1.
+    """Return scores [M, N], see `scales`.
 
-    Scales of values go into the scores: weights then weigh codes, and the largest is 1, so that they have the bits of
-    their type whatever the scales are.
+    k_scale_N, v_scale_N: fp32 scales of 8-bit keys and values; None: there are none. The scales of values are added to
+    the scores as logarithms. So weights are multiplied by codes, and the largest weight is 1: none of the precision of
+    the weights' type is lost, whatever the scales are.
     """
     products_MN = tl.dot(q_MD, tl.trans(numbers(k_ND, q_MD.dtype)), input_precision="ieee")
     if k_scale_N is not None:
@@ -130,7 +144,10 @@ def scores_of(
 
 @triton.jit
 def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Weights of a tile's keys, the factor that acc and sum take before the tile is added to them, and the new max."""
+    """Return (weights [M, N] of a tile, factor [M] for acc and sum before the tile is added, new max_M).
+
+    max_M: the largest score of each row before this tile.
+    """
     new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
     rescale_M = tl.exp2((max_M - new_max_M) * scale_log2)
     weights_MN = tl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
@@ -139,7 +156,7 @@ def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tupl
 
 @triton.jit
 def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
-    """The sum of a tile's weights, [M], without the scales of values that scores_of has put into them."""
+    """Return the sum [M] of a tile's weights, without the scales of values that scores_of has included in them."""
     if v_scale_N is not None:
         return tl.sum(weights_MN * (1.0 / v_scale_N)[None, :], 1)
     else:
@@ -148,7 +165,7 @@ def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
 
 @triton.jit
 def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """acc with a tile's weighted values. dtype: in which they are multiplied."""
+    """Return acc plus the tile's values times their weights. dtype: of both operands of the product."""
     return tl.dot(weights_MN.to(dtype), numbers(v_ND, dtype), acc_MD, input_precision="ieee")
 
 
@@ -175,12 +192,15 @@ def attend_tile(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys first_key .. first_key + TILE_N - 1 into the running (acc, max, sum) of every query row.
+    """Fold the keys first_key .. first_key + TILE_N - 1 into the running (acc, max, sum) of every row of queries.
 
-    block_N is each key's block, any that exists from end_key on; head_cache_ptr the cache [N, 2, P, K, w] offset to the
-    head; head_scales_ptr its scales likewise, see triton_codes.
-    Without MASKED the caller promises that every row sees every key of the tile. max_M holds scores that are not yet
-    scaled by scale_log2; see `scales`.
+    positions_M: the position of each query.
+    end_key: end of the keys that are stored.
+    block_N: the block of each key, see blocks_of.
+    head_cache_ptr: the cache [N, 2, P, K, WIDTH] from the K/V head on; head_scales_ptr: its scales likewise, see
+        triton_codes.
+    max_M: the largest score of each row, not yet multiplied by scale_log2.
+    MASKED: hide keys that a query does not see; without it, every query sees every key of the tile.
     """
     keys_N = first_key + tl.arange(0, TILE_N)
     stored_N = keys_N < end_key
@@ -223,10 +243,11 @@ def fold_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of the heads of its one query.
+    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of the heads of its single query.
 
-    LOOK_AHEAD: blocks are looked up one tile ahead, so that several tiles are in flight: for long contexts of few
-    requests. Among many programs it gains nothing and takes registers.
+    table_ptr: the request's row of the block table. Other arguments are those of attend_tile. LOOK_AHEAD: look up
+    blocks one tile ahead, so that several tiles are in flight. That is faster for long contexts of few requests; with
+    many programs it gains nothing and takes registers.
     """
     positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
     n_N = tl.arange(0, TILE_N)
@@ -286,7 +307,11 @@ def attend_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One query, the heads of one K/V head, over the keys first_key .. end_key - 1: acc, max and sum."""
+    """Return (acc [M, D], max [M], sum [M]) of a query's heads for one K/V head, over keys first_key .. end_key - 1.
+
+    q_token_ptr: the query, [H, d]. table_ptr: the request's row of the block table. GROUP: query heads per K/V head;
+    TILE_M: GROUP rounded up to a tile's rows. LOOK_AHEAD: see fold_keys.
+    """
     rows_M = tl.arange(0, TILE_M)
     heads_M = kv_head * GROUP + rows_M
     d_D = tl.arange(0, TILE_D)
@@ -327,7 +352,10 @@ def normalised(
     mask_M: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tl.tensor:
-    """acc over the sum of its weights, that of the head's sink included (sinks_ptr None: there are none)."""
+    """Return acc divided by the sum of the weights, that of the head's sink included; zeros for rows that saw no key.
+
+    sinks_ptr: [H], see Scoring; None: no sinks. heads_M: the query head of each row.
+    """
     if sinks_ptr is not None:
         sink_M = tl.load(sinks_ptr + heads_M, mask=mask_M, other=0.0).to(tl.float32)
         sum_M += tl.exp2(sink_M * LOG2_E - max_M * scale_log2)

@@ -1,4 +1,4 @@
-"""Triton kernel: stores each token's K and V at its slot of the paged cache."""
+"""Triton kernel: stores each token's K and V at its slot of the paged cache, quantised if the cache has 8 bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def write_kv_kernel(
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per token. A negative slot stores nothing."""
+    """Store one token's key and value, all heads, per program; nothing if its slot is negative.
+
+    k_ptr, v_ptr: [T, K, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. slot_mapping_ptr: int64 [T].
+    TILE_K, TILE_D: NUM_KV_HEADS and HEAD_DIM rounded up to powers of two. DEPENDENT_LAUNCH: let the next kernel start
+    early.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -76,7 +81,11 @@ def write_kv(
     kv_scales_2K: torch.Tensor | None,
     dependent_launch: bool,
 ) -> None:
-    """Launch the kernel. k, v: [T, K, d] with d contiguous; the cache must be contiguous; slots are int64 [T]."""
+    """Store k and v, [T, K, d] with d contiguous, at the slots of the cache, which must be contiguous.
+
+    slot_mapping_T: int64 [T]; -1 stores nothing. kv_scales_2K: of an FP8 cache, see Scoring. dependent_launch: let the
+    next kernel start early; only from Hopper on.
+    """
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     head_dim = k_TKd.shape[2]
     write_kv_kernel[(k_TKd.shape[0],)](

@@ -4,9 +4,13 @@ A kernel writes the list once per step, when the lengths are on the device; in e
 items until none is left. So one captured graph serves any mixture of decodes and prompts. FlashInfer (Ye et al. 2025)
 and FlashAttention-3's scheduler metadata work like this.
 
-Layout, int32: [0] number of splits, [1] number of tiles; arrived [R, K], number of splits of a request's K/V head that
-have stored their results, zero between layers; splits [R * MAX_SPLITS], request * MAX_SPLITS + split, as many as any
-layer may need; tiles [., 2], the request and its first query.
+The list consists of these parts, int32, in order:
+
+[HEADER]: the number of splits, the number of tiles, and two unused elements.
+arrived [R, K]: how many splits of a request's K/V head have stored partial results in this layer.
+splits [R * MAX_LISTED_SPLITS]: request * MAX_LISTED_SPLITS + number of the split. A request has as many splits as any
+    layer may need.
+tiles [., 2]: the request, and its first query in the tile.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ SEARCH_WIDTH = tl.constexpr(256)
 
 @dataclass(frozen=True)
 class WorkLayout:
-    """The layout of a batch's work list in memory."""
+    """The places of the parts of a batch's work list, as numbers of elements before them."""
 
     num_requests: int
     num_kv_heads: int
@@ -49,7 +53,7 @@ class WorkLayout:
         return self.splits + self.num_requests * MAX_LISTED_SPLITS
 
     def most_tiles(self, num_tokens: int) -> int:
-        """Return the most tiles of num_tokens tokens; each request's last tile may be partly filled."""
+        """Return the largest number of tiles of num_tokens tokens; each request's last tile may be partly filled."""
         return num_tokens // self.queries + self.num_requests
 
     def length(self, num_tokens: int) -> int:
@@ -59,13 +63,13 @@ class WorkLayout:
 
 @triton.jit
 def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, GRAIN: tl.constexpr) -> tl.tensor:
-    """Keys that each split takes; the last ones may find nothing left."""
+    """Return the keys per split: a multiple of GRAIN, or min_keys. The last splits of a request may have none."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
 
 
 @triton.jit
 def num_tiles_of(work_ptr: tl.tensor, num_tiles_ptr: tl.tensor | None) -> tl.tensor:
-    """The tiles that a prefill kernel takes: all of the list, or as many as another kernel says."""
+    """Return the number of tiles that a prefill kernel computes: all of the list, or the int32 at num_tiles_ptr."""
     if num_tiles_ptr is None:
         return tl.load(work_ptr + 1)
     else:
@@ -74,8 +78,9 @@ def num_tiles_of(work_ptr: tl.tensor, num_tiles_ptr: tl.tensor | None) -> tl.ten
 
 @triton.jit
 def item_at(first_item: tl.tensor, num_programs: tl.tensor, program: tl.tensor) -> tl.tensor:
-    """The item of a program among the next num_programs ones. The order alternates, since the longest items come first:
-    after a longer item a program takes a shorter one.
+    """Return a program's item among first_item .. first_item + num_programs - 1. It may be past the last item.
+
+    The order alternates, since the longest items come first: after a longer item a program takes a shorter one.
     """
     backwards = (first_item // num_programs) % 2
     return first_item + tl.where(backwards == 1, num_programs - 1 - program, program)
@@ -89,10 +94,11 @@ def _num_items(
     QUERIES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The numbers of splits and tiles of requests: a request with a single query is a decode.
+    """Return the number of splits and the number of tiles of each request. A request with a single query is a decode.
 
-    All layers share the list, but a layer with a window splits its last keys alone, which may make more splits than all
-    keys make: 16 of 2,048 keys, 13 of 2,049. So the list has the most that any layer may need.
+    All layers share the list, but a layer with a window splits only the keys in its window, which may make more splits
+    than all keys make: 16 of 2,048 keys, 13 of 2,049. So the list has the largest number of splits that any layer may
+    need.
     """
     splits = tl.minimum(tl.maximum(tl.cdiv(num_keys, min_keys), 1), MAX_SPLITS)
     return tl.where(query_len == 1, splits, 0), tl.where(query_len > 1, tl.cdiv(query_len, QUERIES), 0)
@@ -116,7 +122,14 @@ def list_kernel(
     TILE_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per request: the number of items of the requests before it is its offset."""
+    """Write the work list. Program `request` writes the splits, tiles and zeroed `arrived` counters of its request.
+
+    It counts the items of all earlier requests to find where its own begin; the last program also writes the totals.
+
+    query_start_loc_ptr: int32 [R + 1]; seq_lens_ptr: int32 [R]; work_ptr: the list, see the module.
+    min_keys: the fewest keys of a split.
+    QUERIES: queries per tile. TILE_K: NUM_KV_HEADS rounded up to a power of two.
+    """
     # No later kernel may start before the end of this one: attention reads the list before its own wait.
     if DEPENDENT_LAUNCH:
         gdc_wait()
@@ -155,7 +168,10 @@ def list_kernel(
 
 
 def write_lists(inputs: AttentionInputs, work_W: torch.Tensor, layout: WorkLayout, min_keys: int) -> None:
-    """Launch the kernel that writes the list. min_keys: fewest keys of a split."""
+    """Write the work list of a batch to work_W, int32 with at least layout.length(tokens) elements.
+
+    min_keys: the fewest keys of a split.
+    """
     list_kernel[(layout.num_requests,)](
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,

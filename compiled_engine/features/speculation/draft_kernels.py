@@ -1,4 +1,7 @@
-"""Triton kernels for drafts: find n-gram drafts, store a draft model's drafts, and verify drafts."""
+"""Triton kernels for drafts: verify drafts, find n-gram drafts, and store a draft model's drafts.
+
+Rows are rows of the batch; S are rows of the request states. See draft_rows.py for numbered rows.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,23 @@ def verify_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See verification.verify. A single program for all rows, since they share the step's number.
+    """Store each request's tokens of a step up to the first wrong draft, see verification.verify.
 
-    thresholds_ptr: None, or int64 [NUM_DRAFTS]: a draft is accepted if a draw of 63 bits is below its threshold.
+    A single program handles all rows, since they share the step's number.
+
+    rows_ptr: int32 [R], the state row of each row, -1 for padding; numbers_ptr: int32 [R], row numbers.
+    ends_ptr: int64 [R], positions of the sampled tokens, 0 for padding and for drafts that do not exist; token_ids_ptr:
+        int64 [R], the sampled tokens.
+    drafts_ptr: int32 [S, NUM_DRAFTS], -1 for none. seeds_ptr: int64 [S], read only with thresholds_ptr.
+    thresholds_ptr: None, or int64 [NUM_DRAFTS]: accept as many drafts as there are thresholds above a draw of 63 bits,
+        instead of comparing tokens.
+    num_computed_ptr, prefill_len_ptr, last_token_ptr: int32 [S]; history_ptr: int32 [S, L]; these but prefill_len_ptr
+        are updated.
+    num_steps_ptr: int32 [1], the step's number, which is increased. taken_ptr: int32 [R], receives each row's token, 0
+        for none.
+    ring_ptr: int32 [RING, 1 + R], whose entry of the step receives its number, and a token, error code, NOT_TAKEN or
+        NO_ROW per row.
+    LAST_NUMBER: step numbers wrap around after it. NO_TOKEN: see accepted_at_random.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -118,9 +135,15 @@ def ngram_kernel(
     TILE_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See ngram.ngram_drafts. One program per batch row; only a row with a sampled newest token does work.
+    """Find n-gram drafts, see ngram.ngram_drafts; one program per row of the batch.
 
-    The best match is the largest (tokens compared, end position).
+    Only the row with a request's newest token gets drafts, and only if that token was sampled. The best match is the
+    largest (tokens compared, end position).
+
+    rows_ptr, numbers_ptr: int32 [R], see verify_kernel; num_computed_ptr, prefill_len_ptr: int32 [S].
+    history_ptr: int32 [S, L], the requests' tokens. drafts_ptr: int32 [S, NUM_DRAFTS], receives the drafts, or -1.
+    longest, shortest: tokens of a match. TILE: end positions compared at a time; TILE_K: NUM_DRAFTS rounded up to a
+        power of two.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -176,7 +199,14 @@ def keep_drafts_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See draft_rows.keep_drafts. One program per TILE rows."""
+    """Store one draft of each row, see draft_rows.keep_drafts; one program per TILE rows.
+
+    rows_ptr: int32 [R], see verify_kernel; room_ptr: int32 [R], most drafts of each row; token_ids_ptr: int64 [R], the
+        drafts.
+    drafts_ptr: int32 [S, NUM_DRAFTS], whose column `draft` is written, with -1 for rows without room.
+    numbers_ptr: int32 [R], receives the row numbers of the next pass.
+    head_ids_ptr, head_positions_ptr: int64 [R], see HeadInputs, or None: the drafts are not a head's.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()

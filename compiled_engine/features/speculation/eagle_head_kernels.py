@@ -26,7 +26,15 @@ def following_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See eagle.following_tokens. One program per batch row; unless DECODES_ONLY, another for tokens without a row."""
+    """Write the token that follows each position of a step, see eagle.following_tokens.
+
+    One program per row of the batch; unless DECODES_ONLY, another for tokens without a row.
+
+    rows_ptr: int32 [R], the state row of each row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read with
+        DECODES_ONLY.
+    positions_ptr: int64 [T]; history_ptr: int32 [S, L], the requests' tokens.
+    token_ids_ptr: int64 [T], receives the tokens; 0 for padding.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -68,7 +76,13 @@ def keep_hidden_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See eagle.keep_hidden. One program per batch row."""
+    """Store the hidden state of each request's last verified token, see eagle.keep_hidden; one program per row.
+
+    rows_ptr: int32 [R], see following_kernel; ends_ptr: int64 [R], positions of the sampled tokens; last_tokens_ptr:
+        int64 [R], index of each row's last token in the step.
+    num_computed_ptr: int32 [S]: the row with this end has the last verified token.
+    hidden_ptr: [T, SIZE]; kept_ptr: [S, SIZE], receives the hidden states.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -98,7 +112,11 @@ def begin_drafts_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """See eagle.begin_drafts. One program per batch row."""
+    """Copy the kept hidden states of rows, and write the positions of their next tokens; one program per row.
+
+    See eagle.begin_drafts. rows_ptr: int32 [R], see following_kernel; num_computed_ptr: int32 [S]; kept_ptr: [S, SIZE];
+    hidden_ptr: [R, SIZE], zeros for padding; positions_ptr: int64 [R].
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
