@@ -68,8 +68,22 @@ class AttentionInputs:
         """Return the fields in their order: the last arguments of the attention ops."""
         return tuple([getattr(self, name) for name in FIELDS])
 
+    @property
+    def sizes(self) -> BatchSizes:
+        return BatchSizes(self.slot_mapping_T.shape[0], self.seq_lens_R.shape[0], *self.host_3.tolist())
+
 
 FIELDS = tuple(field.name for field in fields(AttentionInputs))
+
+
+class BatchSizes(NamedTuple):
+    """The numbers of a batch that the host knows; the last three are host_3 of AttentionInputs."""
+
+    num_tokens: int
+    num_requests: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
 
 
 class Scoring(NamedTuple):

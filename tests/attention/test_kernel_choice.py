@@ -23,7 +23,7 @@ DEVICES = {"Hopper": [True], "others": [False], "any": [True, False]}
 def facts(num_requests: int, query_len: int, max_seq_len: int) -> BatchFacts:
     """The facts of decodes."""
     rows = num_requests * query_len
-    return BatchFacts.of(batch(rows, query_len, max_seq_len, rows, rows), NUM_KV_HEADS, H200_SMS)
+    return BatchFacts.of(batch(rows, query_len, max_seq_len, rows, rows).sizes, NUM_KV_HEADS, H200_SMS)
 
 
 def layer(cache: torch.dtype, on_hopper: bool) -> LayerFacts:
@@ -84,7 +84,7 @@ def test_rotated_queries_have_the_kernels_that_do_not_rotate() -> None:
 
 
 def test_prompts_have_the_list() -> None:
-    mixed = BatchFacts.of(batch(3, 40, 900, 5, 80), NUM_KV_HEADS, H200_SMS)
+    mixed = BatchFacts.of(batch(3, 40, 900, 5, 80).sizes, NUM_KV_HEADS, H200_SMS)
     for cache, on_hopper, unrotated in product((torch.bfloat16, torch.uint8), (True, False), (True, False)):
         assert choose(mixed, layer(cache, on_hopper), 0, unrotated=unrotated) == Plan(Kernel.LISTED_DECODE)
 
@@ -114,7 +114,7 @@ def test_a_window_bounds_the_keys_that_are_split() -> None:
 def test_drafts_over_short_contexts_are_one_tile(num_requests: int, query_len: int, context: int, keys: int) -> None:
     """On 16 multiprocessors, with two K/V heads of two heads each: with tiles of these keys."""
     rows = num_requests * query_len
-    drafts = BatchFacts.of(batch(rows, query_len, context, rows, rows), 2, 16)
+    drafts = BatchFacts.of(batch(rows, query_len, context, rows, rows).sizes, 2, 16)
     plan = choose(drafts, LayerFacts(4, 2, torch.bfloat16, 16, True), 0, unrotated=True)
     if keys:
         assert plan == Plan(Kernel.SHORT_DRAFTS, ShortTiles(keys))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import BatchSizes
 
 MAX_SPLITS = 64
 # Most splits of a request in the work list.
@@ -129,9 +129,8 @@ class BatchFacts:
     query_len: int = 1  # consecutive rows per request, if all rows are decodes
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, num_kv_heads: int, num_sms: int) -> BatchFacts:
-        num_decodes, query_len, max_seq_len = inputs.host_3.tolist()
-        num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
+    def of(cls, sizes: BatchSizes, num_kv_heads: int, num_sms: int) -> BatchFacts:
+        num_tokens, num_requests, num_decodes, query_len, max_seq_len = sizes
         num_heads = num_requests * num_kv_heads
         # Without prompts, fewer programs are split evenly, and more balance each other.
         only_decodes = num_decodes == num_requests
