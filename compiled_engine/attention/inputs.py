@@ -69,21 +69,12 @@ class AttentionInputs:
         return tuple([getattr(self, name) for name in FIELDS])
 
     @property
-    def sizes(self) -> BatchSizes:
-        return BatchSizes(self.slot_mapping_T.shape[0], self.seq_lens_R.shape[0], *self.host_3.tolist())
+    def sizes(self) -> tuple[int, ...]:
+        """(num_tokens, num_requests, num_decodes, max_query_len, max_seq_len): what the host knows of the batch."""
+        return self.slot_mapping_T.numel(), self.seq_lens_R.numel(), *self.host_3.tolist()
 
 
 FIELDS = tuple(field.name for field in fields(AttentionInputs))
-
-
-class BatchSizes(NamedTuple):
-    """The numbers of a batch that the host knows; the last three are host_3 of AttentionInputs."""
-
-    num_tokens: int
-    num_requests: int
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
 
 
 class Scoring(NamedTuple):

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compiled_engine.attention.inputs import BatchSizes
-
 MAX_SPLITS = 64
 # Most splits of a request in the work list.
 MAX_LISTED_SPLITS = 16
@@ -129,7 +127,8 @@ class BatchFacts:
     query_len: int = 1  # consecutive rows per request, if all rows are decodes
 
     @classmethod
-    def of(cls, sizes: BatchSizes, num_kv_heads: int, num_sms: int) -> BatchFacts:
+    def of(cls, sizes: tuple[int, ...], num_kv_heads: int, num_sms: int) -> BatchFacts:
+        """sizes: those of the batch's AttentionInputs."""
         num_tokens, num_requests, num_decodes, query_len, max_seq_len = sizes
         num_heads = num_requests * num_kv_heads
         # Without prompts, fewer programs are split evenly, and more balance each other.

@@ -23,7 +23,7 @@ from compiled_engine.attention.backends.decode_splits import (
 )
 from compiled_engine.attention.backends.short_decode import ShortTiles, exists_on_hopper
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, tiles_of_drafts
-from compiled_engine.attention.inputs import AttentionInputs, BatchSizes
+from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kv_format import has_scales, is_coded
 
 
@@ -116,7 +116,7 @@ def choice_of(
 
 # A choice takes the host longer than finding it again, and the layers of a step need the same few.
 @lru_cache(maxsize=64)
-def _choice(sizes: BatchSizes, layer: LayerFacts, sliding_window: int, unrotated: bool) -> Choice:
+def _choice(sizes: tuple[int, ...], layer: LayerFacts, sliding_window: int, unrotated: bool) -> Choice:
     batch = BatchFacts.of(sizes, layer.num_kv_heads, layer.num_sms)
     return Choice(layer, batch, choose(batch, layer, sliding_window, unrotated=unrotated))
 

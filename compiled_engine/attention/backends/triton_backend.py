@@ -138,14 +138,14 @@ class TritonBackend:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
         layer, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window)
         match plan:
+            case Plan(Kernel.LISTED_DECODE):
+                _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
             case Plan(Kernel.DRAFT_DECODE, Splits() as splits):
                 draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
             case Plan(Kernel.CODED_DECODE, CodedPlan() as coded):
                 coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, coded, scoring)
             case Plan(Kernel.DECODE, Splits() as splits):
                 decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, splits, scoring)
-            case _:
-                _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
 
     def attend_packed(
         self,
