@@ -11,7 +11,15 @@ from folders import REPOSITORY
 from test_step_inputs import H200_SMS, batch
 
 from compiled_engine.attention.backends.decode_splits import BatchFacts, few_short_contexts
-from compiled_engine.attention.backends.kernel_choice import ROTATING, Kernel, LayerFacts, Plan, choose, layer_facts
+from compiled_engine.attention.backends.kernel_choice import (
+    ROTATING,
+    Kernel,
+    LayerFacts,
+    Plan,
+    choice_of,
+    choose,
+    layer_facts,
+)
 from compiled_engine.attention.backends.short_decode import ShortTiles
 
 NUM_HEADS, NUM_KV_HEADS = 16, 8
@@ -87,6 +95,19 @@ def test_prompts_have_the_list() -> None:
     mixed = BatchFacts.of(batch(3, 40, 900, 5, 80).sizes, NUM_KV_HEADS, H200_SMS)
     for cache, on_hopper, unrotated in product((torch.bfloat16, torch.uint8), (True, False), (True, False)):
         assert choose(mixed, layer(cache, on_hopper), 0, unrotated=unrotated) == Plan(Kernel.LISTED_DECODE)
+
+
+def test_a_layer_finds_the_choice_of_its_own_batch() -> None:
+    """Whatever was chosen before for other batches, layers and windows."""
+    q_THd = torch.empty(0, NUM_HEADS, 128)
+    caches = [torch.empty(0, 2, 16, NUM_KV_HEADS, 128, dtype=dtype) for dtype in (torch.float32, torch.uint8)]
+    batches = [batch(1, 1, 900, 1, 1), batch(1, 1, 5000, 1, 1), batch(4, 4, 900, 4, 4), batch(3, 40, 900, 5, 80)]
+    asked = list(product(batches, caches, (0, 100), (True, False)))
+    for inputs, cache, window, unrotated in [*asked, *reversed(asked)]:
+        layer, facts, plan = choice_of(q_THd, cache, inputs, window, unrotated=unrotated)
+        assert layer == layer_facts(NUM_HEADS, NUM_KV_HEADS, 128, torch.float32, cache.dtype, torch.device("cpu"))
+        assert facts == BatchFacts.of(inputs.sizes, NUM_KV_HEADS, layer.num_sms)
+        assert plan == choose(facts, layer, window, unrotated=unrotated)
 
 
 def test_a_window_bounds_the_keys_that_are_split() -> None:
