@@ -68,6 +68,11 @@ class AttentionInputs:
         """Return the fields in their order: the last arguments of the attention ops."""
         return tuple([getattr(self, name) for name in FIELDS])
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """(num_tokens, num_requests, num_decodes, max_query_len, max_seq_len): what the host knows of the batch."""
+        return self.slot_mapping_T.numel(), self.seq_lens_R.numel(), *self.host_3.tolist()
+
 
 FIELDS = tuple(field.name for field in fields(AttentionInputs))
 

@@ -26,7 +26,7 @@ FP8_LARGEST = tl.constexpr(kv_format.FP8_LARGEST)
 def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -> torch.Tensor | None:
     """Return the tensor that kernels take as scales_ptr; for an FP8 cache without scales, ones."""
     if kv_format.has_scales(kv_cache_N2PKd.dtype):
-        return kv_cache_N2PKd.view(kv_cache_N2PKd.shape[0], -1).view(torch.int16)
+        return kv_cache_N2PKd.view(torch.int16)
     if kv_scales_2K is None and kv_format.is_coded(kv_cache_N2PKd.dtype):
         return torch.ones(2, kv_cache_N2PKd.shape[3], device=kv_cache_N2PKd.device)
     return kv_scales_2K

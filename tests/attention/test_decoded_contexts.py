@@ -56,7 +56,7 @@ def difference(case: Case, dtype: torch.dtype = torch.float32, keys: int = 0) ->
     batch = build(case, dtype)
     cache_N2PKd, scoring = batch.kv_cache_N2PKd, batch.scoring
     write_kv(batch.k_TKd, batch.v_TKd, cache_N2PKd, batch.inputs.slot_mapping_T, scoring.kv_scales_2K, False)
-    facts = BatchFacts.of(batch.inputs, case.num_kv_heads, NUM_SMS)
+    facts = BatchFacts.of(batch.inputs.sizes, case.num_kv_heads, NUM_SMS)
     tiles = prefill_tiles(case.head_dim, dtype.itemsize, facts.max_seq_len)
     tiles = replace(tiles, keys=keys or tiles.keys)
     layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // (case.num_heads // case.num_kv_heads))

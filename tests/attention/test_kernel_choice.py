@@ -11,7 +11,15 @@ from folders import REPOSITORY
 from test_step_inputs import H200_SMS, batch
 
 from compiled_engine.attention.backends.decode_splits import BatchFacts, few_short_contexts
-from compiled_engine.attention.backends.kernel_choice import ROTATING, Kernel, LayerFacts, Plan, choose, layer_facts
+from compiled_engine.attention.backends.kernel_choice import (
+    ROTATING,
+    Kernel,
+    LayerFacts,
+    Plan,
+    choice_of,
+    choose,
+    layer_facts,
+)
 from compiled_engine.attention.backends.short_decode import ShortTiles
 
 NUM_HEADS, NUM_KV_HEADS = 16, 8
@@ -23,7 +31,7 @@ DEVICES = {"Hopper": [True], "others": [False], "any": [True, False]}
 def facts(num_requests: int, query_len: int, max_seq_len: int) -> BatchFacts:
     """The facts of decodes."""
     rows = num_requests * query_len
-    return BatchFacts.of(batch(rows, query_len, max_seq_len, rows, rows), NUM_KV_HEADS, H200_SMS)
+    return BatchFacts.of(batch(rows, query_len, max_seq_len, rows, rows).sizes, NUM_KV_HEADS, H200_SMS)
 
 
 def layer(cache: torch.dtype, on_hopper: bool) -> LayerFacts:
@@ -84,9 +92,22 @@ def test_rotated_queries_have_the_kernels_that_do_not_rotate() -> None:
 
 
 def test_prompts_have_the_list() -> None:
-    mixed = BatchFacts.of(batch(3, 40, 900, 5, 80), NUM_KV_HEADS, H200_SMS)
+    mixed = BatchFacts.of(batch(3, 40, 900, 5, 80).sizes, NUM_KV_HEADS, H200_SMS)
     for cache, on_hopper, unrotated in product((torch.bfloat16, torch.uint8), (True, False), (True, False)):
         assert choose(mixed, layer(cache, on_hopper), 0, unrotated=unrotated) == Plan(Kernel.LISTED_DECODE)
+
+
+def test_a_layer_finds_the_choice_of_its_own_batch() -> None:
+    """Whatever was chosen before for other batches, layers and windows."""
+    q_THd = torch.empty(0, NUM_HEADS, 128)
+    caches = [torch.empty(0, 2, 16, NUM_KV_HEADS, 128, dtype=dtype) for dtype in (torch.float32, torch.uint8)]
+    batches = [batch(1, 1, 900, 1, 1), batch(1, 1, 5000, 1, 1), batch(4, 4, 900, 4, 4), batch(3, 40, 900, 5, 80)]
+    asked = list(product(batches, caches, (0, 100), (True, False)))
+    for inputs, cache, window, unrotated in [*asked, *reversed(asked)]:
+        layer, facts, plan = choice_of(q_THd, cache, inputs, window, unrotated=unrotated)
+        assert layer == layer_facts(NUM_HEADS, NUM_KV_HEADS, 128, torch.float32, cache.dtype, torch.device("cpu"))
+        assert facts == BatchFacts.of(inputs.sizes, NUM_KV_HEADS, layer.num_sms)
+        assert plan == choose(facts, layer, window, unrotated=unrotated)
 
 
 def test_a_window_bounds_the_keys_that_are_split() -> None:
@@ -114,7 +135,7 @@ def test_a_window_bounds_the_keys_that_are_split() -> None:
 def test_drafts_over_short_contexts_are_one_tile(num_requests: int, query_len: int, context: int, keys: int) -> None:
     """On 16 multiprocessors, with two K/V heads of two heads each: with tiles of these keys."""
     rows = num_requests * query_len
-    drafts = BatchFacts.of(batch(rows, query_len, context, rows, rows), 2, 16)
+    drafts = BatchFacts.of(batch(rows, query_len, context, rows, rows).sizes, 2, 16)
     plan = choose(drafts, LayerFacts(4, 2, torch.bfloat16, 16, True), 0, unrotated=True)
     if keys:
         assert plan == Plan(Kernel.SHORT_DRAFTS, ShortTiles(keys))

@@ -151,7 +151,7 @@ def batch(num_decodes: int, longest: int, max_seq_len: int, num_requests: int, n
 def test_facts_of_a_batch(
     decodes: int, query_len: int, requests: int, tokens: int, listed: bool, min_keys: int, found_query_len: int
 ) -> None:
-    facts = BatchFacts.of(batch(decodes, query_len, 900, requests, tokens), 8, H200_SMS)
+    facts = BatchFacts.of(batch(decodes, query_len, 900, requests, tokens).sizes, 8, H200_SMS)
     assert facts == BatchFacts(tokens, requests, decodes, 900, listed, min_keys, found_query_len)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compiled_engine.attention.inputs import AttentionInputs
-
 MAX_SPLITS = 64
 # Most splits of a request in the work list.
 MAX_LISTED_SPLITS = 16
@@ -131,9 +129,9 @@ class BatchFacts:
     query_len: int = 1  # consecutive rows per request, if all rows are decodes
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, num_kv_heads: int, num_sms: int) -> BatchFacts:
-        num_decodes, query_len, max_seq_len = inputs.host_3.tolist()
-        num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
+    def of(cls, sizes: tuple[int, ...], num_kv_heads: int, num_sms: int) -> BatchFacts:
+        """sizes: those of the batch's AttentionInputs."""
+        num_tokens, num_requests, num_decodes, query_len, max_seq_len = sizes
         num_heads = num_requests * num_kv_heads
         # Without prompts only these batches are listed: fewer programs are split evenly, and more balance each other.
         only_decodes = num_decodes == num_requests

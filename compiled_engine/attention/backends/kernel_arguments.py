@@ -20,24 +20,31 @@ def paged_constants(
 
     tiled: include WIDTH and TILE_D for Triton kernels, whose tiles hold whole heads of a cache of any dtype.
     """
-    head_strides = q_THd.stride(1), out_THd.stride(1)
+    _, num_heads, head_dim = q_THd.shape
+    _, _, block_size, num_kv_heads, width = kv_cache_N2PKd.shape
+    _, q_head_stride, _ = q_THd.stride()
+    _, out_head_stride, _ = out_THd.stride()
     window, (_, cap_scale) = scoring.sliding_window, scales(scoring)
-    return _paged_constants(q_THd.shape[1:], head_strides, kv_cache_N2PKd.shape[2:], window, cap_scale, tiled)
+    heads = num_heads, num_kv_heads, head_dim, q_head_stride, out_head_stride
+    return _paged_constants(*heads, block_size, width, window, cap_scale, tiled)
 
 
 @cache
 def _paged_constants(
-    heads: tuple[int, int],
-    head_strides: tuple[int, int],
-    block: tuple[int, int, int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_head_stride: int,
+    out_head_stride: int,
+    block_size: int,
+    width: int,
     sliding_window: int,
     cap_scale: float,
     tiled: bool,
 ) -> dict[str, Any]:
-    (num_heads, head_dim), (block_size, num_kv_heads, width) = heads, block
     constants = {
-        "Q_HEAD_STRIDE": head_strides[0],
-        "OUT_HEAD_STRIDE": head_strides[1],
+        "Q_HEAD_STRIDE": q_head_stride,
+        "OUT_HEAD_STRIDE": out_head_stride,
         "WINDOW": sliding_window,
         "CAP_SCALE": cap_scale,
         "GROUP": num_heads // num_kv_heads,
@@ -66,15 +73,12 @@ class RotatingArguments(NamedTuple):
     @classmethod
     def of(cls, q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor, how: Rotation) -> RotatingArguments:
         tensors = q_THd, k_TKd, v_TKd, how.q_norm_weight_d, how.k_norm_weight_d, how.cos_T1d, how.sin_T1d
-        token_strides = tuple([t.stride(0) for t in (q_THd, k_TKd, v_TKd, how.cos_T1d, how.sin_T1d)])
-        constants = {
-            "STRIDE_MULTIPLE": math.gcd(8, *token_strides),
-            "K_HEAD_STRIDE": k_TKd.stride(1),
-            "V_HEAD_STRIDE": v_TKd.stride(1),
-            "OFFSET": how.norm_offset,
-            "WIDE": how.norm_wide,
-        }
-        return cls(tensors, token_strides, constants)
+        q_stride, _, _ = q_THd.stride()
+        k_stride, k_head_stride, _ = k_TKd.stride()
+        v_stride, v_head_stride, _ = v_TKd.stride()
+        token_strides = q_stride, k_stride, v_stride, how.cos_T1d.stride()[0], how.sin_T1d.stride()[0]
+        new_heads = k_head_stride, v_head_stride, how.norm_offset, how.norm_wide
+        return cls(tensors, token_strides, _rotating_constants(token_strides, *new_heads))
 
     @classmethod
     def of_rotated(cls, q_THd: torch.Tensor) -> RotatingArguments:
@@ -83,9 +87,21 @@ class RotatingArguments(NamedTuple):
         All other tensors are None, except that q stands in for cos and sin, which are not read.
         """
         stride = q_THd.stride(0)
-        left_out = {"K_HEAD_STRIDE": 0, "V_HEAD_STRIDE": 0, "OFFSET": 0.0, "WIDE": False}
         tensors = q_THd, None, None, None, None, q_THd, q_THd
-        return cls(tensors, (stride, 0, 0, 0, 0), {"STRIDE_MULTIPLE": math.gcd(8, stride), **left_out})
+        return cls(tensors, (stride, 0, 0, 0, 0), _rotating_constants((stride,), 0, 0, 0.0, False))
+
+
+@cache
+def _rotating_constants(
+    token_strides: tuple[int, ...], k_head_stride: int, v_head_stride: int, norm_offset: float, norm_wide: bool
+) -> dict[str, Any]:
+    return {
+        "STRIDE_MULTIPLE": math.gcd(8, *token_strides),
+        "K_HEAD_STRIDE": k_head_stride,
+        "V_HEAD_STRIDE": v_head_stride,
+        "OFFSET": norm_offset,
+        "WIDE": norm_wide,
+    }
 
 
 def rows_of(num_queries: int) -> int:

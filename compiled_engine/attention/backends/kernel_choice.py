@@ -6,7 +6,7 @@ docs/architecture.md, "Attention kernels", shows the choice as a table.
 from __future__ import annotations
 
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from compiled_engine.attention.backends.decode_splits import (
 )
 from compiled_engine.attention.backends.short_decode import ShortTiles, exists_on_hopper
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, tiles_of_drafts
+from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kv_format import has_scales, is_coded
 
 
@@ -58,13 +59,6 @@ class LayerFacts(NamedTuple):
     on_hopper: bool  # Hopper's decode kernels exist for these heads
     on_gpu: bool = True  # not Triton's interpreter
 
-    @classmethod
-    def of(cls, q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor) -> LayerFacts:
-        _, num_heads, head_dim = q_THd.shape
-        return layer_facts(
-            num_heads, kv_cache_N2PKd.shape[3], head_dim, q_THd.dtype, kv_cache_N2PKd.dtype, q_THd.device
-        )
-
     def short_contexts(self, num_requests: int) -> tuple[int, ...]:
         """Return the context lengths, ascending, up to which special kernels serve this number of requests."""
         if self.on_hopper:
@@ -95,6 +89,36 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 16
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Choice(NamedTuple):
+    """A layer's plan for a batch, and the facts that it was chosen from."""
+
+    layer: LayerFacts
+    batch: BatchFacts
+    plan: Plan
+
+
+def choice_of(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    inputs: AttentionInputs,
+    sliding_window: int,
+    *,
+    unrotated: bool = False,
+) -> Choice:
+    """Choose the kernel for the arguments of a layer's attention; see `choose`."""
+    _, num_heads, head_dim = q_THd.shape
+    num_kv_heads = kv_cache_N2PKd.shape[3]
+    layer = layer_facts(num_heads, num_kv_heads, head_dim, q_THd.dtype, kv_cache_N2PKd.dtype, q_THd.device)
+    return _choice(inputs.sizes, layer, sliding_window, unrotated)
+
+
+# A choice takes the host longer than finding it again, and the layers of a step need the same few.
+@lru_cache(maxsize=64)
+def _choice(sizes: tuple[int, ...], layer: LayerFacts, sliding_window: int, unrotated: bool) -> Choice:
+    batch = BatchFacts.of(sizes, layer.num_kv_heads, layer.num_sms)
+    return Choice(layer, batch, choose(batch, layer, sliding_window, unrotated=unrotated))
 
 
 def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotated: bool = False) -> Plan:

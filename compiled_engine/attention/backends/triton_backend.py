@@ -5,7 +5,7 @@ Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 256.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from compiled_engine.attention.backends.kernel_choice import (
     Kernel,
     LayerFacts,
     Plan,
-    choose,
+    choice_of,
     layer_facts,
     num_multiprocessors,
 )
@@ -109,9 +109,10 @@ class TritonBackend:
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
         if case.packed:
             return
-        batch = BatchFacts.of(inputs, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
+        batch = BatchFacts.of(inputs.sizes, case.num_kv_heads, num_multiprocessors(inputs.seq_lens_R.device))
         if batch.listed:
-            _, layout = _listed_work(batch, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+            heads = case.num_heads, case.num_kv_heads, case.head_dim
+            _, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, case.dtype.itemsize)
             write_lists(inputs, inputs.work_W, layout, batch.min_keys)
 
     def write_kv(
@@ -135,17 +136,16 @@ class TritonBackend:
         scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
-        layer = LayerFacts.of(q_THd, kv_cache_N2PKd)
-        batch = BatchFacts.of(inputs, layer.num_kv_heads, layer.num_sms)
-        match choose(batch, layer, scoring.sliding_window):
+        layer, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window)
+        match plan:
+            case Plan(Kernel.LISTED_DECODE):
+                _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
             case Plan(Kernel.DRAFT_DECODE, Splits() as splits):
                 draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
-            case Plan(Kernel.CODED_DECODE, CodedPlan() as plan):
-                coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, plan, scoring)
+            case Plan(Kernel.CODED_DECODE, CodedPlan() as coded):
+                coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, coded, scoring)
             case Plan(Kernel.DECODE, Splits() as splits):
                 decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, splits, scoring)
-            case _:
-                _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
 
     def attend_packed(
         self,
@@ -172,9 +172,7 @@ class TritonBackend:
         """See AttentionBackend. Serves batches of decodes with a plain rotation, if one kernel is faster."""
         if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
             return False
-        layer = LayerFacts.of(q_THd, kv_cache_N2PKd)
-        batch = BatchFacts.of(inputs, layer.num_kv_heads, layer.num_sms)
-        plan = choose(batch, layer, scoring.sliding_window, unrotated=True)
+        _, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window, unrotated=True)
         if plan.kernel not in ROTATING:
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
@@ -193,12 +191,13 @@ class TritonBackend:
         return True
 
 
+@lru_cache(maxsize=64)
 def _listed_work(
-    batch: BatchFacts, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_requests: int, max_seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int
 ) -> tuple[PrefillTiles, WorkLayout]:
     """Return the tiles of a batch's prompts, and the layout of its work list."""
-    tiles = prefill_tiles(head_dim, dtype.itemsize, batch.max_seq_len)
-    return tiles, WorkLayout(batch.num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
+    tiles = prefill_tiles(head_dim, element_size, max_seq_len)
+    return tiles, WorkLayout(num_requests, num_kv_heads, tiles.rows // (num_heads // num_kv_heads))
 
 
 def _attend_listed(
@@ -211,8 +210,8 @@ def _attend_listed(
     layer: LayerFacts,
 ) -> None:
     """Launch the kernels that take their work from the list: for decodes, then for prompts if there are any."""
-    num_sms, head_dim = layer.num_sms, q_THd.shape[2]
-    tiles, layout = _listed_work(batch, layer.num_heads, layer.num_kv_heads, head_dim, q_THd.dtype)
+    num_sms, heads = layer.num_sms, (layer.num_heads, layer.num_kv_heads, q_THd.shape[2])
+    tiles, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, q_THd.element_size())
     work_W = inputs.work_W
     if not work_W.numel():
         work_W = q_THd.new_empty(layout.length(batch.num_tokens), dtype=torch.int32)

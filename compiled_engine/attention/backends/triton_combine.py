@@ -32,7 +32,8 @@ class Partials(NamedTuple):
         _, num_heads, head_dim = out_THd.shape
         shape = (num_rows, num_heads, num_splits) if num_splits > 1 else (0,)
         acc = out_THd.new_empty((*shape, head_dim), dtype=torch.float32)
-        return cls(acc, *out_THd.new_empty((2, *shape), dtype=torch.float32))
+        # Iterating over the tensor would take the host twice as long.
+        return cls(acc, *out_THd.new_empty((2, *shape), dtype=torch.float32).unbind())
 
 
 @triton.jit
