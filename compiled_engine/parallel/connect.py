@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.parallel.gloo import GlooGroup, all_reduce_min, join
 from compiled_engine.parallel.group import FakeGroup, Group
 from compiled_engine.parallel.rank_share import local_model
@@ -42,6 +42,11 @@ class RankLayout:
     pipeline: int = 1  # stages
     data: int = 1  # replicas
 
+    @classmethod
+    def of_replica(cls, parallel: ParallelConfig) -> RankLayout:
+        """Return the layout of one replica's ranks."""
+        return cls(parallel.tensor_parallel_size, parallel.num_stages)
+
     @property
     def size(self) -> int:
         return self.tensor * self.pipeline * self.data
@@ -50,6 +55,15 @@ class RankLayout:
     def result_rank(self) -> int:
         """Rank within a replica that reports a step's sampled tokens."""
         return (self.pipeline - 1) * self.tensor
+
+    def samples(self, rank: int) -> bool:
+        """Return whether a rank of a replica samples tokens, as all of the last stage do."""
+        return self.place(rank).stage == self.pipeline - 1
+
+    @property
+    def can_drop_steps(self) -> bool:
+        """Whether the ranks can drop steps in flight. Several stages cannot: transfers of these steps would be left."""
+        return self.pipeline == 1
 
     def place(self, rank: int) -> RankPlace:
         """Return a rank's coordinates. Raises IndexError for a rank that does not exist."""
@@ -87,7 +101,7 @@ def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
     request, for float16, and on GPUs that cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
-    layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)
+    layout = RankLayout.of_replica(parallel)
     if layout.size == 1:
         return FakeGroup(), None
     if on_gpu:

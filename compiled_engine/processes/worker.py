@@ -53,7 +53,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
         # Work that needs no configuration is done first.
         join_ranks(device, rank, len(steps_bells), folder)
         start = decode_start(receive(connection))
-        layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
+        layout = RankLayout.of_replica(start.config.parallel)
         steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), rank, start.busy_s)
         results = None
         if rank == layout.result_rank:
@@ -97,7 +97,7 @@ class Worker:
         clock, of_ranks = StepClock(config.device), (processors, group, link)
         self.executor = InProcessExecutor(config, progress, timeline, clock, step_features, *of_ranks)
         self._group, self._connection, self._results = group, connection, results
-        self._samples = link is None or link.stage.is_last
+        self._samples = RankLayout.of_replica(config.parallel).samples(rank)
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
         # Results are written by a thread if steps overlap; on a CPU a step is complete when its launch returns.

@@ -101,13 +101,11 @@ def test_ids_are_used_once_at_a_time() -> None:
 MASK = OneOf([[5]], 100)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_masks_of_python_are_refused_wherever_they_are(own: bool) -> None:
+def test_what_is_not_plain_data_is_refused() -> None:
     core = FakeCore()
     engine = make([core])
-    params = SamplingParams(max_tokens=3, token_mask=MASK if own else None)
-    with pytest.raises(ValueError, match="token_mask must be None"):
-        engine.add(EngineRequest("a", (1,), params), None if own else MASK)
+    with pytest.raises(ValueError, match="given must be None where data_parallel_size is above 1"):
+        engine.add(EngineRequest("a", (1,), SamplingParams(max_tokens=3)), MASK)
     assert not engine.has_unfinished()
     assert not heard(core)
     engine.close()

@@ -22,6 +22,9 @@ from compiled_engine.grammars.constraint import GrammarConstraint, fill_masks
 from compiled_engine.grammars.text import LONGEST_COMPILE_S
 from compiled_engine.sampling.token_mask import Constraint, num_words
 
+# Metrics that add up over replicas.
+COUNTERS = ("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits")
+
 
 @dataclass(frozen=True)
 class _Waiting:
