@@ -25,7 +25,6 @@ from compiled_engine.processes.wire import (
     Answered,
     Control,
     FrontendOptions,
-    SetVocabulary,
     Start,
     Started,
     Stepped,
@@ -184,8 +183,6 @@ class CoreServer:
         match message:
             case Add(request):
                 self._add(api_process, request)
-            case SetVocabulary(vocabulary):
-                self._core.set_vocabulary(vocabulary)
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     if self._owners.get(request_id) is api_process:

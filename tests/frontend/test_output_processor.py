@@ -16,9 +16,10 @@ from tiny_tokenizers import byte_level
 
 from compiled_engine.engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.frontend.engine_loop import EngineLoop
-from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
+from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams

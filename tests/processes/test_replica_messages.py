@@ -13,18 +13,16 @@ from token_masks import OneOf
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position
 from compiled_engine.processes import replicas
 from compiled_engine.processes.channel import Connection
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest
 from compiled_engine.processes.replicas import Replicas
-from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToCore, decode_to_api
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, ToCore, decode_to_api
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
-
-VOCABULARY = GrammarVocabulary("{}", 100, frozenset({1}))
 
 
 def engine_of(
@@ -61,14 +59,6 @@ def test_the_smallest_replica_bounds_a_request() -> None:
     """Which of them gets it is not known yet."""
     engine = engine_of([FakeCore(), FakeCore(), FakeCore()], slots=(256, 64, 128))
     assert engine.num_slots == 64
-    engine.close()
-
-
-def test_all_replicas_get_the_vocabulary() -> None:
-    cores = [FakeCore(), FakeCore()]
-    engine = make(cores)
-    engine.set_vocabulary(VOCABULARY)
-    assert [heard(core) for core in cores] == [[SetVocabulary(VOCABULARY)]] * 2
     engine.close()
 
 
