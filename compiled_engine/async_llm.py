@@ -121,6 +121,7 @@ class AsyncLLM:
     def _take(self, parts: EngineParts) -> None:
         self._parts = parts
         self._client, self._streams = parts.client, parts.streams
+        self._pooling = make_pooling_processor(parts.config.model, parts.inputs)
         self._owner = Owner("AsyncLLM")
         self._end = weakref.finalize(self, unless_forked(end), parts.client, parts.core, parts.streams)
         self._numbers = count()
@@ -379,7 +380,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._attach()
         self._require_open()
-        require_generating(self._parts.pooling)
+        require_generating(self._pooling)
         if output not in OUTPUT_KINDS:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
@@ -438,7 +439,7 @@ class AsyncLLM:
     def _pooler(self) -> PoolingProcessor:
         self._attach()
         self._require_open()
-        return require_pooling(self._parts.pooling)
+        return require_pooling(self._pooling)
 
     async def _encoded(
         self,
@@ -525,7 +526,6 @@ class EngineParts:
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     features: RequestFeatures
-    pooling: PoolingProcessor | None
     default_sampling_params: SamplingParams
     given: dict[str, Any]  # PreparedRequest.given by engine request, put here before the request is sent
 
@@ -599,7 +599,6 @@ def _assemble(
         tokenizer=tokenizer,
         inputs=InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, features),
         features=features,
-        pooling=make_pooling_processor(config.model, tokenizer, limits, features, id_prefix),
         default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
         given=given,
     )

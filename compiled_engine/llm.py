@@ -10,7 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from compiled_engine.engine.messages import ControlCall
-from compiled_engine.features.pooling.frontend.processor import require_generating, require_pooling
+from compiled_engine.features.pooling.frontend.processor import (
+    make_pooling_processor,
+    require_generating,
+    require_pooling,
+)
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.metric_list import Metric, metric_list
@@ -70,7 +74,7 @@ class LLM:
         self._config, self._tokenizer = parts.config, parts.tokenizer
         self._core: EngineCore | Replicas | None = parts.core
         self._loop, self._inputs = parts.loop, parts.inputs
-        self._features, self._pooling = parts.features, parts.pooling
+        self._features, self._pooling = parts.features, make_pooling_processor(parts.config.model, parts.inputs)
         self._default_sampling_params, self._profiler = parts.default_sampling_params, parts.profiler
 
     def generate(

@@ -8,7 +8,6 @@ from pathlib import Path
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.messages import RequestLimits
-from compiled_engine.features.pooling.frontend.processor import PoolingProcessor, make_pooling_processor
 from compiled_engine.features.request_registry import RequestFeatures, request_features
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -36,7 +35,6 @@ class LLMParts:
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     features: RequestFeatures
-    pooling: PoolingProcessor | None
     default_sampling_params: SamplingParams
     profiler: Profiler
 
@@ -74,7 +72,6 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         tokenizer=tokenizer,
         inputs=InputProcessor(tokenizer, limits, eos_token_ids, features=features),
         features=features,
-        pooling=make_pooling_processor(config.model, tokenizer, limits, features),
         default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),
     )

@@ -34,11 +34,11 @@ class InputProcessor:
         id_prefix: str = "",
         features: Sequence[RequestFeature] = (),
     ) -> None:
-        self._tokenizer = tokenizer
-        self._limits = limits
+        self.tokenizer = tokenizer
+        self.limits = limits
         self._eos_token_ids = eos_token_ids
-        self._id_prefix = id_prefix
-        self._features = features
+        self.id_prefix = id_prefix
+        self.features = features
         self._numbers = itertools.count()
 
     def process(
@@ -54,9 +54,9 @@ class InputProcessor:
         its value and what is allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
-        priorities = checked_priorities(priority, len(prompts), self._limits)
+        priorities = checked_priorities(priority, len(prompts), self.limits)
         encoded = [self._encode(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
-        parts = parts_of_all(self._features, params, given)
+        parts = parts_of_all(self.features, params, given)
         of_prompts = zip(prompts, encoded, params, priorities, parts, strict=True)
         return [self._prepare(*each) for each in of_prompts]
 
@@ -78,21 +78,21 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{name} must be SamplingParams, got {params!r}")
-        if self._tokenizer is None and (params.stop or params.bad_words):
+        if self.tokenizer is None and (params.stop or params.bad_words):
             field = "stop" if params.stop else "bad_words"
             raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
         try:
-            for feature in self._features:
+            for feature in self.features:
                 feature.check(params)
             params = checked_again(params)
             for index, word in enumerate(params.bad_words or ()):
                 require_unicode(f"bad_words[{index}]", word)
-            if self._tokenizer is not None and params.bad_words:
-                params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
-            params.top_k = min(params.top_k, self._limits.vocab_size)  # larger values have no effect
-            validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
+            if self.tokenizer is not None and params.bad_words:
+                params.bad_words_token_ids += encode_bad_words(self.tokenizer, params.bad_words)
+            params.top_k = min(params.top_k, self.limits.vocab_size)  # larger values have no effect
+            validate_for_model(params, self.limits.vocab_size, self.limits.max_model_len)
             if params.max_tokens is not None:  # nor do these
-                params.max_tokens = min(params.max_tokens, self._limits.max_model_len)
+                params.max_tokens = min(params.max_tokens, self.limits.max_model_len)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         return params
@@ -100,21 +100,21 @@ class InputProcessor:
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """Tokenise a prompt, truncate it if requested, and check it."""
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
-        check_token_ids(prompt, token_ids, self._limits.vocab_size)
+        check_token_ids(prompt, token_ids, self.limits.vocab_size)
         keep = params.truncate_prompt_tokens
         if keep is not None:
-            longest = self._limits.longest_prompt
+            longest = self.limits.longest_prompt
             token_ids = token_ids[-(longest if keep == -1 else min(keep, longest)) :]
-        self._limits.check_length(prompt.name, len(token_ids), params.min_tokens)
+        self.limits.check_length(prompt.name, len(token_ids), params.min_tokens)
         return token_ids
 
     def _tokenize(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         text = prompt.text or ""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
         require_unicode(prompt.name, text)
-        check_text(prompt.name, text, params, self._tokenizer, self._limits)
-        return tuple(self._tokenizer.encode(text))
+        check_text(prompt.name, text, params, self.tokenizer, self.limits)
+        return tuple(self.tokenizer.encode(text))
 
     def _prepare(
         self,
@@ -124,10 +124,10 @@ class InputProcessor:
         priority: int,
         part: RequestPart,
     ) -> PreparedRequest:
-        request_id = f"{self._id_prefix}{next(self._numbers)}"
+        request_id = f"{self.id_prefix}{next(self._numbers)}"
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = self._limits.max_model_len - len(token_ids)
+            max_tokens = self.limits.max_model_len - len(token_ids)
         root = prefix_root(salt=prompt.cache_salt, **part.root)
         extras = dict(part.extras)
         requests = tuple(

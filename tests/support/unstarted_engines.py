@@ -75,7 +75,9 @@ def parts(*, pools: bool = False, tokenizer: Any = None, **rest: Any) -> Any:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     def make(*, options: Any = SILENT, **given: Any) -> LLM:
-        monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: parts(**given))
+        made = parts(**given)
+        monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: made)
+        monkeypatch.setattr("compiled_engine.llm.make_pooling_processor", lambda model, inputs: made.pooling)
         return LLM(**options)
 
     return make
@@ -122,6 +124,7 @@ def made_async(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM,
         made = parts(**given)
         made.core.address = "/somewhere"
         monkeypatch.setattr("compiled_engine.async_llm.start_engine", lambda *arguments, **named: made)
+        monkeypatch.setattr("compiled_engine.async_llm.make_pooling_processor", lambda model, inputs: made.pooling)
         monkeypatch.setattr("compiled_engine.async_llm.end", lambda *arguments: None)
         return AsyncLLM(), client
 

@@ -28,6 +28,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from compiled_engine.config import ModelConfig
+    from compiled_engine.frontend.input_processor import InputProcessor
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -349,17 +350,12 @@ def _texts(name: str, given: Any) -> list[str]:
     return list(texts)
 
 
-def make_pooling_processor(
-    model: ModelConfig,
-    tokenizer: Tokenizer | None,
-    limits: RequestLimits,
-    features: Sequence[RequestFeature],
-    id_prefix: str = "",
-) -> PoolingProcessor | None:
-    """Return the processor, or None for a generative model."""
+def make_pooling_processor(model: ModelConfig, inputs: InputProcessor) -> PoolingProcessor | None:
+    """Return the processor, or None for a generative model. inputs: of the same engine."""
     if model.pooling is None:
         return None
-    return PoolingProcessor(tokenizer, limits, model.pooling, model.hidden_size, id_prefix, features)
+    pooling, hidden_size = model.pooling, model.hidden_size
+    return PoolingProcessor(inputs.tokenizer, inputs.limits, pooling, hidden_size, inputs.id_prefix, inputs.features)
 
 
 def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:
