@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,23 +94,29 @@ def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
         join("cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo", rank, size, folder)
 
 
-def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
+class Connections(NamedTuple):
+    """A rank's connections to others."""
+
+    group: Group  # of the ranks with the same layers
+    link: StageLink | None = None  # to other stages, if any
+
+
+def connect(config: EngineConfig, rank: int) -> Connections:
     """Wait for the joined ranks and connect them.
 
-    Returns the group of ranks with the same layers, and the link to other stages, if any. Collectives use NCCL on
-    request, for float16, and on GPUs that cannot access each other's memory.
+    Collectives use NCCL on request, for float16, and on GPUs that cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout.of_replica(parallel)
     if layout.size == 1:
-        return FakeGroup(), None
+        return Connections(FakeGroup())
     if on_gpu:
         torch.cuda.set_device(config.device)
     stage = stages_of(parallel.stage_layers, config.model.num_layers)[layout.place(rank).stage]
     group = _group(config, layout, stage)
     if stage.count == 1:
-        return group, None
-    return group, StageLink(stage, rank, layout.tensor, config.device)
+        return Connections(group)
+    return Connections(group, StageLink(stage, rank, layout.tensor, config.device))
 
 
 def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
