@@ -47,8 +47,8 @@ class RequestFeature:
         """
         return ()
 
-    def is_slow(self, params: SamplingParams) -> bool:
-        """Return whether `parts` takes long for these parameters, which may be of a wrong type."""
+    def is_slow(self, params: object) -> bool:
+        """Return whether `parts` takes long for these parameters, which have not been checked."""
         return False
 
     def reads(self, given: Mapping[str, Any]) -> Iterator[Callable[[], object]]:

@@ -317,7 +317,7 @@ class PoolingProcessor:
             root, extras = ROOT, of_task
             if prompt.cache_salt is not None or part is not NO_PART:
                 root = prefix_root(salt=prompt.cache_salt, **part.root)
-                extras = extras | part.extras
+                extras = {**extras, **part.extras}
             if second_text is not None:
                 extras = extras | pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)
             request = EngineRequest(request_id, ids, params, priority=priority, prefix_root=root, extras=extras)

@@ -55,7 +55,7 @@ class StructuredRequests(RequestFeature):
             raise ValueError(f"sampling_params.token_mask must be None {self._objects_allowed}")
         return NO_PART if params.token_mask is None else RequestPart(given=params.token_mask)
 
-    def is_slow(self, params: SamplingParams) -> bool:
+    def is_slow(self, params: object) -> bool:
         return getattr(params, "structured_outputs", None) is not None
 
     def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
