@@ -256,10 +256,11 @@ class AsyncLLM:
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
 
-        Raises ValueError if there is no tokenizer, or one that runs in Python.
+        Does nothing for a model that pools. Raises ValueError if there is no tokenizer, or one that runs in Python.
         """
         self._attach()
-        await self._parts.features.structured.give_vocabulary(self._client.call)
+        if self._pooling is None:
+            await self._parts.features.structured.give_vocabulary(self._client.call)
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Have the core load an adapter into host memory, before its first request does; returns its digest.

@@ -289,6 +289,10 @@ def test_grammars_need_the_vocabulary(made: Callable[..., LLM], made_async: Any)
 
     asyncio.run(prepare())
     assert client.sent == [("set_vocabulary", {"vocabulary": "the vocabulary"})]
+    engine, client = made_async(pools=True)
+    client.sent.clear()
+    asyncio.run(engine.prepare_structured_outputs())
+    assert client.sent == []
 
 
 def test_what_is_asked_of_an_async_engine(made_async: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary
 from compiled_engine.features.structured.extras import NAME, extras_of
 from compiled_engine.features.structured.grammars.text import grammar_text
@@ -60,8 +62,10 @@ class StructuredRequests(RequestFeature):
 
     def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
         if not self._has_vocabulary and any(NAME in each.extras for each in requests):
-            call(ControlCall("set_vocabulary", {"vocabulary": self.vocabulary}))
+            given = ControlCall("set_vocabulary", {"vocabulary": self.vocabulary})
             self._has_vocabulary = True
+            with suppress(ControlError):  # a replica that is busy serves the call later, but before the requests
+                call(given)
 
     async def before_async(self, requests: Sequence[EngineRequest], call: AsyncCall) -> None:
         if any(NAME in each.extras for each in requests):
@@ -73,4 +77,5 @@ class StructuredRequests(RequestFeature):
             vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
             if not self._has_vocabulary:
                 self._has_vocabulary = True
-                await call("set_vocabulary", vocabulary=vocabulary)
+                with suppress(ControlError):  # as above
+                    await call("set_vocabulary", vocabulary=vocabulary)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from tiny_tokenizers import byte_level
 from token_masks import OneOf
 
-from compiled_engine.engine.messages import GrammarVocabulary, RequestLimits
+from compiled_engine.engine.control import ControlError
+from compiled_engine.engine.messages import ControlCall, GrammarVocabulary, RequestLimits
 from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.features.structured.frontend.requests import StructuredRequests
 from compiled_engine.frontend.input_processor import InputProcessor
@@ -44,6 +46,30 @@ def test_the_vocabulary_is_the_tokenizers() -> None:
     assert vocabulary == GrammarVocabulary(byte_level().to_json(), VOCAB_SIZE, EOS)
     with pytest.raises(ValueError, match="structured_outputs needs a tokenizer, and there is none"):
         _ = StructuredRequests(None, VOCAB_SIZE, EOS).vocabulary
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_core_gets_the_vocabulary_once_before_the_first_grammar(is_async: bool) -> None:
+    """A refusal is no error here, as a replica may only be late; a request without vocabulary ends with its own."""
+    feature, calls = StructuredRequests(byte_level(), VOCAB_SIZE, EOS), list[ControlCall]()
+
+    def call(given: ControlCall) -> None:
+        calls.append(given)
+        raise ControlError("replica 1 of 2 has not answered within 10 s")
+
+    async def call_async(name: str, **arguments: Any) -> None:
+        call(ControlCall(name, arguments))
+
+    def ready(params: SamplingParams) -> int:
+        requests = process(params).engine_requests
+        if is_async:
+            asyncio.run(feature.before_async(requests, call_async))
+        else:
+            feature.before(requests, call)
+        return len(calls)
+
+    assert [ready(params) for params in (SamplingParams(), GRAMMAR, GRAMMAR)] == [0, 1, 1]
+    assert calls == [ControlCall("set_vocabulary", {"vocabulary": feature.vocabulary})]
 
 
 def test_a_token_mask_comes_besides_the_request_where_the_core_is_near() -> None:
