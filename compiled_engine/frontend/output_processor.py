@@ -8,12 +8,12 @@ from itertools import repeat
 
 from compiled_engine.engine.messages import EngineOutput, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import rows_in
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS, VerifiedDrafts
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest, Running
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
 
 NO_DRAFTS = VerifiedDrafts()
 

@@ -122,6 +122,7 @@ PLANNING = (
     "features.speculation.draft_length",
     "features.speculation.draft_plan",
     "features.speculation.draft_sharpness",
+    "features.speculation.extras",
     "features.structured.constraints",
     "features.structured.extras",
     "features.structured.plan",

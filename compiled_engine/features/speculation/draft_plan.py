@@ -18,7 +18,7 @@ from compiled_engine.engine.request import Request, RequestStatus
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_sharpness import DraftSharpness, set_sharpness, sharpness_of
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS, VerifiedDrafts
 
 # Metrics that add up over replicas.
 COUNTERS = (
