@@ -14,15 +14,15 @@ from compiled_engine.process.memory import collection_paused
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
-    from compiled_engine.frontend.adapters import LoRARequest
-    from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-    from compiled_engine.frontend.pooling import (
+    from compiled_engine.features.adapters.lora_request import LoRARequest
+    from compiled_engine.features.pooling.frontend.outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
-        PoolingParams,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from compiled_engine.features.pooling.frontend.task import PoolingParams
+    from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.llm import LLM
     from compiled_engine.passes.registry import register_pass, unregister_pass
     from compiled_engine.pooling import PoolerConfig
@@ -65,19 +65,19 @@ _OTHER_NAMES = {
 _MODULES = {
     "LLM": "compiled_engine.llm",
     "AsyncLLM": "compiled_engine.async_llm",
-    "ClassificationRequestOutput": "compiled_engine.frontend.pooling",
+    "ClassificationRequestOutput": "compiled_engine.features.pooling.frontend.outputs",
     "CompletionOutput": "compiled_engine.frontend.outputs",
-    "EmbeddingRequestOutput": "compiled_engine.frontend.pooling",
+    "EmbeddingRequestOutput": "compiled_engine.features.pooling.frontend.outputs",
     "EngineDeadError": "compiled_engine.processes.core_client",
-    "LoRARequest": "compiled_engine.frontend.adapters",
+    "LoRARequest": "compiled_engine.features.adapters.lora_request",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.frontend.outputs",
     "PoolerConfig": "compiled_engine.pooling",
-    "PoolingParams": "compiled_engine.frontend.pooling",
-    "PoolingRequestOutput": "compiled_engine.frontend.pooling",
+    "PoolingParams": "compiled_engine.features.pooling.frontend.task",
+    "PoolingRequestOutput": "compiled_engine.features.pooling.frontend.outputs",
     "RequestOutput": "compiled_engine.frontend.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
-    "ScoringRequestOutput": "compiled_engine.frontend.pooling",
+    "ScoringRequestOutput": "compiled_engine.features.pooling.frontend.outputs",
     "StructuredOutputs": "compiled_engine.sampling.structured_outputs",
     "TokenMask": "compiled_engine.sampling.token_mask",
     "register_pass": "compiled_engine.passes.registry",

@@ -17,24 +17,16 @@ import torch
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import RequestLimits
-from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
-from compiled_engine.frontend.adapters import LoRARequest
-from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
-from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor
-from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.frontend.pooling import (
+from compiled_engine.features.adapters.lora_request import LoRARequest
+from compiled_engine.features.pooling.frontend.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
-    PoolingParams,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from compiled_engine.frontend.pooling_processor import (
+from compiled_engine.features.pooling.frontend.processor import (
     UNBOUNDED,
     PoolingBounds,
     PoolingProcessor,
@@ -43,6 +35,15 @@ from compiled_engine.frontend.pooling_processor import (
     require_generating,
     require_pooling,
 )
+from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
+from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.features.request_registry import RequestFeatures, request_features
+from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
+from compiled_engine.frontend.generation_config import read_default_sampling_params
+from compiled_engine.frontend.input_processor import InputProcessor
+from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts, rendering_size
 from compiled_engine.frontend.request_stream import (
     OUTPUT_KINDS,
@@ -53,7 +54,6 @@ from compiled_engine.frontend.request_stream import (
     end,
     leave,
 )
-from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT, QUICK_TEXT
 from compiled_engine.other_engines.translate import make_options
@@ -68,14 +68,11 @@ from compiled_engine.processes.run_core import CoreThread
 from compiled_engine.processes.wire import FrontendOptions, Start, Started, ToApi, encode
 from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_mask import TokenMask
 
 _POLL_S = 0.01
 CoreKind = Literal["process", "in_process"]
 CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
 _EXIT_S = 30.0
-# Interval at which the core is asked whether an adapter has been read.
-_ADAPTER_POLL_S = 0.02
 Prepared = TypeVar("Prepared")
 
 
@@ -124,13 +121,12 @@ class AsyncLLM:
     def _take(self, parts: EngineParts) -> None:
         self._parts = parts
         self._client, self._streams = parts.client, parts.streams
+        self._pooling = make_pooling_processor(parts.config.model, parts.inputs)
         self._owner = Owner("AsyncLLM")
         self._end = weakref.finalize(self, unless_forked(end), parts.client, parts.core, parts.streams)
         self._numbers = count()
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
-        self._has_vocabulary = False  # the core has the tokenizer's vocabulary
-        self._loaded_adapters: set[str] = set()  # digests of adapters that the core probably has
 
     def generate(
         self,
@@ -245,27 +241,26 @@ class AsyncLLM:
         """
         processor = self._pooler()
 
+        given = {"lora_request": lora_request}
+
         def prepare(is_stopped: Stopped) -> Scoring:
             return processor.score(
-                queries, documents, pooling_params, instruction, priority, cache_salt, bounds, is_stopped, lora_request
+                queries, documents, pooling_params, instruction, priority, cache_salt, bounds, is_stopped, **given
             )
 
         size = processor.num_characters_of_pairs(queries, documents, instruction)
-        await self._find_adapters(lora_request)
+        await self._read_files(given)
         scoring = await self._prepared(size, prepare, seconds=bounds.seconds)
         return scoring.scores(await self._pooled(scoring.requests))
 
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
 
-        Raises ValueError if there is no tokenizer, or one that runs in Python.
+        Does nothing for a model that pools. Raises ValueError if there is no tokenizer, or one that runs in Python.
         """
         self._attach()
-        if not self._has_vocabulary:
-            vocabulary = await asyncio.to_thread(lambda: self._parts.inputs.vocabulary)
-            if not self._has_vocabulary:
-                self._has_vocabulary = True
-                self._client.set_vocabulary(vocabulary)
+        if self._pooling is None:
+            await self._parts.features.structured.give_vocabulary(self._client.call)
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Have the core load an adapter into host memory, before its first request does; returns its digest.
@@ -273,41 +268,15 @@ class AsyncLLM:
         Raises TypeError, ValueError or OSError if it is no adapter, or does not fit the model.
         """
         self._attach()
-        adapter = await asyncio.to_thread(self._parts.inputs.adapters.find, lora_request)
-        await self._load_adapter(adapter)
+        adapters = self._parts.features.adapters
+        adapter = await asyncio.to_thread(adapters.finder.find, lora_request)
+        await adapters.load(adapter, self._client.call)
         return adapter.digest
 
     async def unload_adapter(self, digest: str) -> None:
         """Drop an adapter from host memory when no request uses it any more."""
         self._attach()
-        self._loaded_adapters.discard(digest)
-        await self._client.call("unload_adapter", digest=digest)
-
-    async def _find_adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None) -> None:
-        """Read the adapters that were not read yet, each in a separate thread, since that may take long."""
-        adapters = self._parts.inputs.adapters
-        requests: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-        for request in requests:
-            if request is not None and not adapters.has_read(request):
-                await asyncio.to_thread(adapters.find, request)
-
-    async def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
-        for adapter in adapters_of([each for request in requests for each in request.engine_requests]):
-            await self._load_adapter(adapter)
-
-    async def _load_adapter(self, adapter: AdapterRef) -> None:
-        """Load an adapter before its request is sent, so that an error is raised here instead of ending the request."""
-        if adapter.digest in self._loaded_adapters:
-            return
-        try:
-            await self._client.call("begin_load_adapter", path=adapter.path, digest=adapter.digest)
-            while not await self._client.call("has_read_adapter", digest=adapter.digest):
-                await asyncio.sleep(_ADAPTER_POLL_S)
-            dropped = await self._client.call("load_adapter", path=adapter.path, digest=adapter.digest)
-        except ControlError as error:
-            raise ValueError(f"lora_request {adapter.name!r}: {error}") from error
-        self._loaded_adapters.difference_update(dropped)
-        self._loaded_adapters.add(adapter.digest)
+        await self._parts.features.adapters.unload(digest, self._client.call)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields a last output with finish_reason "abort". An unknown id has no effect."""
@@ -412,24 +381,21 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._attach()
         self._require_open()
-        require_generating(self._parts.pooling)
+        require_generating(self._pooling)
         if output not in OUTPUT_KINDS:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
         def prepare(is_stopped: Stopped) -> PreparedRequest:
             params = self._parts.default_sampling_params if sampling_params is None else sampling_params
-            (prepared,) = self._parts.inputs.process([make_prompt(is_stopped)], params, priority, lora_request)
-            if prepared.sampling_params.token_mask is not None and self._parts.token_masks is None:
-                raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
+            (prepared,) = self._parts.inputs.process([make_prompt(is_stopped)], params, priority, **given)
             return prepared
 
-        structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
+        given = {"lora_request": lora_request}
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        await self._find_adapters(lora_request)
-        prepared = await self._prepared(size, prepare, apart=apart or structured)
-        await self._load_adapters([prepared])
-        if structured:
-            await self.prepare_structured_outputs()
+        is_slow = any(feature.is_slow(sampling_params) for feature in self._parts.features)
+        await self._read_files(given)
+        prepared = await self._prepared(size, prepare, apart=apart or is_slow)
+        await self._ready_core([prepared])
         prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)
         stream = self._streams.add(prepared, output)
         try:
@@ -459,10 +425,22 @@ class AsyncLLM:
         finally:
             is_over.set()
 
+    async def _read_files(self, given: Mapping[str, Any]) -> None:
+        """Read the files that features need for these arguments, each in a separate thread, as that may take long."""
+        for feature in self._parts.features:
+            for read in feature.reads(given):
+                await asyncio.to_thread(read)
+
+    async def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
+        """Make the calls that the core must have served before it gets these requests."""
+        of_core = [each for request in requests for each in request.engine_requests]
+        for feature in self._parts.features:
+            await feature.before_async(of_core, self._client.call)
+
     def _pooler(self) -> PoolingProcessor:
         self._attach()
         self._require_open()
-        return require_pooling(self._parts.pooling)
+        return require_pooling(self._pooling)
 
     async def _encoded(
         self,
@@ -474,19 +452,19 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RunningPooling]:
-        processor = self._pooler()
+        processor, given = self._pooler(), {"lora_request": lora_request}
 
         def prepare(is_stopped: Stopped) -> list[PreparedRequest]:
             return processor.process(
-                prompts, pooling_params, pooling_task, prompt_name, priority, bounds, is_stopped, lora_request
+                prompts, pooling_params, pooling_task, prompt_name, priority, bounds, is_stopped, **given
             )
 
-        await self._find_adapters(lora_request)
+        await self._read_files(given)
         return await self._pooled(await self._prepared(num_characters(prompts), prepare, seconds=bounds.seconds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
         """Run pooling requests together; returns them in their order when all have ended."""
-        await self._load_adapters(requests)
+        await self._ready_core(requests)
         streams = [self._streams.add(request, "final") for request in requests]
         try:
             for request in requests:
@@ -504,10 +482,9 @@ class AsyncLLM:
 
     def _send(self, prepared: PreparedRequest) -> None:
         self._require_open()
-        mask = prepared.sampling_params.token_mask
         for request in prepared.engine_requests:
-            if mask is not None and self._parts.token_masks is not None:
-                self._parts.token_masks[request.request_id] = mask
+            if prepared.given is not None:
+                self._parts.given[request.request_id] = prepared.given
             self._client.add(request)
 
     def _new_id(self) -> str:
@@ -549,10 +526,9 @@ class EngineParts:
     limits: RequestLimits
     tokenizer: Tokenizer | None
     inputs: InputProcessor
-    pooling: PoolingProcessor | None
+    features: RequestFeatures
     default_sampling_params: SamplingParams
-    # Requests' masks, put here before a request is sent; None unless the core is in this process.
-    token_masks: dict[str, TokenMask] | None = None
+    given: dict[str, Any]  # PreparedRequest.given by engine request, put here before the request is sent
 
 
 def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progress: bool) -> EngineParts:
@@ -575,14 +551,13 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
             origin_s=timeline.origin_s,
             spans=tuple(timeline.spans),
         )
-        token_masks: dict[str, TokenMask] | None = None
+        beside_requests: dict[str, Any] = {}
         if isinstance(running, CoreThread):
-            token_masks = {} if config.parallel.data_parallel_size == 1 else None
-            running.start(start, given.logits_processors, {} if token_masks is None else token_masks)
+            running.start(start, given.logits_processors, beside_requests)
         else:
             running.start(frame(encode(start)))
         tokenizer = _find_tokenizer(config, start.frontend)  # while the core starts
-        return _assemble(running, *wait_started(running), tokenizer, token_masks)
+        return _assemble(running, *wait_started(running), tokenizer, beside_requests)
     except BaseException:
         running.close(_EXIT_S)
         raise
@@ -596,7 +571,7 @@ def join_engine(address: str | os.PathLike[str]) -> EngineParts:
     running = ForeignCore(address)
     try:
         connection, started = wait_started(running)
-        return _assemble(running, connection, started, _find_tokenizer(started.config, started.frontend))
+        return _assemble(running, connection, started, _find_tokenizer(started.config, started.frontend), {})
     except BaseException:
         running.close(_EXIT_S)
         raise
@@ -607,13 +582,15 @@ def _assemble(
     connection: Connection[ToApi],
     started: Started,
     tokenizer: Tokenizer | None,
-    token_masks: dict[str, TokenMask] | None = None,
+    given: dict[str, Any],
 ) -> EngineParts:
     folder = started.config.model.path
     streams = RequestStreams(OutputProcessor(tokenizer))
     config, limits, id_prefix = started.config, started.limits, f"{started.client}:"
     eos_token_ids = read_eos_token_ids(folder, tokenizer, config.model.overrides)
-    inputs = InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, config.adapters)
+    is_here = isinstance(core, CoreThread) and not config.parallel.has_replicas
+    objects_allowed = "" if is_here else "unless core is 'in_process'"
+    features = request_features(config, tokenizer, eos_token_ids, objects_allowed)
     return EngineParts(
         core=core,
         client=connect(core, connection, streams),
@@ -621,10 +598,10 @@ def _assemble(
         config=config,
         limits=limits,
         tokenizer=tokenizer,
-        inputs=inputs,
-        pooling=make_pooling_processor(config.model, tokenizer, limits, inputs.adapters, id_prefix),
+        inputs=InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, features),
+        features=features,
         default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
-        token_masks=token_masks,
+        given=given,
     )
 
 

@@ -9,16 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
-from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
+from compiled_engine.features.pooling.frontend.processor import (
+    make_pooling_processor,
+    require_generating,
+    require_pooling,
+)
+from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
-from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.frontend.pooling_processor import require_generating, require_pooling
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
-from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.bytecode import bytecode_kept
@@ -35,16 +37,16 @@ if TYPE_CHECKING:
 
     from compiled_engine.config import EngineConfig, ModelConfig
     from compiled_engine.engine.core import EngineCore
-    from compiled_engine.frontend.adapters import LoRARequest
-    from compiled_engine.frontend.pooling import (
+    from compiled_engine.features.adapters.lora_request import LoRARequest
+    from compiled_engine.features.pooling.frontend.outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
-        PoolingParams,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from compiled_engine.frontend.pooling_processor import PoolingProcessor
+    from compiled_engine.features.pooling.frontend.processor import PoolingProcessor
+    from compiled_engine.features.pooling.frontend.task import PoolingParams
     from compiled_engine.llm_parts import LLMParts
     from compiled_engine.processes.replicas import Replicas
 
@@ -72,7 +74,7 @@ class LLM:
         self._config, self._tokenizer = parts.config, parts.tokenizer
         self._core: EngineCore | Replicas | None = parts.core
         self._loop, self._inputs = parts.loop, parts.inputs
-        self._pooling = parts.pooling
+        self._features, self._pooling = parts.features, make_pooling_processor(parts.config.model, parts.inputs)
         self._default_sampling_params, self._profiler = parts.default_sampling_params, parts.profiler
 
     def generate(
@@ -371,7 +373,7 @@ class LLM:
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
         """Run pooling requests; returns them in their order when all have ended."""
-        self._load_adapters(requests)
+        self._ready_core(requests)
         return self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
 
     def _pooler(self) -> PoolingProcessor:
@@ -390,24 +392,15 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
         params = self._default_sampling_params if sampling_params is None else sampling_params
-        requests = self._inputs.process(prompts, params, priority, lora_request)
-        self._load_adapters(requests)
-        if self._config.parallel.has_replicas and any(each.sampling_params.token_mask for each in requests):
-            raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
-        if any(each.sampling_params.structured_outputs for each in requests):
-            self._require_open().set_vocabulary(self._inputs.vocabulary)
+        requests = self._inputs.process(prompts, params, priority, lora_request=lora_request)
+        self._ready_core(requests)
         return requests
 
-    def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:
-        for adapter in adapters_of([each for request in requests for each in request.engine_requests]):
-            self._load_adapter(adapter)
-
-    def _load_adapter(self, adapter: AdapterRef) -> None:
-        arguments = {"path": adapter.path, "digest": adapter.digest}
-        try:
-            self._require_open().call(ControlCall("load_adapter", arguments))
-        except ControlError as error:
-            raise ValueError(f"lora_request {adapter.name!r}: {error}") from error
+    def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
+        """Make the calls that the core must have served before it gets these requests."""
+        of_core = [each for request in requests for each in request.engine_requests]
+        for feature in self._features:
+            feature.before(of_core, self._require_open().call)
 
     def _require_open(self) -> EngineCore | Replicas:
         if self._core is None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.messages import RequestLimits
+from compiled_engine.features.request_registry import RequestFeatures, request_features
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
-from compiled_engine.frontend.pooling_processor import PoolingProcessor, make_pooling_processor
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.in_background import InBackground
@@ -34,7 +34,7 @@ class LLMParts:
     loop: EngineLoop  # runs requests on `core`
     tokenizer: Tokenizer | None
     inputs: InputProcessor
-    pooling: PoolingProcessor | None
+    features: RequestFeatures
     default_sampling_params: SamplingParams
     profiler: Profiler
 
@@ -63,14 +63,15 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
     timeline.add("tokenizer", tokenizer_start_s, loading.seconds, "configuration")
     limits = RequestLimits.of(config, core.num_slots)
     eos_token_ids = read_eos_token_ids(model_path, tokenizer, config.model.overrides)
-    inputs = InputProcessor(tokenizer, limits, eos_token_ids, adapters=config.adapters)
+    objects_allowed = "where data_parallel_size is above 1" if config.parallel.has_replicas else ""
+    features = request_features(config, tokenizer, eos_token_ids, objects_allowed)
     return LLMParts(
         config=config,
         core=core,
         loop=EngineLoop(core, OutputProcessor(tokenizer)),
         tokenizer=tokenizer,
-        inputs=inputs,
-        pooling=make_pooling_processor(config.model, tokenizer, limits, inputs.adapters),
+        inputs=InputProcessor(tokenizer, limits, eos_token_ids, features=features),
+        features=features,
         default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),
     )

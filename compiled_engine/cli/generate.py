@@ -88,6 +88,7 @@ def _checked(
 ) -> SamplingParams:
     """Return the sampling parameters, checked for all that a started engine would refuse, except KV cache capacity."""
     from compiled_engine.engine.messages import RequestLimits
+    from compiled_engine.features.request_registry import request_features
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
@@ -100,7 +101,7 @@ def _checked(
     limits = RequestLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
     folder = find_tokenizer_folder(config.tokenizer, model.path)
     tokenizer = load_tokenizer(folder) if folder else None
-    inputs = InputProcessor(tokenizer, limits, frozenset())
+    inputs = InputProcessor(tokenizer, limits, frozenset(), features=request_features(config, tokenizer, frozenset()))
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params
 

@@ -1,4 +1,4 @@
-"""Makes the features that a configuration switches on, for an engine core and for a runner."""
+"""Makes the features that a configuration switches on, for an engine core and for a runner; lists their metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
+from compiled_engine.features.adapters import table as adapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
@@ -16,10 +17,16 @@ from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows
+from compiled_engine.features.speculation import draft_plan as drafts
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
 from compiled_engine.features.speculation.step_drafts import drafting
+from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
+
+# Metrics that add up over replicas: counts since the start, and current values.
+COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS)
+GAUGES = (*adapters.GAUGES, *drafts.GAUGES)
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:

@@ -7,14 +7,13 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from compiled_engine.engine.messages import EngineRequest, StepOutputs
-from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor, Running
+from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.prepared_request import PreparedRequest, Running
 from compiled_engine.process.forks import Owner
-from compiled_engine.sampling.token_mask import TokenMask
 
 # Ctrl-C takes effect between steps: an interrupted step would leave the core's state inconsistent.
 
@@ -52,7 +51,7 @@ AT_A_TIME = 32
 class Core(Protocol):
     """The engine core's methods that the loop calls."""
 
-    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None: ...
+    def add(self, request: EngineRequest, given: Any = None) -> None: ...
 
     def abort(self, request_id: str, *, stopped: bool = False) -> object: ...
 
@@ -135,7 +134,7 @@ class EngineLoop:
                     for request in requests[first : first + AT_A_TIME]:
                         running[request.request_id] = self._outputs.add(request, partial=partial)
                         for engine_request in request.engine_requests:
-                            self._core.add(engine_request, request.sampling_params.token_mask)
+                            self._core.add(engine_request, request.given)
                             added.add(engine_request.request_id)
             while running:
                 changed = [request_id for request_id in self._changed if request_id in running]

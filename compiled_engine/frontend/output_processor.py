@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import TypeAlias
 
 from compiled_engine.engine.messages import EngineOutput, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import rows_in
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS, VerifiedDrafts
 from compiled_engine.frontend.completion import Completion
-from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from compiled_engine.frontend.running_pooling import RunningPooling
+from compiled_engine.frontend.prepared_request import PreparedRequest, Running
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
 
 NO_DRAFTS = VerifiedDrafts()
 
@@ -132,7 +130,7 @@ class RunningRequest:
             self.finished,
             self._num_cached_tokens,
             metrics,
-            request.lora_request,
+            **request.output,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -147,9 +145,6 @@ class RunningRequest:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
         )
-
-
-Running: TypeAlias = "RunningRequest | RunningPooling"
 
 
 class OutputProcessor:
@@ -167,11 +162,11 @@ class OutputProcessor:
 
     def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
         """Start tracking a request that arrives now. With `partial`, every token is reported, not only the end."""
-        if request.pooling is not None:
-            pooling = RunningPooling(request)
+        if request.collect is not None:
+            collecting = request.collect(request)
             for engine_request in request.engine_requests:
-                self._states[engine_request.request_id] = pooling
-            return pooling
+                self._states[engine_request.request_id] = collecting
+            return collecting
         state = RunningRequest(request, self._tokenizer, time.perf_counter())
         for engine_request_id, completion in state.completions.items():
             self._states[engine_request_id] = self._generating[engine_request_id] = state

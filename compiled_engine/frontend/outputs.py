@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compiled_engine.frontend.adapters import LoRARequest
+    from compiled_engine.features.adapters.lora_request import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Literal, get_args
 
 from compiled_engine.engine.messages import EngineOutput, StepOutputs
-from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor, Running
+from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.prepared_request import PreparedRequest, Running
 from compiled_engine.processes.channel import Connection
 from compiled_engine.processes.core_child import RunningCore
 from compiled_engine.processes.core_client import CoreClient, EngineDeadError

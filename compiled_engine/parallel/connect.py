@@ -6,12 +6,12 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.parallel.gloo import GlooGroup, all_reduce_min, join
 from compiled_engine.parallel.group import FakeGroup, Group
 from compiled_engine.parallel.rank_share import local_model
@@ -42,6 +42,11 @@ class RankLayout:
     pipeline: int = 1  # stages
     data: int = 1  # replicas
 
+    @classmethod
+    def of_replica(cls, parallel: ParallelConfig) -> RankLayout:
+        """Return the layout of one replica's ranks."""
+        return cls(parallel.tensor_parallel_size, parallel.num_stages)
+
     @property
     def size(self) -> int:
         return self.tensor * self.pipeline * self.data
@@ -50,6 +55,15 @@ class RankLayout:
     def result_rank(self) -> int:
         """Rank within a replica that reports a step's sampled tokens."""
         return (self.pipeline - 1) * self.tensor
+
+    def samples(self, rank: int) -> bool:
+        """Return whether a rank of a replica samples tokens, as all of the last stage do."""
+        return self.place(rank).stage == self.pipeline - 1
+
+    @property
+    def can_drop_steps(self) -> bool:
+        """Whether the ranks can drop steps in flight. Several stages cannot: transfers of these steps would be left."""
+        return self.pipeline == 1
 
     def place(self, rank: int) -> RankPlace:
         """Return a rank's coordinates. Raises IndexError for a rank that does not exist."""
@@ -80,23 +94,29 @@ def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
         join("cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo", rank, size, folder)
 
 
-def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
+class Connections(NamedTuple):
+    """A rank's connections to others."""
+
+    group: Group  # of the ranks with the same layers
+    link: StageLink | None = None  # to other stages, if any
+
+
+def connect(config: EngineConfig, rank: int) -> Connections:
     """Wait for the joined ranks and connect them.
 
-    Returns the group of ranks with the same layers, and the link to other stages, if any. Collectives use NCCL on
-    request, for float16, and on GPUs that cannot access each other's memory.
+    Collectives use NCCL on request, for float16, and on GPUs that cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
-    layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)
+    layout = RankLayout.of_replica(parallel)
     if layout.size == 1:
-        return FakeGroup(), None
+        return Connections(FakeGroup())
     if on_gpu:
         torch.cuda.set_device(config.device)
     stage = stages_of(parallel.stage_layers, config.model.num_layers)[layout.place(rank).stage]
     group = _group(config, layout, stage)
     if stage.count == 1:
-        return group, None
-    return group, StageLink(stage, rank, layout.tensor, config.device)
+        return Connections(group)
+    return Connections(group, StageLink(stage, rank, layout.tensor, config.device))
 
 
 def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:

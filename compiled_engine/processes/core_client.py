@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from compiled_engine.engine.control import ControlError, Failed, FatalError
-from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineRequest, StepOutputs
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
 from compiled_engine.processes.wire import (
@@ -19,7 +19,6 @@ from compiled_engine.processes.wire import (
     Add,
     Answered,
     Control,
-    SetVocabulary,
     Started,
     Stepped,
     ToApi,
@@ -93,10 +92,6 @@ class CoreClient:
     def add(self, request: EngineRequest) -> None:
         """Send a request. Raises MessageTooLargeError, a ValueError."""
         self._send(Add(request))
-
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Send the vocabulary; once, before the first request with a grammar."""
-        self._send(SetVocabulary(vocabulary))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
         if request_ids:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -24,7 +25,6 @@ from compiled_engine.processes.wire import (
     Answered,
     Control,
     FrontendOptions,
-    SetVocabulary,
     Start,
     Started,
     Stepped,
@@ -33,7 +33,6 @@ from compiled_engine.processes.wire import (
     decode_to_core,
     encode,
 )
-from compiled_engine.sampling.token_mask import TokenMask
 
 log = logging.getLogger("compiled_engine")
 
@@ -102,8 +101,8 @@ def _divided(outputs: StepOutputs) -> list[StepOutputs]:
 class CoreServer:
     """Serves API processes in the caller's thread, until the process that started the core has ended.
 
-    starter: the connection to that process. listener: socket for further API processes. token_masks: masks by request
-    id, if this process is also an API process; adding a request removes its own.
+    starter: the connection to that process. listener: socket for further API processes. given: what EngineCore.add gets
+    besides the request, by request id, if this process is also an API process; adding a request removes its own.
     """
 
     def __init__(
@@ -112,12 +111,12 @@ class CoreServer:
         frontend: FrontendOptions,
         starter: Connection[ToCore],
         listener: socket.socket | None = None,
-        token_masks: MutableMapping[str, TokenMask] | None = None,
+        given: MutableMapping[str, Any] | None = None,
     ) -> None:
         self._core = core
         self._frontend = frontend
         self._listener = listener
-        self._token_masks = {} if token_masks is None else token_masks
+        self._given = {} if given is None else given
         self._selector = selectors.DefaultSelector()
         self._numbers = count()
         self._api_processes: list[ApiProcess] = []
@@ -184,8 +183,6 @@ class CoreServer:
         match message:
             case Add(request):
                 self._add(api_process, request)
-            case SetVocabulary(vocabulary):
-                self._core.set_vocabulary(vocabulary)
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     if self._owners.get(request_id) is api_process:
@@ -198,9 +195,9 @@ class CoreServer:
 
     def _add(self, api_process: ApiProcess, request: EngineRequest) -> None:
         request_id = request.request_id
-        mask = self._token_masks.pop(request_id, None)
+        given = self._given.pop(request_id, None)
         try:
-            self._core.add(request, mask)
+            self._core.add(request, given)
         except ValueError as error:
             refused = EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error))
             self._send(api_process, Stepped(StepOutputs(others=[refused])))

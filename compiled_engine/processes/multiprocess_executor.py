@@ -65,7 +65,7 @@ class MultiprocessExecutor:
         *,
         progress: bool = False,
     ):
-        self._layout = layout = RankLayout(config.parallel.tensor_parallel_size, config.parallel.num_stages)
+        self._layout = layout = RankLayout.of_replica(config.parallel)
         self._workers = workers
         self._step_s = None
         if config.device.type == "cuda":
@@ -136,8 +136,7 @@ class MultiprocessExecutor:
             return result
         name = self._layout.name(self._layout.result_rank)
         text = f"{name}: {result.kind}: {result.text}"
-        # With several stages, transfers of the steps in flight would be left over.
-        goes_on = self._layout.pipeline == 1 and (self._layout.size == 1 or self._monitor.survives(step))
+        goes_on = self._layout.can_drop_steps and (self._layout.size == 1 or self._monitor.survives(step))
         if goes_on:
             self._steps.write(encode(GoOn()))
         error = StepError(text) if goes_on else WorkerError(text)

@@ -83,7 +83,7 @@ class WorkerChild:
 
     gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU first, so
     that all run the same code, and the others too, to access their memory. folder: where the ranks find each other.
-    steps, results: ring buffers; the last stage writes the results. heartbeats: descriptor of their memory.
+    steps, results: ring buffers; RankLayout.result_rank writes the results. heartbeats: descriptor of their memory.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from compiled_engine.engine.messages import EngineOutput, EngineRequest
+from compiled_engine.features import registry
 from compiled_engine.features.prompt_logprobs import extras as prompt_logprobs
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
@@ -81,25 +82,19 @@ class Replica:
         self.core.close(timeout_s)
 
 
-# Metrics that are summed: counters, which include ended replicas, and gauges, which do not.
-COUNTED = (
+# Metrics that are summed, also by key where they are dicts: counts since the start, which include ended replicas, and
+# current values, which do not.
+COUNTERS = (
     *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
-    *("recordings", "recorded_replays"),
-    *("adapter_loads", "adapter_placements"),
-    *("drafted_requests", "draft_tokens", "accepted_tokens", "rested"),
-    *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
+    *("graph_replays_by_key", "graph_fallbacks_by_reason", "recordings", "recorded_replays"),
+    *registry.COUNTERS,
 )
-HELD = (
-    *("running", "waiting", "resting", "blocks_total", "blocks_free", "kv_cache_bytes"),
+GAUGES = (
+    *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
     *("graph_bytes_used", "graph_bytes_predicted"),
-    *("adapters_loaded", "adapters_in_slots"),
+    *registry.GAUGES,
 )
-COUNTED_BY_NAME = (
-    *("graph_replays_by_key", "graph_fallbacks_by_reason"),
-    *("accepted_by_position", "draft_lengths", "adapter_requests"),
-)
-HELD_BY_NAME = ("adapter_requests_running", "adapter_requests_waiting")
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
 
 
@@ -108,18 +103,23 @@ def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
     found = dict((living or answers)[0])
-    for names, those in ((COUNTED, answers), (HELD, living)):
-        found |= {name: sum(each[name] for each in those) for name in names if all(name in each for each in those)}
-    for name in (*COUNTED_BY_NAME, *HELD_BY_NAME):
-        those = answers if name in COUNTED_BY_NAME else living
-        if all(name in each for each in answers):
-            totals = Counter[str]()
-            for each in those:
-                totals.update(each[name])  # keeps zeros, unlike a sum of Counters
-            found[name] = dict(totals)
+    for names, those in ((COUNTERS, answers), (GAUGES, living)):
+        for name in names:
+            if all(name in each for each in answers):
+                found[name] = _sum(type(found[name]), [each[name] for each in those])
     found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
     found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
     return found | {"replicas": [_of_one(replica) for replica in replicas]}
+
+
+def _sum(kind: type, values: Sequence[Any]) -> Any:
+    """Return the sum of numbers, or of dicts of numbers by key."""
+    if kind is not dict:
+        return sum(values)
+    totals = Counter[str]()
+    for each in values:
+        totals.update(each)  # keeps zeros, unlike a sum of Counters
+    return dict(totals)
 
 
 def _of_one(replica: Replica) -> dict[str, Any]:

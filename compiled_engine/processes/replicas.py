@@ -25,14 +25,13 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError, Failed
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest, metrics_of_all
 from compiled_engine.processes.router import Router
-from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToApi, ToCore
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, ToApi, ToCore
 from compiled_engine.sampling.params import derived
-from compiled_engine.sampling.token_mask import TokenMask
 
 log = logging.getLogger("compiled_engine")
 
@@ -80,14 +79,14 @@ class Replicas:
         for replica in replicas:
             self._selector.register(replica.connection, selectors.EVENT_READ, replica)
 
-    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
-        """Queue a request. Raises ValueError if its id is in use, or if it has a token mask. A request that a replica
-        refuses ends with finish_reason "error"."""
+    def add(self, request: EngineRequest, given: Any = None) -> None:
+        """Queue a request. Raises ValueError if its id is in use, or unless `given` is None, as it is not plain data. A
+        request that a replica refuses ends with finish_reason "error"."""
         self._require_living()
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        if token_mask is not None or request.sampling_params.token_mask is not None:
-            raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
+        if given is not None:
+            raise ValueError(f"given must be None where data_parallel_size is above 1, got {given!r}")
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = structs.replace(request, sampling_params=params)
@@ -96,10 +95,6 @@ class Replicas:
         self._requests[request.request_id] = routed
         heapq.heappush(self._waiting, routed)
         self._send_queued()
-
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        for replica in self._living.values():
-            self._send(replica, SetVocabulary(vocabulary))
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         routed = self._requests.get(request_id)
@@ -129,12 +124,12 @@ class Replicas:
         return bool(self._requests) or bool(self._outputs)  # outputs of ended requests may still be queued
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a control call on all replicas, wait, and return the first one's result.
+        """Apply a control call on all replicas, wait, and return one result.
 
-        has_read_adapter: whether all have. load_adapter: adapters that any replica has dropped. metrics: totals, and
-        some figures of each under "replicas"; figures that do not add up, such as stages of the start, are the first
-        replica's; a replica that does not answer in time contributes its last figures. Raises ControlError if a replica
-        does so, or does not answer in time.
+        It is True if the replicas' results are, the union of lists, sorted, and otherwise the first replica's result.
+        metrics: totals, and some figures of each under "replicas"; figures that do not add up, such as stages of the
+        start, are the first replica's; a replica that does not answer in time contributes its last figures. Raises
+        ControlError if a replica does so, or does not answer in time.
         """
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
@@ -147,12 +142,10 @@ class Replicas:
             return self._metrics(answers)
         if call.name == "reset_prefix_cache":
             self._router.forget_prefixes()
-        values = [answer.value for answer in answers.values()]
-        if call.name == "has_read_adapter":
+        first, values = answers[min(answers)].value, [answer.value for answer in answers.values()]
+        if isinstance(first, bool):
             return all(values)
-        if call.name == "load_adapter":
-            return sorted(set().union(*values))
-        return answers[min(answers)].value
+        return sorted(set().union(*values)) if isinstance(first, list) else first
 
     def _metrics(self, answers: Mapping[int, Answered]) -> dict[str, Any]:
         for number, answer in answers.items():

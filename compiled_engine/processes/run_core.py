@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,6 @@ from compiled_engine.processes.core_server import CoreServer
 from compiled_engine.processes.start_cores import start_cores
 from compiled_engine.processes.wire import Start, ToCore, decode_to_core, encode
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
-from compiled_engine.sampling.token_mask import TokenMask
 
 log = logging.getLogger("compiled_engine")
 _WATCH_S = 0.5
@@ -36,7 +36,7 @@ def run_core(
     connection: Connection[ToCore],
     processors: GivenProcessors,
     listener: socket.socket | None = None,
-    token_masks: MutableMapping[str, TokenMask] | None = None,
+    given: MutableMapping[str, Any] | None = None,
     when_started: Callable[[], None] = lambda: None,
 ) -> None:
     """Start a core and serve until the other end of `connection` closes. See CoreServer.
@@ -58,7 +58,7 @@ def run_core(
     finally:
         when_started()
     try:
-        CoreServer(core, start.frontend, connection, listener, token_masks).run()
+        CoreServer(core, start.frontend, connection, listener, given).run()
     finally:
         core.close()
 
@@ -116,9 +116,9 @@ class CoreThread:
         self.socket, self._other = socket.socketpair()
         self._thread: threading.Thread | None = None
 
-    def start(self, start: Start, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]) -> None:
-        """Start the thread. token_masks: by engine request id; a mask must be added before its request."""
-        arguments = (start, self._other, processors, token_masks)
+    def start(self, start: Start, processors: GivenProcessors, given: MutableMapping[str, Any]) -> None:
+        """Start the thread. given: see CoreServer; an entry must be added before its request."""
+        arguments = (start, self._other, processors, given)
         self._thread = threading.Thread(target=_run_thread, args=arguments, name="engine core", daemon=True)
         self._thread.start()
 
@@ -136,10 +136,10 @@ class CoreThread:
 
 
 def _run_thread(
-    start: Start, sock: socket.socket, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]
+    start: Start, sock: socket.socket, processors: GivenProcessors, given: MutableMapping[str, Any]
 ) -> None:
     connection: Connection[ToCore] = Connection(sock, decode_to_core)
     try:
-        run_core(start, connection, processors, token_masks=token_masks)
+        run_core(start, connection, processors, given=given)
     except Exception:
         log.exception("the engine core has ended")

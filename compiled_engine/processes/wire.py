@@ -11,7 +11,6 @@ from compiled_engine.engine.control import Failed
 from compiled_engine.engine.messages import (
     ControlCall,
     EngineRequest,
-    GrammarVocabulary,
     RequestLimits,
     RunnerOutput,
     SchedulerOutput,
@@ -47,12 +46,6 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request. A refused request is answered by its end, with finish_reason "error"."""
 
     request: EngineRequest
-
-
-class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """Set the vocabulary, see EngineCore.set_vocabulary."""
-
-    vocabulary: GrammarVocabulary
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -140,7 +133,7 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
     num_runs: int  # runs of the model, plus exchanges between ranks while sampling, so far
 
 
-ToCore = Start | Add | SetVocabulary | Abort | Control
+ToCore = Start | Add | Abort | Control
 ToApi = Started | Stepped | Answered | Failed
 ToWorker = Step | Masks | Control | GoOn | Stop
 FromWorker = Ready | Failed | StepFailed | Answered

@@ -16,10 +16,9 @@ from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.executor import InProcessExecutor, PendingOutput
 from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.features.registry import step_features
-from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
+from compiled_engine.parallel.connect import Connections, RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave
-from compiled_engine.parallel.group import Group, in_group
-from compiled_engine.parallel.stages import StageLink
+from compiled_engine.parallel.group import in_group
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
@@ -53,7 +52,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
         # Work that needs no configuration is done first.
         join_ranks(device, rank, len(steps_bells), folder)
         start = decode_start(receive(connection))
-        layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
+        layout = RankLayout.of_replica(start.config.parallel)
         steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), rank, start.busy_s)
         results = None
         if rank == layout.result_rank:
@@ -63,9 +62,9 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
         so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
         timeline.add("start the workers", so_far, timeline.now() - so_far)
         with timeline.span("connect the ranks"):
-            group, link = connect(start.config, rank)
-        with in_group(group):
-            worker = Worker(start, rank, timeline, group, link, connection, results)
+            connections = connect(start.config, rank)
+        with in_group(connections.group):
+            worker = Worker(start, rank, timeline, connections, connection, results)
             _send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
             Heartbeats(layout.size, heartbeats).beat(rank)
             worker.run(steps)
@@ -86,18 +85,17 @@ class Worker:
         start: StartWorker,
         rank: int,
         timeline: Timeline,
-        group: Group,
-        link: StageLink | None,
+        connections: Connections,
         connection: socket.socket,
         results: RingWriter | None,
     ):
         config = start.config
         progress = RichProgress() if start.progress and rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
-        clock, of_ranks = StepClock(config.device), (processors, group, link)
+        clock, of_ranks = StepClock(config.device), (processors, *connections)
         self.executor = InProcessExecutor(config, progress, timeline, clock, step_features, *of_ranks)
-        self._group, self._connection, self._results = group, connection, results
-        self._samples = link is None or link.stage.is_last
+        self._group, self._connection, self._results = connections.group, connection, results
+        self._samples = RankLayout.of_replica(config.parallel).samples(rank)
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
         # Results are written by a thread if steps overlap; on a CPU a step is complete when its launch returns.

@@ -265,6 +265,20 @@ def derived(params: SamplingParams, **values: Any) -> SamplingParams:
     return _made_of({**vars(params), **values})
 
 
+def of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
+    """Return the parameters of one of n completions. Each has its own seed; only the first has prompt logprobs."""
+    return derived(
+        params,
+        n=1,
+        token_mask=None,  # passed separately from the request
+        structured_outputs=None,  # the grammar is in the extras
+        max_tokens=max_tokens,
+        # Within 64 bits and never negative: -1 means no seed.
+        seed=None if params.seed is None else (params.seed + index) % 2**64,
+        prompt_logprobs=None if index > 0 else params.prompt_logprobs,
+    )
+
+
 def _check_together(values: Mapping[str, Any]) -> None:
     """Raise ValueError for fields whose values contradict each other."""
     if values["n"] > 1 and values["temperature"] < SMALLEST_TEMPERATURE:

@@ -1,4 +1,4 @@
-"""The sampler's results for each row: a token, or why there is none, verified drafts, and log-probabilities."""
+"""The sampler's results for each row: a token, or why there is none, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,18 +20,6 @@ WHY_NO_TOKEN = {
 """Error message of a request for each error code."""
 
 NO_TOKENS = frozenset(WHY_NO_TOKEN)
-
-
-VERIFIED_DRAFTS = "verified_drafts"
-"""The name of the messages' extras that are VerifiedDrafts."""
-
-
-class VerifiedDrafts(NamedTuple):
-    """The drafts of a request that a step has verified: how many there were, and how many were right. All tokens of the
-    step but the last are right drafts."""
-
-    number: int = 0
-    right: int = 0
 
 
 class TokenLogprobs(NamedTuple):

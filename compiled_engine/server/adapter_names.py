@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.server.errors import bad_request, shown
 
 MOST_NAMES = 1000

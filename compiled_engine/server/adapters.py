@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, require, shown
 from compiled_engine.server.lora_modules import adapters_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.grammars.text import WHITESPACE, grammar_text
+from compiled_engine.features.structured.grammars.text import WHITESPACE, grammar_text
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.chat_messages import Tool

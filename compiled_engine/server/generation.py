@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias, TypeVar
 
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.models.checkpoint.adapter_files import require_adapter
 from compiled_engine.resolve.folders import local_adapter_folder
 from compiled_engine.schema import require_defaults

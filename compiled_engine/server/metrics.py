@@ -10,9 +10,9 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from compiled_engine.features.pooling.frontend.outputs import PoolingRequestOutput
 from compiled_engine.frontend.metric_list import PREFIX
 from compiled_engine.frontend.outputs import RequestMetrics, RequestOutput
-from compiled_engine.frontend.pooling import PoolingRequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.shared_figures import SharedFigures
 

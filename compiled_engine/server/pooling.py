@@ -14,8 +14,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from compiled_engine.frontend.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from compiled_engine.frontend.pooling_processor import PoolingBounds
+from compiled_engine.features.pooling.frontend.outputs import PoolingOutput, PoolingRequestOutput
+from compiled_engine.features.pooling.frontend.processor import PoolingBounds
+from compiled_engine.features.pooling.frontend.task import PoolingParams
 from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.server.cache_salt import cache_salt, salted

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from compiled_engine.frontend.pooling import ScoringRequestOutput
+from compiled_engine.features.pooling.frontend.outputs import ScoringRequestOutput
 from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.errors import bad_request, require, require_at_most
 from compiled_engine.server.pooling import (

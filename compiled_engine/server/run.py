@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from compiled_engine.engine.control import FatalError
 from compiled_engine.server.connections import Connections, connections_of_a_process
 from compiled_engine.server.fair_listener import FairListener
 from compiled_engine.server.http_protocol import bounded_protocol
@@ -153,7 +154,8 @@ async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str |
 
 async def _prepare_forms(engine: AsyncLLM) -> None:
     """Read the vocabulary for grammars, which delays a step, before requests run."""
-    with contextlib.suppress(ValueError):  # without a tokenizer there are no grammars
+    # Without a tokenizer there are no grammars. _end_with_engine reports why an engine has ended.
+    with contextlib.suppress(ValueError, FatalError):
         await engine.prepare_structured_outputs()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.frontend.input_processor import check_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams

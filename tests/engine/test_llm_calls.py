@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from plain_config import BASE
-from unstarted_engines import DEFAULT, LORA, PARAMS, POOLING, Passed, Processor, Tokenizer, made, made_async, prepared
+from unstarted_engines import DEFAULT, LORA, PARAMS, POOLING, Passed, Tokenizer, features, made, made_async, prepared
 
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef
-from compiled_engine.frontend.pooling_processor import UNBOUNDED
+from compiled_engine.features.pooling.frontend.processor import UNBOUNDED
 from compiled_engine.llm import LLM
 
 __all__ = ["made", "made_async"]  # fixtures
@@ -33,7 +33,7 @@ def test_generating_passes_on_what_it_is_given(made: Callable[..., LLM]) -> None
     )
     assert [prompt.token_ids for prompt in prompts] == [(1, 2), (3,)]
     assert (params, priority, lora) == ([PARAMS, PARAMS], [4, 5], [LORA, None])
-    assert passed(lambda: llm.generate([1]))[1:] == (DEFAULT, None, None)
+    assert passed(lambda: llm.generate([1]))[1:] == (DEFAULT, None)
     prompts, params, priority, lora = passed(lambda: llm.stream([1, 2], PARAMS, lora_request=LORA))
     assert ([prompt.token_ids for prompt in prompts], params, priority, lora) == ([(1, 2)], PARAMS, None, LORA)
     assert passed(lambda: llm.stream([1]))[1] is DEFAULT
@@ -124,9 +124,9 @@ def test_pooling_passes_on_what_it_is_given(made: Callable[..., LLM], made_async
     assert of_llm == ("a", ["b"], POOLING, "judge")
     assert of_async == (*of_llm, 0, None)
     for name in ("encode", "embed", "classify"):
-        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-4] == 7
+        assert passed(lambda name=name: asyncio.run(getattr(engine, name)("a", priority=7)))[-3] == 7
     found = passed(lambda: asyncio.run(engine.score("a", "b", priority=7, cache_salt="salt")))
-    assert found[-5:-3] == (7, "salt")
+    assert found[-4:-2] == (7, "salt")
 
 
 def test_a_model_generates_or_pools(made: Callable[..., LLM], made_async: Any) -> None:
@@ -183,7 +183,7 @@ def test_adapters_are_loaded_once_before_requests_run(made: Callable[..., LLM]) 
         yield from (SimpleNamespace(request_id=each.request_id, metrics=None) for each in reversed(requests))
 
     llm = made(
-        inputs=SimpleNamespace(process=lambda *arguments: given),
+        inputs=SimpleNamespace(process=lambda *arguments, **named: given),
         core=SimpleNamespace(call=calls.append, close=lambda: None),
         loop=SimpleNamespace(run=run, close=lambda: None),
     )
@@ -200,9 +200,7 @@ def test_an_adapter_that_does_not_fit_is_named(made: Callable[..., LLM], made_as
     def refuse(call: ControlCall) -> None:
         raise ControlError("rank 9; allowed: 4")
 
-    inputs = SimpleNamespace(
-        process=lambda *arguments: [prepared("a", adapter=X)], adapters=SimpleNamespace(has_read=lambda given: True)
-    )
+    inputs = SimpleNamespace(process=lambda *arguments, **named: [prepared("a", adapter=X)])
     llm = made(inputs=inputs, core=SimpleNamespace(call=refuse, close=lambda: None))
     with pytest.raises(ValueError, match="lora_request 'one': rank 9; allowed: 4"):
         llm.generate([1])
@@ -237,8 +235,7 @@ def test_an_adapter_of_texts_that_are_pooled_is_there_before_they_are_sent(
 
 
 def test_an_adapter_is_awaited_while_it_is_read(made_async: Any) -> None:
-    adapters = SimpleNamespace(find=lambda lora_request: X, has_read=lambda lora_request: True)
-    engine, client = made_async(inputs=SimpleNamespace(adapters=adapters))
+    engine, client = made_async(features=features(find=lambda lora_request: X))
 
     async def run() -> None:
         assert await engine.load_adapter(LORA) == "x"
@@ -256,8 +253,7 @@ def test_an_adapter_is_awaited_while_it_is_read(made_async: Any) -> None:
 
 def test_an_adapter_that_the_core_has_dropped_for_another_is_loaded_again(made_async: Any) -> None:
     found = iter([X, Y, Y, X])
-    adapters = SimpleNamespace(find=lambda lora_request: next(found))
-    engine, client = made_async(inputs=SimpleNamespace(adapters=adapters))
+    engine, client = made_async(features=features(find=lambda lora_request: next(found)))
     client.unread = 0
 
     async def run() -> None:
@@ -269,35 +265,34 @@ def test_an_adapter_that_the_core_has_dropped_for_another_is_loaded_again(made_a
     assert loads == ["x", "y", "x"]
 
 
-def test_structured_outputs_need_the_vocabulary(made: Callable[..., LLM], made_async: Any) -> None:
-    """A core is given it once."""
-    given: list[Any] = []
-    structured = prepared("a", structured_outputs={"choice": ["a"]})
-    inputs = SimpleNamespace(process=lambda *arguments: [structured], vocabulary="the vocabulary")
-    core = SimpleNamespace(set_vocabulary=given.append, close=lambda: None)
+def test_grammars_need_the_vocabulary(made: Callable[..., LLM], made_async: Any) -> None:
+    """A core is given it once, before the first of them."""
+    calls: list[ControlCall] = []
+    given = iter([prepared("a"), *[prepared("b", grammar="a grammar")] * 2])
+    inputs = SimpleNamespace(process=lambda *arguments, **named: [next(given)])
+    core = SimpleNamespace(call=calls.append, close=lambda: None)
     loop = SimpleNamespace(run=lambda *arguments, **named: iter(()), close=lambda: None)
-    list(made(inputs=inputs, core=core, loop=loop).stream([1]))
-    assert given == ["the vocabulary"]
-    engine, client = made_async(inputs=inputs)
-    client.set_vocabulary = given.append
+    told = features()
+    told.structured.vocabulary = "the vocabulary"  # type: ignore[assignment]
+    llm = made(inputs=inputs, core=core, loop=loop, features=told)
+    list(llm.stream([1]))
+    assert calls == []
+    for _ in range(2):
+        list(llm.stream([1]))
+    assert calls == [ControlCall("set_vocabulary", {"vocabulary": "the vocabulary"})]
+    told = features()
+    told.structured.vocabulary = "the vocabulary"  # type: ignore[assignment]
+    engine, client = made_async(inputs=inputs, features=told)
 
     async def prepare() -> None:
         await asyncio.gather(*(engine.prepare_structured_outputs() for _ in range(3)))
 
     asyncio.run(prepare())
-    assert given == ["the vocabulary"] * 2
-
-
-def test_masks_stay_where_the_core_is(made_async: Any) -> None:
-    class Mask:
-        def allowed(self, output_token_ids: Any) -> Any:
-            raise AssertionError
-
-    masked = prepared("a", completions=2, token_mask=Mask())
-    inputs = SimpleNamespace(process=lambda *arguments: [masked], adapters=Processor.adapters)
-    engine, _ = made_async(inputs=inputs)
-    with pytest.raises(ValueError, match="token_mask must be None unless core is 'in_process'"):
-        asyncio.run(anext(engine.generate([1])))
+    assert client.sent == [("set_vocabulary", {"vocabulary": "the vocabulary"})]
+    engine, client = made_async(pools=True)
+    client.sent.clear()
+    asyncio.run(engine.prepare_structured_outputs())
+    assert client.sent == []
 
 
 def test_what_is_asked_of_an_async_engine(made_async: Any) -> None:

@@ -49,7 +49,7 @@ def running(*requests: Any, drafts: tuple[int, int] | None = None, **rest: Any) 
     def run(given: Any, **named: Any) -> Iterator[Any]:
         yield from (SimpleNamespace(request_id=each.request_id, metrics=metrics) for each in reversed(given))
 
-    preparing = SimpleNamespace(process=lambda *arguments: list(requests), vocabulary="the vocabulary")
+    preparing = SimpleNamespace(process=lambda *arguments, **named: list(requests))
     return {"inputs": preparing, "loop": SimpleNamespace(run=run, close=lambda: None)} | rest
 
 
@@ -104,20 +104,11 @@ def test_results_of_pooling_are_made_of_the_requests_that_ran(
 REPLICAS = replace(BASE, parallel=ParallelConfig(1, "multiprocess", data_parallel_size=2))
 
 
-class Mask:
-    def allowed(self, output_token_ids: Any) -> Any:
-        raise AssertionError
-
-
-def test_replicas_have_neither_a_core_nor_masks(made: Callable[..., LLM]) -> None:
-    requests = [prepared("a"), prepared("b", token_mask=Mask())]
-    llm = made(**running(*requests, config=REPLICAS))
+def test_replicas_have_no_core(made: Callable[..., LLM]) -> None:
+    llm = made(**running(prepared("a"), config=REPLICAS))
     with pytest.raises(ValueError, match="data_parallel_size is 2; allowed: 1"):
         _ = llm.core
-    with pytest.raises(ValueError, match="token_mask must be None where data_parallel_size is above 1"):
-        llm.generate([[1], [2]])
-    assert len(made(**running(*requests)).generate([[1], [2]])) == 2
-    assert len(made(**running(prepared("a"), config=REPLICAS)).generate([[1]])) == 1
+    assert len(llm.generate([[1]])) == 1
 
 
 def test_figures_are_those_of_the_core(made: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

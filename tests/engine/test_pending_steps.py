@@ -13,9 +13,10 @@ from compiled_engine.engine.step_sampling import Deferred, PendingStep, Unsample
 from compiled_engine.features.pooling.step_pooling import PooledRows
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
 from compiled_engine.features.speculation.draft_rows import DraftedRows
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 NUMBER = 2 * RING + 5
 

@@ -10,8 +10,9 @@ from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_plan import DraftPlan
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import NO_TOKENS, VERIFIED_DRAFTS, LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
 
 
 def bare_scheduler(max_new_tokens_per_step: int = 1, **changes: Any) -> Scheduler:

@@ -38,7 +38,7 @@ ROOT = Path(compiled_engine.__file__).parent
 PACKAGES = tuple(str(ROOT / name) for name in ("engine", "features", "rows", "sampling"))
 # The engine's functions, and those that dataclasses and named tuples are made with.
 ENGINE = (f"{ROOT}/", "<string>")
-FEATURES = tuple(f"{ROOT / name}/" for name in ("features", "grammars", "recurrence"))
+FEATURES = tuple(f"{ROOT / name}/" for name in ("features", "recurrence"))
 NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level, with_bos
 
-from compiled_engine.engine.messages import GrammarVocabulary, RequestLimits, prefix_root
-from compiled_engine.features.structured.extras import grammar_of
-from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
+from compiled_engine.engine.messages import RequestLimits, prefix_root
+from compiled_engine.frontend.input_processor import InputProcessor
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import has_long_text, num_characters, parse_prompts
 from compiled_engine.frontend.tokenizer import encode_bad_words
 from compiled_engine.sampling.params import SamplingParams
@@ -409,23 +409,6 @@ def test_requests_have_the_prefix_of_their_process_in_their_ids() -> None:
     requests = process([[3], [4]], [SamplingParams(), SamplingParams(n=2)], processor=processor)
     ids = [(each.request_id, [child.request_id for child in each.engine_requests]) for each in requests]
     assert ids == [("api-0", ["api-0"]), ("api-1", ["api-1-0", "api-1-1"])]
-
-
-def test_a_grammar_is_in_the_request_and_needs_a_tokenizer() -> None:
-    params = SamplingParams(structured_outputs={"regex": "a+"})  # type: ignore[arg-type]
-    processor = make_processor()
-    (request,) = process("a", params, processor=processor)
-    (child,) = request.engine_requests
-    assert "a+" in str(grammar_of(child))
-    assert child.sampling_params.structured_outputs is None
-    assert process("a")[0].engine_requests[0].extras == {}
-    vocabulary = processor.vocabulary
-    assert vocabulary == GrammarVocabulary(byte_level().to_json(), VOCAB_SIZE, EOS)
-    bare = make_processor(has_tokenizer=False)
-    with pytest.raises(ValueError, match=r"sampling_params: structured_outputs needs a tokenizer, got .* without one"):
-        process([3], params, processor=bare)
-    with pytest.raises(ValueError, match="structured_outputs needs a tokenizer, and there is none"):
-        _ = bare.vocabulary
 
 
 def test_more_likely_tokens_than_there_are_are_all() -> None:

@@ -15,14 +15,16 @@ from scripted_core import ScriptedCore, logprobs_of
 from tiny_tokenizers import byte_level
 
 from compiled_engine.engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.frontend.engine_loop import EngineLoop
-from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
+from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 from compiled_engine.sampling.token_mask import TokenMask
 
 EOS = 1

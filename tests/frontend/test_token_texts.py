@@ -12,10 +12,10 @@ from tiny_tokenizers import byte_fallback, byte_level
 from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.features.prompt_logprobs.extras import NAME
 from compiled_engine.frontend.completion import Completion
-from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.logprob_list import TokenTexts
 from compiled_engine.frontend.output_processor import RunningRequest
 from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs

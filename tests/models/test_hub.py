@@ -41,7 +41,8 @@ from typer.testing import CliRunner
 from compiled_engine.cli.app import app
 from compiled_engine.options import EngineOptions
 from compiled_engine.config import AdapterConfig
-from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
+from compiled_engine.features.adapters.frontend.finder import AdapterFinder
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.resolve.engine import resolve
 
 def answer(call):

@@ -36,6 +36,9 @@ def test_ranks_that_share_a_layer_are_neighbours(tensor: int, pipeline: int, dat
     ]
     first = places[layout.result_rank]
     assert (first.data, first.stage, first.share) == (0, pipeline - 1, 0)
+    of_replica = RankLayout(tensor, pipeline)
+    last_stage = range(of_replica.result_rank, of_replica.size)
+    assert [rank for rank in range(of_replica.size) if of_replica.samples(rank)] == [*last_stage]
     for wrong in (-1, layout.size):
         with pytest.raises(IndexError, match=f"rank is {wrong}; allowed: 0 to {layout.size - 1}"):
             layout.place(wrong)

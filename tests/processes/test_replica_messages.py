@@ -13,18 +13,16 @@ from token_masks import OneOf
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position
 from compiled_engine.processes import replicas
 from compiled_engine.processes.channel import Connection
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest
 from compiled_engine.processes.replicas import Replicas
-from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToCore, decode_to_api
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, ToCore, decode_to_api
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
-
-VOCABULARY = GrammarVocabulary("{}", 100, frozenset({1}))
 
 
 def engine_of(
@@ -64,14 +62,6 @@ def test_the_smallest_replica_bounds_a_request() -> None:
     engine.close()
 
 
-def test_all_replicas_get_the_vocabulary() -> None:
-    cores = [FakeCore(), FakeCore()]
-    engine = make(cores)
-    engine.set_vocabulary(VOCABULARY)
-    assert [heard(core) for core in cores] == [[SetVocabulary(VOCABULARY)]] * 2
-    engine.close()
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_abort_says_whether_the_output_is_complete(stopped: bool) -> None:
     cores = [FakeCore(), FakeCore()]
@@ -101,13 +91,11 @@ def test_ids_are_used_once_at_a_time() -> None:
 MASK = OneOf([[5]], 100)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_masks_of_python_are_refused_wherever_they_are(own: bool) -> None:
+def test_what_is_not_plain_data_is_refused() -> None:
     core = FakeCore()
     engine = make([core])
-    params = SamplingParams(max_tokens=3, token_mask=MASK if own else None)
-    with pytest.raises(ValueError, match="token_mask must be None"):
-        engine.add(EngineRequest("a", (1,), params), None if own else MASK)
+    with pytest.raises(ValueError, match="given must be None where data_parallel_size is above 1"):
+        engine.add(EngineRequest("a", (1,), SamplingParams(max_tokens=3)), MASK)
     assert not engine.has_unfinished()
     assert not heard(core)
     engine.close()

@@ -21,10 +21,10 @@ from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position, rows_in
 from compiled_engine.options import EngineOptions
-from compiled_engine.processes import replicas
+from compiled_engine.processes import replica, replicas
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_client import EngineDeadError
-from compiled_engine.processes.replica import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH, Replica
+from compiled_engine.processes.replica import OF_EACH, Replica
 from compiled_engine.processes.replicas import AHEAD, MOST_LOST, Replicas
 from compiled_engine.processes.router import Router
 from compiled_engine.processes.wire import (
@@ -424,9 +424,7 @@ def test_what_was_under_way_in_too_many_deaths_goes_on_nowhere() -> None:
 
 
 # What a core that has done nothing answers when it is asked for its metrics.
-FIGURES: dict[str, Any] = dict.fromkeys((*COUNTED, *HELD, *OF_EACH, "kv_usage_peak"), 0) | {
-    name: {} for name in COUNTED_BY_NAME
-}
+FIGURES: dict[str, Any] = dict.fromkeys((*replica.COUNTERS, *replica.GAUGES, *OF_EACH, "kv_usage_peak"), 0)
 
 
 def test_who_went_on_elsewhere_is_counted() -> None:

@@ -35,7 +35,6 @@ NO_WORDS = r"\btl \.|\bmask (=|&) |begin \+ lane|(\.|def) stage \(|stage_(batch|
 # Modules of features, and packages of such.
 FEATURES = (
     "features",
-    "grammars",
     "parallel.stages",
     "passes.layout.aux_hidden_states",
     "passes.linear.adapters",

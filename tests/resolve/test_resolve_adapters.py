@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 

@@ -16,7 +16,7 @@ from running_server import MODEL, RunningServer
 from torch import nn
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from compiled_engine.server.adapter_names import AdapterNames
 from compiled_engine.server.errors import ApiError

@@ -13,9 +13,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from random_schemas import is_valid, random_schema
 
+from compiled_engine.features.structured.grammars.text import grammar_text
+from compiled_engine.features.structured.grammars.trials import parser_limits
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.grammars.text import grammar_text
-from compiled_engine.grammars.trials import parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.chat_messages import FunctionDefinition, Tool

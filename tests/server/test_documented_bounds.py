@@ -24,7 +24,7 @@ from test_pulse import StandsStill
 from tiny_tokenizers import byte_level
 
 from compiled_engine.engine.messages import RequestLimits
-from compiled_engine.frontend.pooling_processor import PoolingProcessor
+from compiled_engine.features.pooling.frontend.processor import PoolingProcessor
 from compiled_engine.pooling import EMBED, LAST, NONE, Pooling
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.http_protocol import MOST_HEADERS

@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_answer_parsers import chunked, content, cuts, parse
 from test_call_grammars import ANSWER, Bytes, chat_format, check_calls, drawn, form_of, tokens_of, tool_use
 
+from compiled_engine.features.structured.grammars.trials import parser_limits
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob
-from compiled_engine.grammars.trials import parser_limits
 from compiled_engine.server.logprob_shapes import TextLogprobs
 from compiled_engine.server.parsers.answer import AnswerParser, joined
 from compiled_engine.server.parsers.harmony import LONGEST_HEADER, MARKUP, HarmonyParser

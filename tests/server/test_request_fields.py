@@ -12,7 +12,7 @@ import httpx
 import pytest
 from running_server import MODEL, RunningServer, ScriptedEngine, error_of, running
 
-from compiled_engine.frontend.pooling import PoolingParams
+from compiled_engine.features.pooling.frontend.task import PoolingParams
 from compiled_engine.server.chat_messages import ChatMessage
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ResponseObject, ResponsesRequest

@@ -13,7 +13,7 @@ from folders import REPOSITORY
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import MODEL, RunningServer
 
-from compiled_engine.frontend.adapters import LoRARequest
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.adapter_names import AdapterNames

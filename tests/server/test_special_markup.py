@@ -14,9 +14,9 @@ from tiny_tokenizers import byte_level, wrap
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from compiled_engine.features.structured.grammars.trials import parser_limits
 from compiled_engine.frontend.detokenizer import Detokenizer
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.grammars.trials import parser_limits
 from compiled_engine.server.chat_format import ChatFormat, SpecialTokenGuard
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning

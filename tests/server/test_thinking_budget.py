@@ -13,8 +13,8 @@ from running_server import RunningServer, ScriptedEngine, error_of, running
 from test_call_grammars import ANSWER, LONG_WORK, tool_use
 from test_special_markup import CALLS, chat_of
 
-from compiled_engine.grammars.text import grammar_text
-from compiled_engine.grammars.trials import parser_limits
+from compiled_engine.features.structured.grammars.text import grammar_text
+from compiled_engine.features.structured.grammars.trials import parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.forms import ToolUse, answer_form

@@ -17,6 +17,7 @@ import pytest
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import apply
 from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.parallel.connect import Connections
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import worker
@@ -212,12 +213,13 @@ def rank_threads(
     launched: list[RankThreads] = []
     ready = threading.Event()
 
-    def connect(given: EngineConfig, rank: int) -> Any:
-        group = SimpleNamespace(
+    def connect(given: EngineConfig, rank: int) -> Connections:
+        group: Any = SimpleNamespace(
             kind="threads", rank=rank, size=count, close=lambda: runners[rank].closed.append("group")
         )
         stage = Stage(range(1), rank // parallel.tensor_parallel_size, parallel.num_stages)
-        return group, None if parallel.num_stages == 1 else SimpleNamespace(stage=stage)
+        link: Any = None if parallel.num_stages == 1 else SimpleNamespace(stage=stage)
+        return Connections(group, link)
 
     def executor_of(*arguments: Any) -> ScriptedRunner:
         runner = runners[arguments[6].rank]

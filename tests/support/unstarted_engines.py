@@ -13,8 +13,12 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
-from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.pooling import PoolingParams
+from compiled_engine.features.adapters.frontend.requests import AdapterRequests
+from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.features.request_registry import RequestFeatures
+from compiled_engine.features.structured import extras as structured
+from compiled_engine.features.structured.frontend.requests import StructuredRequests
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.request_stream import RequestStreams
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
@@ -32,7 +36,7 @@ class Processor:
     """Prepares nothing: raises what it is given."""
 
     def process(self, *arguments: Any, lora_request: Any = None) -> Any:
-        """lora_request: also the last of the arguments."""
+        """lora_request: also the last of the arguments, if given."""
         raise Passed(*arguments, *([] if lora_request is None else [lora_request]))
 
     score = process
@@ -40,7 +44,12 @@ class Processor:
     def num_characters_of_pairs(self, *texts: Any) -> int:
         return 0
 
-    adapters = SimpleNamespace(has_read=lambda lora_request: True)
+
+def features(find: Callable[[Any], Any] = lambda lora_request: None, objects_allowed: str = "") -> RequestFeatures:
+    """Features whose adapters are those that `find` returns, and need not be read."""
+    adapters = AdapterRequests(None)
+    adapters.finder = SimpleNamespace(find=find, has_read=lambda lora_request: True)  # type: ignore[assignment]
+    return RequestFeatures(StructuredRequests(None, 100, frozenset(), objects_allowed), adapters)
 
 
 class Tokenizer:
@@ -55,6 +64,7 @@ def parts(*, pools: bool = False, tokenizer: Any = None, **rest: Any) -> Any:
         "loop": SimpleNamespace(run=lambda *given, **named: iter([(given, named)]), close=lambda: None),
         "tokenizer": tokenizer,
         "inputs": Processor(),
+        "features": features(),
         "pooling": Processor() if pools else None,
         "default_sampling_params": DEFAULT,
         "profiler": SimpleNamespace(running=False),
@@ -65,7 +75,9 @@ def parts(*, pools: bool = False, tokenizer: Any = None, **rest: Any) -> Any:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     def make(*, options: Any = SILENT, **given: Any) -> LLM:
-        monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: parts(**given))
+        made = parts(**given)
+        monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: made)
+        monkeypatch.setattr("compiled_engine.llm.make_pooling_processor", lambda model, inputs: made.pooling)
         return LLM(**options)
 
     return make
@@ -108,19 +120,20 @@ def made_async(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM,
     client = Client()
 
     def make(**given: Any) -> tuple[AsyncLLM, Client]:
-        given = {"client": client, "streams": RequestStreams(None), "limits": None, "token_masks": None} | given  # type: ignore[arg-type]
+        given = {"client": client, "streams": RequestStreams(None), "limits": None, "given": {}} | given  # type: ignore[arg-type]
         made = parts(**given)
         made.core.address = "/somewhere"
         monkeypatch.setattr("compiled_engine.async_llm.start_engine", lambda *arguments, **named: made)
+        monkeypatch.setattr("compiled_engine.async_llm.make_pooling_processor", lambda model, inputs: made.pooling)
         monkeypatch.setattr("compiled_engine.async_llm.end", lambda *arguments: None)
         return AsyncLLM(), client
 
     return make
 
 
-def prepared(request_id: str, *, adapter: AdapterRef | None = None, completions: int = 1, **params: Any) -> Any:
-    made = SamplingParams(**params)
-    requests = tuple(
-        EngineRequest(f"{request_id}-{i}", (1,), made, extras=extras_of(adapter)) for i in range(completions)
-    )
+def prepared(
+    request_id: str, *, adapter: AdapterRef | None = None, grammar: str | None = None, completions: int = 1
+) -> Any:
+    made, extras = SamplingParams(), extras_of(adapter) | structured.extras_of(grammar)
+    requests = tuple(EngineRequest(f"{request_id}-{i}", (1,), made, extras=extras) for i in range(completions))
     return PreparedRequest(request_id, None, (1,), made, requests)

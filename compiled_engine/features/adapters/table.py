@@ -20,6 +20,9 @@ from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
 
 # Most adapter names whose requests are counted.
 MOST_COUNTED = 1000
+# Metrics that add up over replicas.
+COUNTERS = ("adapter_loads", "adapter_placements", "adapter_requests")
+GAUGES = ("adapters_loaded", "adapters_in_slots", "adapter_requests_running", "adapter_requests_waiting")
 
 
 class AdapterTable:
@@ -91,10 +94,9 @@ class AdapterTable:
         self._changed = True
 
     def metrics(self) -> dict[str, Any]:
-        """Return current numbers of adapters and of requests by adapter name, and counts since the start.
+        """Return COUNTERS, which count since the start, GAUGES, which have current numbers, and max_adapters.
 
-        adapter_loads, adapter_placements and adapter_requests count since the start; the latter by name, for the
-        MOST_COUNTED names that were used last.
+        Numbers of requests are by adapter name, and adapter_requests has the MOST_COUNTED names that were used last.
         """
         running = Counter(self._holders.values())
         return {

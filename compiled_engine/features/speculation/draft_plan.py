@@ -18,7 +18,14 @@ from compiled_engine.engine.request import Request, RequestStatus
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_sharpness import DraftSharpness, set_sharpness, sharpness_of
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, VerifiedDrafts
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS, VerifiedDrafts
+
+# Metrics that add up over replicas.
+COUNTERS = (
+    *("drafted_requests", "draft_tokens", "accepted_tokens", "accepted_by_position"),
+    *("draft_lengths", "rested"),
+)
+GAUGES = ("resting",)
 
 
 @dataclass(slots=True)

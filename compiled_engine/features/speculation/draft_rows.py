@@ -34,10 +34,11 @@ from compiled_engine.engine.input_batch import (
 )
 from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS, LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Finish, Request
 from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
 from compiled_engine.features.structured.extras import grammar_of
-from compiled_engine.grammars.constraint import is_complete
+from compiled_engine.features.structured.grammars.constraint import is_complete
 from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
 
 
 class Structured(PlanFeature):
     """Holds back and masks constrained requests. max_num_requests: most requests of a step."""
+
+    calls = ("set_vocabulary",)
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -25,7 +29,8 @@ class Structured(PlanFeature):
         self._of: dict[Request, Constrained] = {}  # constraints of requests that were added
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        self._grammars.set_vocabulary(vocabulary)
+        """Set the vocabulary. Only the first call has an effect. vocabulary: may have come from another process."""
+        self._grammars.set_vocabulary(msgspec.convert(vocabulary, GrammarVocabulary))
 
     def check(self, request: EngineRequest) -> None:
         if request.sampling_params.token_mask is not None:

@@ -14,8 +14,8 @@ from compiled_engine.engine.messages import EngineRequest, RunnerOutput
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.speculation.draft_length import LEAST_STEPS, PROBE_EVERY, DraftLength, Drafts
 from compiled_engine.features.speculation.draft_plan import DraftPlan
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 
 
 def run(

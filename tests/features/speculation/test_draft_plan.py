@@ -16,8 +16,8 @@ from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.speculation.draft_length import DraftLength, Drafts
 from compiled_engine.features.speculation.draft_plan import DraftPlan
 from compiled_engine.features.speculation.draft_sharpness import LEAST, sharpness_of
+from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampled_tokens import VERIFIED_DRAFTS
 
 MOST = 3
 

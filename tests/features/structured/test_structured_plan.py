@@ -10,8 +10,8 @@ from token_masks import ByLastToken
 
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.engine.request import Finish, Request
+from compiled_engine.features.structured.grammars.constraint import GrammarConstraint
 from compiled_engine.features.structured.plan import Structured
-from compiled_engine.grammars.constraint import GrammarConstraint
 from compiled_engine.sampling.params import SamplingParams
 
 VOCABULARY = 11

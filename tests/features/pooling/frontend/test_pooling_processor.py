@@ -14,10 +14,10 @@ from tokenizers import processors
 
 from compiled_engine.engine.messages import EngineOutput, RequestLimits, StepOutputs
 from compiled_engine.features.pooling.extras import NAME, Vectors
+from compiled_engine.features.pooling.frontend.processor import CHARACTERS_AT_ONCE, PoolingBounds, PoolingProcessor
+from compiled_engine.features.pooling.frontend.running import results
+from compiled_engine.features.pooling.frontend.task import PoolingParams, PoolingTask
 from compiled_engine.frontend.output_processor import OutputProcessor
-from compiled_engine.frontend.pooling import PoolingParams, PoolingTask
-from compiled_engine.frontend.pooling_processor import CHARACTERS_AT_ONCE, PoolingBounds, PoolingProcessor
-from compiled_engine.frontend.running_pooling import results
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.pooling import CLASSIFY, EMBED, LAST, NONE, NORMALISE, SOFTMAX, Dense, Pooling
 

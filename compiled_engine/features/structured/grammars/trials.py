@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from compiled_engine.grammars.constraint import error_of
+from compiled_engine.features.structured.grammars.constraint import error_of
 from compiled_engine.process.child import start_process
 from compiled_engine.process.smallest_first import TakesLong
 

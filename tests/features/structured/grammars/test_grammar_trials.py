@@ -13,7 +13,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from compiled_engine.grammars.trials import GrammarTrials
+from compiled_engine.features.structured.grammars.trials import GrammarTrials
 from compiled_engine.process.smallest_first import TakesLong
 
 TOO_MUCH = "it takes more than 0.4 s of processor time or 200 MiB of memory to compile"
@@ -98,7 +98,7 @@ def test_tokens_of_the_model_are_taken_to_exist(trials: GrammarTrials, rule: str
 def test_a_fork_has_a_process_of_its_own() -> None:
     program = f"""
 import os
-from compiled_engine.grammars.trials import GrammarTrials
+from compiled_engine.features.structured.grammars.trials import GrammarTrials
 trials = GrammarTrials()
 assert trials.error({good("b")!r}) == ""
 if not (fork := os.fork()):
@@ -112,7 +112,7 @@ assert trials.error({good("d")!r}) == ""
 def test_the_process_ends_with_its_caller() -> None:
     program = f"""
 import psutil
-from compiled_engine.grammars.trials import GrammarTrials
+from compiled_engine.features.structured.grammars.trials import GrammarTrials
 trials = GrammarTrials()
 trials.error({good("b")!r})
 print(psutil.Process().children()[0].pid)

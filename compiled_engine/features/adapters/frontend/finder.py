@@ -1,4 +1,4 @@
-"""`LoRARequest` names an adapter; `AdapterFinder` resolves it to the reference that the engine core gets.
+"""`AdapterFinder` resolves a LoRARequest to the reference to an adapter that the engine core gets.
 
 The core identifies adapters by a digest of their files. Files are read once; afterwards each request only checks with
 the file system whether they changed. New content gets a new digest and shares no cached prefix with the old one.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.features.adapters.extras import AdapterRef
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.models.checkpoint.adapter_files import require_rank, stamp
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.folders import resolve_adapter_folder
@@ -21,37 +21,7 @@ from compiled_engine.resolve.folders import resolve_adapter_folder
 if TYPE_CHECKING:
     from compiled_engine.config import AdapterConfig
 
-# Maximum characters of a name and of a path; number of adapters remembered.
-LONGEST_NAME, LONGEST_PATH, MOST_KNOWN = 256, 4096, 1024
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """The adapter of a request. Raises TypeError or ValueError with the field, its value and what is allowed."""
-
-    lora_name: str  # for metrics and the server
-    lora_int_id: int  # at least 1; only checked, since the adapter's content identifies it
-    lora_path: str | Path  # a folder in PEFT's layout, or org/name or org/name@revision of the Hugging Face Hub
-    # Resolved folders that must contain the adapter's files after following links; none for any.
-    within: tuple[Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.lora_name, str) or not isinstance(self.lora_path, str | Path):
-            raise TypeError(f"lora_name and lora_path must be text, got {self.lora_name!r} and {self.lora_path!r}")
-        if not self.lora_name:
-            raise ValueError("lora_name must not be empty")
-        if len(self.lora_name) > LONGEST_NAME or not self.lora_name.isprintable():
-            got = f"{len(self.lora_name)}, {self.lora_name[:40]!r}"
-            raise ValueError(f"lora_name must have at most {LONGEST_NAME} characters, all printable, got {got}")
-        if len(str(self.lora_path)) > LONGEST_PATH:
-            length = len(str(self.lora_path))
-            raise ValueError(f"lora_path must have at most {LONGEST_PATH:,} characters, got {length:,}")
-        if not str(self.lora_path):
-            raise ValueError("lora_path must not be empty")
-        if "\0" in str(self.lora_path):
-            raise ValueError(f"lora_path must have no null character, got {str(self.lora_path)!r}")
-        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id must be an integer of at least 1, got {self.lora_int_id!r}")
+MOST_KNOWN = 1024  # number of adapters remembered
 
 
 class _Found(NamedTuple):

@@ -13,20 +13,15 @@ from tiny_tokenizers import byte_level
 
 from compiled_engine.engine.messages import EngineOutput, RequestLimits, prefix_root
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
-from compiled_engine.frontend.pooling import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingOutput,
-    PoolingParams,
-    PoolingTask,
-)
-from compiled_engine.frontend.pooling_processor import (
+from compiled_engine.features.pooling.frontend.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput
+from compiled_engine.features.pooling.frontend.processor import (
     PoolingProcessor,
     Scoring,
     require_generating,
     require_pooling,
 )
-from compiled_engine.frontend.running_pooling import RunningPooling, classifications, embeddings, results
+from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
+from compiled_engine.features.pooling.frontend.task import PoolingParams, PoolingTask
 from compiled_engine.pooling import CLASSIFY, EMBED, LAST, NONE, NORMALISE, SIGMOID, SOFTMAX, Dense, Pooling
 
 TOKENIZER = byte_level()
@@ -152,7 +147,7 @@ def test_a_text_becomes_a_request() -> None:
         assert list(request.prompt_token_ids) == list(each.prompt_token_ids) == ids
         assert (each.priority, each.prefix_root, each.extras) == (3, prefix_root(salt=salt), {})
         assert (each.sampling_params.max_tokens, each.request_id) == (1, request.request_id)
-        assert request.pooling == PoolingTask("embed", EMBEDS, PoolingParams(), 4)
+        assert collecting(request).task == PoolingTask("embed", EMBEDS, PoolingParams(), 4)
     assert [request.prompt for request in requests] == ["hello", None]
     assert [request.request_id for request in requests] == ["r0", "r1"]
     (named,) = processor().process("hello", prompt_name="query")
@@ -173,8 +168,7 @@ def test_a_model_of_lower_case_gets_no_other() -> None:
 )
 def test_the_task_of_a_call_goes_before_that_of_its_parameters(in_params: Any, asked: Any, task: str) -> None:
     (request,) = processor().process("hello", PoolingParams(task=in_params), asked)
-    assert request.pooling is not None
-    assert request.pooling.name == task
+    assert collecting(request).task.name == task
     assert request.engine_requests[0].extras == ({NAME: True} if task.startswith("token") else {})
 
 
@@ -229,11 +223,17 @@ def test_without_a_tokenizer_only_token_ids_are_pooled() -> None:
         processor(ONE_LABEL, has_tokenizer=False).score("a", "b")
 
 
+def collecting(request: Any) -> RunningPooling:
+    found = request.collect(request)
+    assert isinstance(found, RunningPooling)
+    return found
+
+
 def ended(requests: Sequence[Any], rows: Sequence[Any], cached: Sequence[int | None] = ()) -> list[RunningPooling]:
     """Return finished requests with these rows of values."""
     found = []
     for request, values, num_cached in itertools.zip_longest(requests, rows, cached):
-        running, data = RunningPooling(request), np.atleast_2d(np.array(values, "<f4"))
+        running, data = collecting(request), np.atleast_2d(np.array(values, "<f4"))
         vectors = Vectors(0, data.shape[1], data.tobytes())
         output = EngineOutput(request.request_id, (), finish_reason="length", extras={NAME: vectors})
         running.update(EngineOutput(request.request_id, (), num_cached_tokens=num_cached), 0.0)
@@ -355,7 +355,7 @@ def test_results_of_tokens_are_those_of_their_requests() -> None:
 def test_a_request_that_ends_without_a_result_is_an_error(reason: str, why: str | None, has_vectors: bool) -> None:
     good, bad = processor().process(["a", "b"])
     running = ended([good], [[1, 2, 3, 4]])
-    failed = RunningPooling(bad)
+    failed = collecting(bad)
     extras = {NAME: Vectors(0, 4, bytes(16))} if has_vectors else {}
     failed.update(EngineOutput("r1", (), finish_reason=reason, stop_reason=why, extras=extras), 0.0)
     for make in (results, embeddings, Scoring([good, bad], [(0, 1)]).scores):
@@ -366,7 +366,7 @@ def test_a_request_that_ends_without_a_result_is_an_error(reason: str, why: str 
 def test_a_request_that_pools_gets_no_token() -> None:
     (request,) = processor().process("a")
     with pytest.raises(RuntimeError, match="'r0' got a token, but it pools"):
-        RunningPooling(request).look("r0", 0.0)
+        collecting(request).look("r0", 0.0)
 
 
 def test_a_model_pools_or_generates() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from compiled_engine.grammars.text import grammar_text
-from compiled_engine.grammars.trials import parser_limits
+from compiled_engine.features.structured.grammars.text import grammar_text
+from compiled_engine.features.structured.grammars.trials import parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
 

@@ -14,8 +14,10 @@ from torch import nn
 from compiled_engine.config import AdapterConfig
 from compiled_engine.engine.messages import RequestLimits, prefix_root
 from compiled_engine.features.adapters.extras import AdapterRef, adapter_of
-from compiled_engine.frontend import adapters
-from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
+from compiled_engine.features.adapters.frontend import finder as finder_module
+from compiled_engine.features.adapters.frontend.finder import AdapterFinder
+from compiled_engine.features.adapters.frontend.requests import AdapterRequests
+from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.models.checkpoint import adapter_folder
@@ -114,12 +116,16 @@ def test_what_can_only_be_merged_is_refused_and_not_remembered(tmp_path: Path, r
 
 
 def test_requests_of_a_prompt_have_its_adapter_and_share_no_prefix_with_others(folders: list[Path]) -> None:
-    processor = InputProcessor(None, RequestLimits(100, 50, 50), frozenset(), adapters=CONFIG)
+    feature = AdapterRequests(CONFIG)
+    processor = InputProcessor(None, RequestLimits(100, 50, 50), frozenset(), features=[feature])
     named = [LoRARequest("a", 1, folders[0]), None, LoRARequest("b", 2, folders[1])]
     prompts: list[Any] = [{"prompt_token_ids": [3], "cache_salt": "s"}, [3], [3]]
-    requests = processor.process(parse_prompts(prompts), SamplingParams(n=2, detokenize=False), None, named)
-    refs = processor.adapters.find_each(named, 3)
-    for request, ref, salt in zip(requests, refs, ("s", None, None), strict=True):
+    requests = processor.process(
+        parse_prompts(prompts), SamplingParams(n=2, detokenize=False), None, lora_request=named
+    )
+    refs = feature.finder.find_each(named, 3)
+    for request, given, ref, salt in zip(requests, named, refs, ("s", None, None), strict=True):
+        assert request.output.get("lora_request") is given
         assert [adapter_of(child) for child in request.engine_requests] == [ref, ref]
         root = prefix_root(salt=salt, adapter=ref and ref.digest)
         assert {child.prefix_root for child in request.engine_requests} == {root}
@@ -152,7 +158,7 @@ def test_paths_that_were_refused_leave_nothing_behind(tmp_path: Path, folders: l
 def test_a_bounded_number_of_adapters_is_remembered(
     folders: list[Path], read: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "MOST_KNOWN", 1)
+    monkeypatch.setattr(finder_module, "MOST_KNOWN", 1)
     finder = AdapterFinder(CONFIG)
     one, other = (LoRARequest(f"name{i}", i + 1, folder) for i, folder in enumerate(folders))
     for request in (one, one, other, other, one):

@@ -10,8 +10,7 @@ import numpy as np
 
 from compiled_engine.engine.messages import EngineOutput
 from compiled_engine.features.pooling.extras import Vectors, vectors_in
-from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.pooling import (
+from compiled_engine.features.pooling.frontend.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -19,14 +18,17 @@ from compiled_engine.frontend.pooling import (
     PoolingOutput,
     PoolingRequestOutput,
 )
+from compiled_engine.features.pooling.frontend.task import PoolingTask
+from compiled_engine.frontend.prepared_request import PreparedRequest
 
 Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 
 
 class RunningPooling:
-    """A running pooling request, the counterpart of RunningRequest."""
+    """A running pooling request, the counterpart of RunningRequest. task: turns its vectors into its result."""
 
-    def __init__(self, request: PreparedRequest) -> None:
+    def __init__(self, task: PoolingTask, request: PreparedRequest) -> None:
+        self.task = task
         self.request = request
         self.request_id = request.request_id
         self.finished = False
@@ -76,18 +78,16 @@ def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
         each.raise_if_failed()
     if not ended:
         return np.empty((0, 0), np.float32)
-    task = ended[0].request.pooling
-    assert task is not None
     data = bytearray().join([vectors.data for each in ended for vectors in each.vectors])
     rows_ML = np.frombuffer(data, np.float32).reshape(-1, ended[0].vectors[0].width)
-    return np.ascontiguousarray(task.finish(rows_ML))
+    return np.ascontiguousarray(ended[0].task.finish(rows_ML))
 
 
 def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[PoolingOutput]]:
     """Return the results in the form of `encode`. Raises RuntimeError as `finished_rows` does."""
     rows_ML = finished_rows(ended)
     values: Iterable[np.ndarray] = rows_ML
-    if ended and (task := ended[0].request.pooling) is not None and task.by_token:
+    if ended and ended[0].task.by_token:
         ends = accumulate((sum(vectors.num_rows for vectors in each.vectors) for each in ended), initial=0)
         values = [rows_ML[start:end] for start, end in pairwise(ends)]
     return result_of_each(PoolingRequestOutput, PoolingOutput, ended, values)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from compiled_engine.grammars.string_masks import StringMasks
+from compiled_engine.features.structured.grammars.string_masks import StringMasks
 from compiled_engine.sampling.token_mask import Constraint
 
 if TYPE_CHECKING:

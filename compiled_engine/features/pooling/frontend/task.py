@@ -1,18 +1,13 @@
-"""Pooling requests: parameters, post-processing of the engine's vectors, and results with vLLM's names."""
+"""Parameters of pooling requests, with vLLM's names, and the post-processing of the engine's vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
 
-import msgspec
 import numpy as np
 
 from compiled_engine.pooling import CLASSIFY, EMBED, NONE, NORMALISE, SIGMOID, SOFTMAX, Pooling
-
-if TYPE_CHECKING:
-    import torch
 
 TOKEN_EMBED, TOKEN_CLASSIFY = "token_embed", "token_classify"
 BY_TOKEN = {TOKEN_EMBED: EMBED, TOKEN_CLASSIFY: CLASSIFY}
@@ -108,63 +103,3 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     SOFTMAX: _softmax,
     SIGMOID: _sigmoid,
 }
-
-
-class PoolingOutput(msgspec.Struct, frozen=True):
-    """A request's values, fp32: a vector, or [tokens, values] for a task by token."""
-
-    values: np.ndarray
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The values as a tensor."""
-        import torch
-
-        return torch.from_numpy(self.values)
-
-
-class EmbeddingOutput(msgspec.Struct, frozen=True):
-    embedding: list[float]
-
-    @property
-    def hidden_size(self) -> int:
-        return len(self.embedding)
-
-
-class ClassificationOutput(msgspec.Struct, frozen=True):
-    """Probabilities of the labels, in the order of id2label."""
-
-    probs: list[float]
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.probs)
-
-
-class ScoringOutput(msgspec.Struct, frozen=True):
-    score: float
-
-
-Output = TypeVar("Output")
-
-
-class PoolingRequestOutput(msgspec.Struct, Generic[Output], frozen=True):
-    """The result of a request."""
-
-    request_id: str
-    outputs: Output
-    prompt_token_ids: list[int]
-    finished: bool
-    num_cached_tokens: int | None = None
-
-
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput], frozen=True):
-    """A result of `embed`."""
-
-
-class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput], frozen=True):
-    """A result of `classify`."""
-
-
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput], frozen=True):
-    """A result of `score`."""

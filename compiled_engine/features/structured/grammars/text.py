@@ -8,7 +8,7 @@ import re
 from functools import cache
 from typing import Any
 
-from compiled_engine.grammars.trials import GrammarTrials
+from compiled_engine.features.structured.grammars.trials import GrammarTrials
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
 # Grammars of at most this many characters do not wait for larger ones.

@@ -5,25 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from compiled_engine.engine.messages import ROOT, EngineRequest, RequestLimits, prefix_root
-from compiled_engine.features.adapters import extras as adapter_extras
-from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.pooling import extras as pooling_extras
-from compiled_engine.frontend.adapters import AdapterFinder, LoRARequest
-from compiled_engine.frontend.input_processor import (
-    PreparedRequest,
-    check_token_ids,
-    checked_priorities,
-    require_unicode,
-)
-from compiled_engine.frontend.pooling import PoolingParams, PoolingTask, ScoringOutput, ScoringRequestOutput
+from compiled_engine.features.pooling.frontend.outputs import ScoringOutput, ScoringRequestOutput
+from compiled_engine.features.pooling.frontend.running import RunningPooling, finished_rows, result_of_each
+from compiled_engine.features.pooling.frontend.task import PoolingParams, PoolingTask
+from compiled_engine.frontend.input_processor import check_token_ids, checked_priorities, require_unicode
+from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt, PromptLike, check_salt, num_characters, parse_prompts
-from compiled_engine.frontend.running_pooling import RunningPooling, finished_rows, result_of_each
+from compiled_engine.frontend.request_hooks import NO_PART, RequestFeature, RequestPart, parts_of_all
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT, Pair
 from compiled_engine.pooling import EMBED, Pooling
@@ -33,6 +28,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from compiled_engine.config import ModelConfig
+    from compiled_engine.frontend.input_processor import InputProcessor
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -88,10 +84,10 @@ class PoolingProcessor:
         pooling: Pooling,
         hidden_size: int,
         id_prefix: str = "",
-        adapters: AdapterFinder | None = None,
+        features: Sequence[RequestFeature] = (),
     ) -> None:
         self._tokenizer, self._limits, self.pooling, self._hidden_size = tokenizer, limits, pooling, hidden_size
-        self._adapters = adapters or AdapterFinder(None)
+        self._features = features
         self._id_prefix, self._numbers = id_prefix, itertools.count()
         self._width = pooling.width(hidden_size)
 
@@ -104,20 +100,20 @@ class PoolingProcessor:
         priority: int = 0,
         bounds: PoolingBounds = UNBOUNDED,
         is_stopped: Stopped = never,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **given: Any,
     ) -> list[PreparedRequest]:
         """Make a request for each prompt.
 
         `prompt_name` selects one of the checkpoint's prompts, which is put before each text. `is_stopped` is polled
-        between parts of the work. `lora_request` is one for all prompts, or a list with one for each.
+        between parts of the work. `given` has arguments that only other features read, such as lora_request.
 
         Raises TypeError or ValueError with the field, its value and what is allowed; WorkStopped if stopped.
         """
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
         parsed = parse_prompts(prompts)
-        adapters = self._adapters.find_each(lora_request, len(parsed))
-        prepared = self._process(parsed, wanted, prompt_name, priority, is_stopped, adapters)
+        parts = parts_of_all(self._features, [_one_step()] * len(parsed), given)
+        prepared = self._process(parsed, wanted, prompt_name, priority, is_stopped, parts)
         results = sum(len(each.prompt_token_ids) for each in prepared) if wanted.by_token else len(prepared)
         if bounds.values is not None and results * self._width > bounds.values:
             what = "tokens" if wanted.by_token else "texts"
@@ -134,7 +130,7 @@ class PoolingProcessor:
         prompt_name: str | None,
         priority: int,
         is_stopped: Stopped,
-        adapters: Sequence[AdapterRef | None],
+        parts: Sequence[RequestPart],
     ) -> list[PreparedRequest]:
         before, most = self._before(prompt_name), self._most(wanted.params)
         texts = [before + (each.text or "") for each in parsed if each.token_ids is None]
@@ -145,7 +141,7 @@ class PoolingProcessor:
             self._check_text(name, text, wanted.params)
         encoded = map(tuple, self._encoded(texts, wanted.params, is_stopped))
         token_ids = [next(encoded) if each.token_ids is None else each.token_ids[:most] for each in parsed]
-        return self._prepare(parsed, token_ids, wanted, priority, adapters)
+        return self._prepare(parsed, token_ids, wanted, priority, parts)
 
     def score(
         self,
@@ -157,12 +153,12 @@ class PoolingProcessor:
         cache_salt: str | None = None,
         bounds: PoolingBounds = UNBOUNDED,
         is_stopped: Stopped = never,
-        lora_request: LoRARequest | None = None,
+        **given: Any,
     ) -> Scoring:
         """Make requests that score pairs of texts: one query with each document, or equally many of both.
 
-        `instruction` is for rerankers with a template. `lora_request` applies to all texts. Raises the errors of
-        `process`, and ValueError for a classifier with several labels or a task with per-token results.
+        `instruction` is for rerankers with a template. `given` applies to all texts, see `process`. Raises the errors
+        of `process`, and ValueError for a classifier with several labels or a task with per-token results.
         """
         wanted = self._task(params, None)
         if wanted.by_token:
@@ -183,13 +179,13 @@ class PoolingProcessor:
         (priority,) = checked_priorities(priority, 1, self._limits)
         if cache_salt is not None:
             check_salt("cache_salt", cache_salt)
-        adapter = None if lora_request is None else self._adapters.find(lora_request)
+        (part,) = parts_of_all(self._features, [_one_step()], given)
         if self.pooling.task == EMBED:
             named = [("queries", firsts), ("documents", seconds)]
             prompts = [
                 Prompt(f"{name}[{i}]", text, None, cache_salt) for name, texts in named for i, text in enumerate(texts)
             ]
-            requests = self._process(prompts, wanted, None, priority, is_stopped, [adapter] * len(prompts))
+            requests = self._process(prompts, wanted, None, priority, is_stopped, [part] * len(prompts))
             first = itertools.repeat(0) if len(firsts) == 1 else itertools.count()
             return Scoring(requests, [(i, len(firsts) + j) for i, j in zip(first, range(len(seconds)), strict=False)])
         if self.pooling.num_labels != 1:
@@ -206,8 +202,8 @@ class PoolingProcessor:
             prompts.append(Prompt(f"documents[{i}]", None, ids, cache_salt))
             token_ids.append(ids)
             places.append(pair.second)
-        adapters = [adapter] * len(prompts)
-        return Scoring(self._prepare(prompts, token_ids, wanted, priority, adapters, places), None)
+        parts = [part] * len(prompts)
+        return Scoring(self._prepare(prompts, token_ids, wanted, priority, parts, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
         """Return how many characters `score` tokenises. With a template, every pair counts in full."""
@@ -306,25 +302,26 @@ class PoolingProcessor:
         token_ids: Sequence[tuple[int, ...]],
         task: PoolingTask,
         priority: int,
-        adapters: Sequence[AdapterRef | None],
+        parts: Sequence[RequestPart],
         second_texts: Iterable[int | None] = itertools.repeat(None),
     ) -> list[PreparedRequest]:
         limits, params = self._limits, _one_step()
         longest, of_task = limits.most_prompt_tokens, pooling_extras.extras_of(by_token=task.by_token)
+        collect = partial(RunningPooling, task)
         prepared = []
-        for prompt, ids, adapter, second_text in zip(prompts, token_ids, adapters, second_texts, strict=False):
+        for prompt, ids, part, second_text in zip(prompts, token_ids, parts, second_texts, strict=False):
             check_token_ids(prompt, ids, limits.vocab_size)
             if len(ids) > longest:
                 limits.check_length(prompt.name, len(ids))
             request_id = f"{self._id_prefix}{next(self._numbers)}"
             root, extras = ROOT, of_task
-            if prompt.cache_salt is not None or adapter is not None:
-                root = prefix_root(salt=prompt.cache_salt, adapter=None if adapter is None else adapter.digest)
-                extras = extras | adapter_extras.extras_of(adapter)
+            if prompt.cache_salt is not None or part is not NO_PART:
+                root = prefix_root(salt=prompt.cache_salt, **part.root)
+                extras = {**extras, **part.extras}
             if second_text is not None:
                 extras = extras | pooling_extras.extras_of(by_token=task.by_token, second_text=second_text)
             request = EngineRequest(request_id, ids, params, priority=priority, prefix_root=root, extras=extras)
-            prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), task))
+            prepared.append(PreparedRequest(request_id, prompt.text, ids, params, (request,), collect=collect))
         return prepared
 
 
@@ -353,13 +350,12 @@ def _texts(name: str, given: Any) -> list[str]:
     return list(texts)
 
 
-def make_pooling_processor(
-    model: ModelConfig, tokenizer: Tokenizer | None, limits: RequestLimits, adapters: AdapterFinder, id_prefix: str = ""
-) -> PoolingProcessor | None:
-    """Return the processor, or None for a generative model."""
+def make_pooling_processor(model: ModelConfig, inputs: InputProcessor) -> PoolingProcessor | None:
+    """Return the processor, or None for a generative model. inputs: of the same engine."""
     if model.pooling is None:
         return None
-    return PoolingProcessor(tokenizer, limits, model.pooling, model.hidden_size, id_prefix, adapters)
+    pooling, hidden_size = model.pooling, model.hidden_size
+    return PoolingProcessor(inputs.tokenizer, inputs.limits, pooling, hidden_size, inputs.id_prefix, inputs.features)
 
 
 def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:

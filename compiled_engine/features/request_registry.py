@@ -1,0 +1,27 @@
+"""Makes the parts of features in the frontend, for `LLM` and for `AsyncLLM`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.features.adapters.frontend.requests import AdapterRequests
+from compiled_engine.features.structured.frontend.requests import StructuredRequests
+from compiled_engine.frontend.tokenizer import Tokenizer
+
+
+class RequestFeatures(NamedTuple):
+    """The parts of features in the frontend, in the order in which they are asked."""
+
+    structured: StructuredRequests
+    adapters: AdapterRequests
+
+
+def request_features(
+    config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int], objects_allowed: str = ""
+) -> RequestFeatures:
+    """Return the parts of all features. objects_allowed: see StructuredRequests."""
+    return RequestFeatures(
+        StructuredRequests(tokenizer, config.model.vocab_size, eos_token_ids, objects_allowed),
+        AdapterRequests(config.adapters),
+    )

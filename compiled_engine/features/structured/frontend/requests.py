@@ -1,0 +1,81 @@
+"""Requests with a grammar or a token mask: their part of each request, and the vocabulary that grammars need before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from compiled_engine.engine.control import ControlError
+from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary
+from compiled_engine.features.structured.extras import NAME, extras_of
+from compiled_engine.features.structured.grammars.text import grammar_text
+from compiled_engine.frontend.request_hooks import NO_PART, AsyncCall, Call, RequestFeature, RequestPart
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.sampling.params import SamplingParams
+
+
+class StructuredRequests(RequestFeature):
+    """Turns structured_outputs into grammars, and gives the core the vocabulary before the first of them.
+
+    objects_allowed: the condition under which requests may have objects such as token masks, if this engine does not
+    fulfil it; "" if it does.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int], objects_allowed: str = ""
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._objects_allowed = objects_allowed
+        self._has_vocabulary = False  # the core has the vocabulary
+
+    @cached_property
+    def vocabulary(self) -> GrammarVocabulary:
+        """The vocabulary, which the core needs before its first request with a grammar.
+
+        Raises ValueError without a tokenizer, or if the library `tokenizers` cannot read it.
+        """
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer, and there is none")
+        return GrammarVocabulary(self._tokenizer.to_json(), self._vocab_size, self._eos_token_ids)
+
+    def check(self, params: SamplingParams) -> None:
+        if self._tokenizer is None and params.structured_outputs:
+            raise ValueError(f"structured_outputs needs a tokenizer, got {params.structured_outputs!r} without one")
+
+    def parts(self, params: Sequence[SamplingParams], given: Mapping[str, Any]) -> Sequence[RequestPart]:
+        if all(each.structured_outputs is None and each.token_mask is None for each in params):
+            return ()
+        return [self._part(each) for each in params]
+
+    def _part(self, params: SamplingParams) -> RequestPart:
+        if params.structured_outputs is not None:
+            return RequestPart(extras_of(grammar_text(params.structured_outputs)))
+        if params.token_mask is not None and self._objects_allowed:
+            raise ValueError(f"sampling_params.token_mask must be None {self._objects_allowed}")
+        return NO_PART if params.token_mask is None else RequestPart(given=params.token_mask)
+
+    def is_slow(self, params: object) -> bool:
+        return getattr(params, "structured_outputs", None) is not None
+
+    def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
+        if not self._has_vocabulary and any(NAME in each.extras for each in requests):
+            given = ControlCall("set_vocabulary", {"vocabulary": self.vocabulary})
+            self._has_vocabulary = True
+            with suppress(ControlError):  # a replica that is busy serves the call later, but before the requests
+                call(given)
+
+    async def before_async(self, requests: Sequence[EngineRequest], call: AsyncCall) -> None:
+        if any(NAME in each.extras for each in requests):
+            await self.give_vocabulary(call)
+
+    async def give_vocabulary(self, call: AsyncCall) -> None:
+        """Give the core the vocabulary, once. Raises ValueError as `vocabulary`."""
+        if not self._has_vocabulary:
+            vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
+            if not self._has_vocabulary:
+                self._has_vocabulary = True
+                with suppress(ControlError):  # as above
+                    await call("set_vocabulary", vocabulary=vocabulary)

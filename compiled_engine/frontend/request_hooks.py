@@ -1,0 +1,84 @@
+"""Hooks of features in the frontend: they run where prompts become requests, before the engine core gets them.
+
+A feature overrides the methods of `RequestFeature` that it needs. The extras that it gives a request are for its
+planning part (PlanFeature), the fields of the output for the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from compiled_engine.engine.messages import ControlCall, EngineRequest
+from compiled_engine.sampling.params import SamplingParams
+
+
+class RequestPart(NamedTuple):
+    """A feature's part of a request."""
+
+    extras: Mapping[str, Any] = {}  # of its EngineRequests
+    root: Mapping[str, str] = {}  # parts of its prefix root, see engine/messages.prefix_root
+    given: Any = None  # the argument `given` of EngineCore.add; at most one feature sets it
+    output: Mapping[str, Any] = {}  # fields of its RequestOutput
+
+
+NO_PART = RequestPart()
+
+Call = Callable[[ControlCall], Any]
+
+
+class AsyncCall(Protocol):
+    """Makes a control call on an event loop, see CoreClient.call."""
+
+    def __call__(self, name: str, **arguments: Any) -> Awaitable[Any]: ...
+
+
+class RequestFeature:
+    """The part of a feature in the frontend. Methods do nothing unless overridden."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError, beginning with a field's name, for parameters that the engine cannot serve."""
+
+    def parts(self, params: Sequence[SamplingParams], given: Mapping[str, Any]) -> Sequence[RequestPart]:
+        """Return the feature's part of each request of a call; NO_PART for requests without one, () if none has one.
+
+        params: of each request. given: the call's arguments that only features read, by name. Raises TypeError or
+        ValueError with the argument, its value and what is allowed.
+        """
+        return ()
+
+    def is_slow(self, params: object) -> bool:
+        """Return whether `parts` takes long for these parameters, which have not been checked."""
+        return False
+
+    def reads(self, given: Mapping[str, Any]) -> Iterator[Callable[[], object]]:
+        """Yield functions that read files for `parts`, so that an event loop can have each run in a thread."""
+        return iter(())
+
+    def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
+        """Make the control calls that must be served before the core gets these requests.
+
+        Raises ValueError if one is refused.
+        """
+
+    async def before_async(self, requests: Sequence[EngineRequest], call: AsyncCall) -> None:
+        """Do the same as `before`, on an event loop."""
+
+
+def parts_of_all(
+    features: Sequence[RequestFeature], params: Sequence[SamplingParams], given: Mapping[str, Any]
+) -> list[RequestPart]:
+    """Return for each request the parts of all features together. Raises as RequestFeature.parts does."""
+    of_each = [parts for feature in features if (parts := feature.parts(params, given))]
+    if len(of_each) < 2:
+        return list(of_each[0]) if of_each else [NO_PART] * len(params)
+    return [_joined(parts) for parts in zip(*of_each, strict=True)]
+
+
+def _joined(parts: Sequence[RequestPart]) -> RequestPart:
+    return RequestPart(
+        extras={name: value for part in parts for name, value in part.extras.items()},
+        root={name: value for part in parts for name, value in part.root.items()},
+        given=next((part.given for part in parts if part.given is not None), None),
+        output={name: value for part in parts for name, value in part.output.items()},
+    )
