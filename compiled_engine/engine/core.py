@@ -45,7 +45,7 @@ CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
 class EngineCore:
     """Schedules requests, has steps executed and returns outputs. Not thread-safe: one caller adds, aborts and steps.
 
-    clock: used by benchmarks; its laps are schedule, prepare, launch, masks, wait and output. start_s: duration of the
+    clock: used by benchmarks; its laps are schedule, prepare, launch, late, wait and output. start_s: duration of the
     engine's start in seconds. features: the planning parts of the enabled features.
     """
 
@@ -131,8 +131,8 @@ class EngineCore:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
         With async scheduling the device already has the next step while a result is processed; every pipeline stage
-        adds a further step. If requests of the newest step sample late, their late inputs (token masks) are computed
-        as soon as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs are
+        adds a further step. If requests of the newest step sample late, their late inputs are computed as soon
+        as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs are
         returned and the next step is scheduled. Then the sampling is launched, and after it the next step.
 
         A step whose requests have all ended may remain pending; a later call processes it, without outputs. A request
@@ -175,13 +175,13 @@ class EngineCore:
         if self._late is not None and self._scheduler.knows_tokens_before(self._late):
             self._scheduler.begin_late(self._late)
             self._late, self._late_begun = None, True
-            self.clock.lap("masks")
+            self.clock.lap("late")
 
     def _give_late(self) -> None:
         """Wait for the late inputs, and have the executor sample with them."""
         self._late_begun = False
         self.executor.sample(self._scheduler.finish_late())
-        self.clock.lap("masks")
+        self.clock.lap("late")
 
     def _add_released(self) -> list[EngineOutput]:
         """Queue requests that are no longer held back; return the outputs of those that cannot be queued."""

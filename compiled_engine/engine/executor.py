@@ -13,7 +13,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import apply
-from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.step_hooks import MakeFeatures
 from compiled_engine.kernels.compile_ahead import triton_digests
@@ -37,8 +37,8 @@ class Executor(Protocol):
         """Submit a step, to run after the steps submitted before. Raises what fails before the launch."""
         ...
 
-    def sample(self, masks: TokenMasks) -> None:
-        """Launch the sampling of the last submitted step, which awaits masks. Call it before the next `submit`."""
+    def sample(self, late: LateInputs) -> None:
+        """Launch the sampling of the last submitted step, which samples late. Call it before the next `submit`."""
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
@@ -93,9 +93,9 @@ class InProcessExecutor:
         with self._own_context():
             return self.runner.submit(step)
 
-    def sample(self, masks: TokenMasks) -> None:
+    def sample(self, late: LateInputs) -> None:
         with self._own_context():
-            self.runner.sample(masks)
+            self.runner.sample(late)
 
     def call(self, call: ControlCall) -> list[Any]:
         with self._own_context():

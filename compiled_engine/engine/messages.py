@@ -231,7 +231,7 @@ class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]  # its block table in each KV group
-    samples_late: bool = False  # its sampling awaits TokenMasks
+    samples_late: bool = False  # its sampling awaits LateInputs
     extras: dict[str, Any] = {}  # features' plain data, by feature name
 
 
@@ -257,7 +257,7 @@ class SchedulerOutput:
     samples: list[bool]  # whether the step reaches the request's last token, so that a next one is sampled
     # Additional blocks in each KV group, for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
-    samples_late: bool = False  # sampling awaits the step's TokenMasks
+    samples_late: bool = False  # sampling awaits the step's LateInputs
     # A single step: each request has one row, without guesses, and yields one token if it samples. Its requests have
     # no guesses in later steps either.
     single: bool = False
@@ -269,15 +269,13 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True)
-class TokenMasks:
-    """Scheduler to runner: the allowed next tokens of M requests of the step that was sent last.
+class LateInputs:
+    """Scheduler to runner: data that the sampling of the step that was sent last awaits.
 
-    A request that samples late but is not listed has failed; its tokens are not used.
+    Valid until the next step's late inputs.
     """
 
-    request_ids: list[str]
-    # M masks of int32 words, one after the other, see sampling/token_mask.py. Valid until the next step's masks.
-    words: memoryview
+    extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The runner: loads and compiles a rank's model, owns its KV cache and request rows, and executes steps.
 
 A step goes through `submit`: it updates the rows (`update_rows`), makes the batch and chooses its graph (`_launch`),
-and launches the model and the sampling (`run`). None of these waits for the device, except that sampling with token
-masks is launched later, by `sample`.
+and launches the model and the sampling (`run`). None of these waits for the device. The sampling of a step that samples
+late is launched later, by `sample`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from compiled_engine.engine.forward import (
     threads_for_step,
 )
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.engine.messages import NewRequest, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import LateInputs, NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
 from compiled_engine.engine.step_hooks import MakeFeatures, ModelBeside, RunnerParts, StepHooks, StepLayout
 from compiled_engine.engine.step_sampling import (
     Deferred,
+    LateStep,
     PendingStep,
     PendingSteps,
     StepAdvance,
     StepSampling,
-    UnsampledStep,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
 from compiled_engine.graphs.compiled_model import CompiledModel
@@ -58,7 +58,7 @@ from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.ranks import VocabularySlice
-from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.sampler import Sampler, StepEdits
 
 
 class Runner:
@@ -86,7 +86,7 @@ class Runner:
         self._group: Group = group or FakeGroup()
         self._link, self._make_features = link, make_features
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
-        self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._late: LateStep | None = None  # the last step, if it awaits its late inputs
         self._ahead: InBackground[None] | None = None
         # Model runs, collectives included, that were begun and completely launched.
         self.runs_begun = self.runs_ended = 0
@@ -250,14 +250,14 @@ class Runner:
                 graphs.capture_all(progress)
 
     @torch.inference_mode()
-    def submit(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
+    def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
         For a step that samples late, call `sample` before the next `submit`.
         """
         self.states.writes.discard()  # left over from a step that failed
-        if self._unsampled is not None:  # this one failed too
-            self._unsampled = None
+        if self._late is not None:  # this one failed too
+            self._late = None
             self.pending.lose_count()
         self.pending.catch_up()
         try:
@@ -277,15 +277,18 @@ class Runner:
         return pending
 
     @torch.inference_mode()
-    def sample(self, masks: TokenMasks) -> None:
-        """Sample the last submitted step, which awaits masks, without waiting for the device."""
-        unsampled, self._unsampled = self._unsampled, None
-        assert unsampled is not None
+    def sample(self, late: LateInputs) -> None:
+        """Sample the last submitted step, which samples late, without waiting for the device."""
+        step, self._late = self._late, None
+        assert step is not None
         try:
-            with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
-                unsampled.sampled = self._sample(unsampled.batch, unsampled.logits_RV, unsampled.results, masks)
+            with threads_for_step(step.batch.num_tokens, self._num_parameters, self._config.device):
+                edits, editing = None, self._hooks.editing
+                if editing is not None and editing.name in late.extras:
+                    edits = editing.edits(step.batch, late.extras[editing.name])
+                step.sampled = self._sample(step.batch, step.logits_RV, step.results, edits)
             if self._hooks.after_step:
-                self._after_step(unsampled.batch)
+                self._after_step(step.batch)
         except BaseException:
             self._fail()
             raise
@@ -296,7 +299,7 @@ class Runner:
             failed()
         self.pending.lose_count()  # it may have been interrupted just after a launch
 
-    def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
+    def _launch(self, step: SchedulerOutput) -> PendingStep | LateStep:
         hidden_wanted, variant = False, ""
         for feature in self._hooks.wanting_hidden:
             if feature.rows is None or feature.rows:
@@ -318,12 +321,12 @@ class Runner:
             batch = replace(batch, variant=variant)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late)
+        pending = self.run(batch, hidden_wanted, samples_late=step.samples_late)
         self._clock.device_ends()
         return pending
 
-    def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
-        """Launch a batch that `_launch` has made: staged writes, forward, and sampling unless it awaits masks.
+    def run(self, batch: InputBatch, hidden_wanted: bool, *, samples_late: bool = False) -> PendingStep | LateStep:
+        """Launch a batch that `_launch` has made: staged writes, forward, and sampling unless it samples late.
 
         Every row is sampled by temperature and seed, and rows with further parameters are sampled again
         (step_sampling.py), so one set of decode graphs serves all.
@@ -343,9 +346,9 @@ class Runner:
         self.runs_ended += 1
         if logits_RV is None:
             pending = self.pending.step(batch, None, results)
-        elif awaits_masks:
-            self._unsampled = UnsampledStep(batch, logits_RV, results)
-            return self._unsampled
+        elif samples_late:
+            self._late = LateStep(batch, logits_RV, results)
+            return self._late
         else:
             pending = self._sample(batch, logits_RV, results)
         if self._hooks.after_step:
@@ -353,11 +356,11 @@ class Runner:
         return pending
 
     def _sample(
-        self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], masks: TokenMasks | None = None
+        self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], edits: StepEdits | None = None
     ) -> PendingStep:
-        """Launch parts 2 and 3 of sampling, see step_sampling.py. masks: the step's, if it samples late."""
+        """Launch parts 2 and 3 of sampling, see step_sampling.py. edits: see StepFeature.edits."""
         assert self._sampling is not None
-        logprobs = self._sampling.complete(batch, logits_RV, masks)
+        logprobs = self._sampling.complete(batch, logits_RV, edits)
         for after_sample in self._hooks.after_sample:
             after_sample(batch)
         return self.pending.step(batch, logprobs, results)
@@ -462,7 +465,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
             request.token_ids,
             request.num_prompt_tokens,
             request.eos_token_ids,
-            masked=request.samples_late,
+            edited_late=request.samples_late,
         )
     except BaseException:
         states.remove(request.request_id)

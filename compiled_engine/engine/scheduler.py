@@ -10,8 +10,8 @@ their number: length limits are known in advance, and tokens sampled for a reque
 may yield several tokens per request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-A request may sample late: its sampling needs late inputs, such as a token mask, which the host computes while the step
-runs. Only the step's sampling waits for them.
+A request may sample late: its sampling needs late inputs, such as the tokens that a grammar allows, which the host
+computes while the step runs. Only the step's sampling waits for them.
 
 The scheduler's data are in other files: a step while it is planned and in flight in steps.py, the running and waiting
 requests in request_table.py, their blocks in kv_cache.py.
@@ -31,11 +31,11 @@ from compiled_engine.engine.kv_cache import KVCacheManager
 from compiled_engine.engine.messages import (
     EngineOutput,
     EngineRequest,
+    LateInputs,
     RequestLimits,
     RunnerOutput,
     SchedulerOutput,
     StepOutputs,
-    TokenMasks,
 )
 from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
 from compiled_engine.engine.request import Finish, Request, RequestStatus, check_stop
@@ -290,19 +290,22 @@ class Scheduler:
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Start computing the late inputs of a step (token masks), which `finish_late` returns.
+        """Start computing the late inputs of a step, which `finish_late` returns.
 
         Another step may be scheduled in between. Raises RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
-        if self._hooks.begin_late is not None:
-            self._hooks.begin_late(self._in_flight.find(step).late)
+        late = self._in_flight.find(step).late
+        for begin_late in self._hooks.begin_late:
+            begin_late(late)
 
-    def finish_late(self) -> TokenMasks:
+    def finish_late(self) -> LateInputs:
         """Wait for the late inputs of the last `begin_late`. A request whose input fails ends in `update`."""
-        assert self._hooks.finish_late is not None
-        return self._hooks.finish_late()
+        extras: dict[str, Any] = {}
+        for finish_late in self._hooks.finish_late:
+            extras |= finish_late()
+        return LateInputs(extras)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result; returns outputs of the requests that got tokens or ended.

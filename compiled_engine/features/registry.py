@@ -20,6 +20,7 @@ from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.structured.plan import Structured
+from compiled_engine.features.structured.step_masks import MaskedSteps
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
@@ -74,4 +75,6 @@ def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
         tail = StepPooling(model.pooling, parts, by_token, parts.advance)
     else:
         features.append(StepPromptLogprobs(parts, computes=tail is None))
+    if tail is None:
+        features.append(MaskedSteps(parts.vocabulary, config.device))
     return features, tail

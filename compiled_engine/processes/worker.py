@@ -14,7 +14,7 @@ import torch
 
 from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.executor import InProcessExecutor, PendingOutput
-from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.features.registry import step_features
 from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave
@@ -31,7 +31,7 @@ from compiled_engine.processes.wire import (
     Control,
     FromWorker,
     GoOn,
-    Masks,
+    Late,
     Ready,
     StartWorker,
     Step,
@@ -99,7 +99,7 @@ class Worker:
         self._group, self._connection, self._results = group, connection, results
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
-        self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
+        self._late: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits late inputs
         # Results are written by a thread if steps overlap; on a CPU a step is complete when its launch returns.
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
@@ -113,8 +113,8 @@ class Worker:
             match decode_to_worker(steps.read()):
                 case Step(step):
                     self._execute(step)
-                case Masks(masks):
-                    self._sample(masks)
+                case Late(inputs):
+                    self._sample(inputs)
                 case GoOn():
                     self._failure = None
                 case Control(number, call):
@@ -126,29 +126,29 @@ class Worker:
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
-        self._report_missing_masks()
+        self._report_missing_inputs()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
         if step.samples_late and self._samples and not isinstance(pending, _Raised):
-            self._unsampled = step.step, pending
+            self._late = step.step, pending
         else:
             self._send_result(pending)
 
-    def _sample(self, masks: TokenMasks) -> None:
-        """Sample the step that waits for the masks; there is none if it has failed."""
-        if self._unsampled is None:
+    def _sample(self, inputs: LateInputs) -> None:
+        """Sample the step that waits for these inputs; there is none if it has failed."""
+        if self._late is None:
             return
-        (number, pending), self._unsampled = self._unsampled, None
+        (number, pending), self._late = self._late, None
 
         def sampled() -> PendingOutput:
-            self.executor.sample(masks)
+            self.executor.sample(inputs)
             return pending
 
         self._send_result(self._guarded(number, sampled))
 
-    def _report_missing_masks(self) -> None:
-        """Send the result of a step that is still waiting for masks; it reports that they are missing."""
-        if self._unsampled is not None:
-            (_, pending), self._unsampled = self._unsampled, None
+    def _report_missing_inputs(self) -> None:
+        """Send the result of a step that is still waiting for late inputs; it reports that they are missing."""
+        if self._late is not None:
+            (_, pending), self._late = self._late, None
             self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from compiled_engine.engine.messages import EngineOutput, EngineRequest
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, LateInputs
 from compiled_engine.features.adapters import extras as adapters
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.pooling import extras as pooling
@@ -16,7 +16,7 @@ from compiled_engine.features.structured import extras as structured
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
-Message = TypeVar("Message", EngineRequest, EngineOutput)
+Message = TypeVar("Message", EngineRequest, EngineOutput, LateInputs)
 PLAIN = EngineRequest("r", (1, 2), SamplingParams())
 
 
@@ -67,3 +67,11 @@ def test_outputs_have_vectors_and_rows(crosses: bool) -> None:
     scored = sent(EngineOutput("r", (4,), extras={prompt_logprobs.NAME: (2, rows)}), crosses)
     assert prompt_logprobs.rows_in(scored.extras) == (2, rows)
     assert pooling.vectors_in(scored.extras) is None
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_steps_have_their_masks(crosses: bool) -> None:
+    made = structured.TokenMasks(["a", "b"], memoryview(bytes(range(16))))
+    late = sent(LateInputs({structured.NAME: made}), crosses)
+    masks = structured.masks_in(late.extras[structured.NAME])
+    assert (masks.request_ids, bytes(masks.words)) == (["a", "b"], bytes(range(16)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Finish, Request
 from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
-from compiled_engine.features.structured.extras import grammar_of
+from compiled_engine.features.structured.extras import NAME, grammar_of
 from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
 
@@ -65,8 +65,8 @@ class Structured(PlanFeature):
     def begin_late(self, requests: Sequence[Request]) -> None:
         self._masks.begin([(request, self._of[request]) for request in requests if request in self._of])
 
-    def finish_late(self) -> TokenMasks:
-        return self._masks.finish()
+    def finish_late(self) -> dict[str, Any]:
+        return {NAME: self._masks.finish()}
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Stop a request whose grammar is complete.
