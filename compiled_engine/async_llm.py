@@ -20,6 +20,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
+from compiled_engine.features.structured.extras import vocabulary_call
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -258,14 +259,14 @@ class AsyncLLM:
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
 
-        Raises ValueError if there is no tokenizer, or one that runs in Python.
+        Raises ValueError if there is no tokenizer, or one that runs in Python. Does nothing if the engine pools.
         """
         self._attach()
-        if not self._has_vocabulary:
+        if not self._has_vocabulary and self._parts.pooling is None:
             vocabulary = await asyncio.to_thread(lambda: self._parts.inputs.vocabulary)
             if not self._has_vocabulary:
                 self._has_vocabulary = True
-                self._client.set_vocabulary(vocabulary)
+                self._client.tell(vocabulary_call(vocabulary))
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Have the core load an adapter into host memory, before its first request does; returns its digest.

@@ -24,7 +24,6 @@ from compiled_engine.engine.messages import (
     ControlCall,
     EngineOutput,
     EngineRequest,
-    GrammarVocabulary,
     SchedulerOutput,
     StepOutputs,
 )
@@ -111,11 +110,6 @@ class EngineCore:
                 self._held.add(request.request_id)
                 return
         self._scheduler.add(request)
-
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Set the vocabulary once, before the first request with a grammar. Returns immediately."""
-        for set_vocabulary in self._hooks.set_vocabulary:
-            set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request now and return its last output, with finish_reason "abort"; None if it has already ended.
@@ -223,6 +217,10 @@ class EngineCore:
         """Serve a control call, one of CALLS or a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
         return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
+
+    def tell(self, call: ControlCall) -> None:
+        """Serve a control call whose result is not needed. Raises ControlError."""
+        self.call(call)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time proportional to the pool."""

@@ -56,15 +56,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True)
-class GrammarVocabulary:
-    """API to core: the vocabulary that grammars are compiled for, sent before the first request with a grammar."""
-
-    tokenizer: str  # in the format of tokenizer.json
-    vocab_size: int  # width of the logits
-    eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True)
 class RequestLimits:
     """Core to API: the engine's limits on requests."""
 

@@ -16,7 +16,7 @@ from compiled_engine.process.overriding import by_name, overriding, sole_overrid
 if TYPE_CHECKING:
     from compiled_engine.engine.block_pool import BlockGroup
     from compiled_engine.engine.cache_resource import CacheResource
-    from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, RunnerOutput
+    from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput
     from compiled_engine.engine.request import Finish, Request
     from compiled_engine.engine.steps import StepBuilder, StepInFlight
 
@@ -53,9 +53,6 @@ class PlanFeature:
 
     def withdrawn(self, request_id: str) -> None:
         """Forget a request that was held back and will not be added."""
-
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Take the vocabulary; called before the first request with a grammar."""
 
     def added(self, request: Request) -> None:
         """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
@@ -148,7 +145,6 @@ class PlanHooks:
         self.holds = overriding(features, PlanFeature.holds)
         self.released = overriding(features, PlanFeature.released)
         self.withdrawn = overriding(features, PlanFeature.withdrawn)
-        self.set_vocabulary = overriding(features, PlanFeature.set_vocabulary)
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)

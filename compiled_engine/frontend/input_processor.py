@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from compiled_engine.engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
+from compiled_engine.engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.features.adapters import extras as adapter_extras
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.structured import extras as structured_extras
@@ -19,6 +19,7 @@ from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
+from compiled_engine.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.process.callers import warn_caller
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from compiled_engine.engine.control import ControlError, Failed, FatalError
-from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineRequest, StepOutputs
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
 from compiled_engine.processes.wire import (
@@ -19,9 +19,9 @@ from compiled_engine.processes.wire import (
     Add,
     Answered,
     Control,
-    SetVocabulary,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -94,9 +94,9 @@ class CoreClient:
         """Send a request. Raises MessageTooLargeError, a ValueError."""
         self._send(Add(request))
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Send the vocabulary; once, before the first request with a grammar."""
-        self._send(SetVocabulary(vocabulary))
+    def tell(self, call: ControlCall) -> None:
+        """Send a control call whose result is not needed. The core logs its failure."""
+        self._send(Tell(call))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
         if request_ids:

@@ -24,10 +24,10 @@ from compiled_engine.processes.wire import (
     Answered,
     Control,
     FrontendOptions,
-    SetVocabulary,
     Start,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_core,
@@ -184,8 +184,11 @@ class CoreServer:
         match message:
             case Add(request):
                 self._add(api_process, request)
-            case SetVocabulary(vocabulary):
-                self._core.set_vocabulary(vocabulary)
+            case Tell(call):
+                try:
+                    self._core.tell(call)
+                except ControlError as error:
+                    log.warning("a control call has failed: %s", error)
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     if self._owners.get(request_id) is api_process:

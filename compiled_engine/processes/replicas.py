@@ -25,12 +25,12 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError, Failed
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest, metrics_of_all
 from compiled_engine.processes.router import Router
-from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToApi, ToCore
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, Tell, ToApi, ToCore
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -97,9 +97,10 @@ class Replicas:
         heapq.heappush(self._waiting, routed)
         self._send_queued()
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+    def tell(self, call: ControlCall) -> None:
+        """Send a control call whose result is not needed to all replicas. They log its failure."""
         for replica in self._living.values():
-            self._send(replica, SetVocabulary(vocabulary))
+            self._send(replica, Tell(call))
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         routed = self._requests.get(request_id)

@@ -11,7 +11,6 @@ from compiled_engine.engine.control import Failed
 from compiled_engine.engine.messages import (
     ControlCall,
     EngineRequest,
-    GrammarVocabulary,
     LateInputs,
     RequestLimits,
     RunnerOutput,
@@ -49,10 +48,10 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     request: EngineRequest
 
 
-class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """Set the vocabulary, see EngineCore.set_vocabulary."""
+class Tell(msgspec.Struct, tag=True, frozen=True):
+    """A control call without an answer."""
 
-    vocabulary: GrammarVocabulary
+    call: ControlCall
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -140,7 +139,7 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
     num_runs: int  # runs of the model, plus exchanges between ranks while sampling, so far
 
 
-ToCore = Start | Add | SetVocabulary | Abort | Control
+ToCore = Start | Add | Tell | Abort | Control
 ToApi = Started | Stepped | Answered | Failed
 ToWorker = Step | Late | Control | GoOn | Stop
 FromWorker = Ready | Failed | StepFailed | Answered

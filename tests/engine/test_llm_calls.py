@@ -15,6 +15,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.frontend.pooling_processor import UNBOUNDED
+from compiled_engine.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.llm import LLM
 
 __all__ = ["made", "made_async"]  # fixtures
@@ -272,20 +273,22 @@ def test_an_adapter_that_the_core_has_dropped_for_another_is_loaded_again(made_a
 def test_structured_outputs_need_the_vocabulary(made: Callable[..., LLM], made_async: Any) -> None:
     """A core is given it once."""
     given: list[Any] = []
+    vocabulary = GrammarVocabulary("{}", 9, frozenset({3, 1}))
     structured = prepared("a", structured_outputs={"choice": ["a"]})
-    inputs = SimpleNamespace(process=lambda *arguments: [structured], vocabulary="the vocabulary")
-    core = SimpleNamespace(set_vocabulary=given.append, close=lambda: None)
+    inputs = SimpleNamespace(process=lambda *arguments: [structured], vocabulary=vocabulary)
+    call = ControlCall("set_vocabulary", {"tokenizer": "{}", "vocab_size": 9, "eos_token_ids": [1, 3]})
+    core = SimpleNamespace(tell=given.append, close=lambda: None)
     loop = SimpleNamespace(run=lambda *arguments, **named: iter(()), close=lambda: None)
     list(made(inputs=inputs, core=core, loop=loop).stream([1]))
-    assert given == ["the vocabulary"]
+    assert given == [call]
     engine, client = made_async(inputs=inputs)
-    client.set_vocabulary = given.append
+    client.tell = given.append
 
     async def prepare() -> None:
         await asyncio.gather(*(engine.prepare_structured_outputs() for _ in range(3)))
 
     asyncio.run(prepare())
-    assert given == ["the vocabulary"] * 2
+    assert given == [call] * 2
 
 
 def test_masks_stay_where_the_core_is(made_async: Any) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level, with_bos
 
-from compiled_engine.engine.messages import GrammarVocabulary, RequestLimits, prefix_root
+from compiled_engine.engine.messages import RequestLimits, prefix_root
 from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.prompts import has_long_text, num_characters, parse_prompts
 from compiled_engine.frontend.tokenizer import encode_bad_words
+from compiled_engine.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.sampling.params import SamplingParams
 
 EOS = frozenset({1})

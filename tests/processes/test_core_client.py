@@ -16,7 +16,7 @@ from tiny_models import tiny_config
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.engine.control import ControlError, Failed
-from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
 from compiled_engine.processes.core_child import CoreChild
 from compiled_engine.processes.core_client import CoreClient, EngineDeadError, wait_started
@@ -26,9 +26,9 @@ from compiled_engine.processes.wire import (
     Answered,
     Control,
     FrontendOptions,
-    SetVocabulary,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -147,17 +147,17 @@ def test_a_core_whose_process_ends_before_its_order() -> None:
 
 
 def test_what_is_sent() -> None:
-    vocabulary = GrammarVocabulary("{}", 100, frozenset({1}))
+    call = ControlCall("f", {"a": 1})
 
     async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
         client.add(request())
-        client.set_vocabulary(vocabulary)
+        client.tell(call)
         client.abort([])  # nothing to be said
         client.abort(["0:a", "0:b"])
         client.abort(["0:c"], stopped=True)
         assert core.heard() == [
             Add(request()),
-            SetVocabulary(vocabulary),
+            Tell(call),
             Abort(("0:a", "0:b"), False),
             Abort(("0:c",), True),
         ]

@@ -16,7 +16,7 @@ from test_core_protocol import ServedCore, receive
 from token_masks import OneOf
 
 from compiled_engine.engine.control import ControlError, Failed
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest
 from compiled_engine.processes import core_server
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_server import CoreServer
@@ -26,10 +26,10 @@ from compiled_engine.processes.wire import (
     Answered,
     Control,
     FrontendOptions,
-    SetVocabulary,
     Start,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -40,7 +40,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
 FRONTEND = FrontendOptions(True, "auto")
-VOCABULARY = GrammarVocabulary("{}", 100, frozenset({1}))
+CALL = ControlCall("f", {"a": 1})
 
 
 class HeldCore(ServedCore):
@@ -50,7 +50,7 @@ class HeldCore(ServedCore):
         super().__init__(2)
         self.allowed = 0
         self.masks: dict[str, TokenMask | None] = {}
-        self.vocabularies: list[GrammarVocabulary] = []
+        self.told: list[ControlCall] = []
         self.failure: Exception | None = None
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
@@ -59,8 +59,10 @@ class HeldCore(ServedCore):
         super().add(request, token_mask)
         self.masks[request.request_id] = token_mask
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        self.vocabularies.append(vocabulary)
+    def tell(self, call: ControlCall) -> None:
+        if call.name == "fail":
+            raise ControlError("no")
+        self.told.append(call)
 
     def call(self, call: ControlCall) -> Any:
         if call.name == "fail":
@@ -236,11 +238,11 @@ def test_a_mask_is_its_requests_alone(core: HeldCore, served: Served, masks: dic
 
 def test_calls_are_answered_to_their_callers(core: HeldCore, served: Served) -> None:
     other, _ = served.join()
-    say(served.starter, SetVocabulary(VOCABULARY), add("0:a"))
+    say(served.starter, Tell(CALL), Tell(ControlCall("fail")), add("0:a"))
     assert ask(served.starter, 7, ControlCall("metrics")) == [Answered(7, {"running": 1, "api_processes": 2})]
     assert ask(other, 7, ControlCall("fail")) == [Answered(7, error="no")]
     assert ask(other, 8, ControlCall("check_integrity")) == [Answered(8, {"running": 1})]
-    assert core.vocabularies == [VOCABULARY]
+    assert core.told == [CALL]
     other.close()
     wait_until(
         lambda: ask(served.starter, 9, ControlCall("metrics"))[-1] == Answered(9, {"running": 1, "api_processes": 1})

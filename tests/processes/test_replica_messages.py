@@ -13,18 +13,18 @@ from token_masks import OneOf
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import NAME, next_position
 from compiled_engine.processes import replicas
 from compiled_engine.processes.channel import Connection
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest
 from compiled_engine.processes.replicas import Replicas
-from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToCore, decode_to_api
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, Tell, ToCore, decode_to_api
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
-VOCABULARY = GrammarVocabulary("{}", 100, frozenset({1}))
+CALL = ControlCall("f", {"a": 1})
 
 
 def engine_of(
@@ -64,11 +64,11 @@ def test_the_smallest_replica_bounds_a_request() -> None:
     engine.close()
 
 
-def test_all_replicas_get_the_vocabulary() -> None:
+def test_all_replicas_are_told() -> None:
     cores = [FakeCore(), FakeCore()]
     engine = make(cores)
-    engine.set_vocabulary(VOCABULARY)
-    assert [heard(core) for core in cores] == [[SetVocabulary(VOCABULARY)]] * 2
+    engine.tell(CALL)
+    assert [heard(core) for core in cores] == [[Tell(CALL)]] * 2
     engine.close()
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Finish, Request
 from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
 from compiled_engine.features.structured.extras import NAME, grammar_of
 from compiled_engine.grammars.constraint import is_complete
+from compiled_engine.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
 
 
 class Structured(PlanFeature):
     """Holds back and masks constrained requests. max_num_requests: most requests of a step."""
+
+    calls = ("set_vocabulary",)
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -24,8 +27,9 @@ class Structured(PlanFeature):
         self._given: dict[str, Constraint] = {}  # constraints of requests that will be added, by request id
         self._of: dict[Request, Constrained] = {}  # constraints of requests that were added
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        self._grammars.set_vocabulary(vocabulary)
+    def set_vocabulary(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Set the vocabulary of grammars, see GrammarVocabulary. Returns immediately."""
+        self._grammars.set_vocabulary(GrammarVocabulary(tokenizer, vocab_size, frozenset(eos_token_ids)))
 
     def check(self, request: EngineRequest) -> None:
         if request.sampling_params.token_mask is not None:
