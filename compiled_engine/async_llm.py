@@ -20,7 +20,6 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
-from compiled_engine.features.structured.extras import vocabulary_call
 from compiled_engine.frontend.adapters import LoRARequest
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -266,7 +265,7 @@ class AsyncLLM:
             vocabulary = await asyncio.to_thread(lambda: self._parts.inputs.vocabulary)
             if not self._has_vocabulary:
                 self._has_vocabulary = True
-                self._client.tell(vocabulary_call(vocabulary))
+                self._client.tell(vocabulary.as_call())
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Have the core load an adapter into host memory, before its first request does; returns its digest.

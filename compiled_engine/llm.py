@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of
-from compiled_engine.features.structured.extras import vocabulary_call
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
@@ -396,7 +395,7 @@ class LLM:
         if self._config.parallel.has_replicas and any(each.sampling_params.token_mask for each in requests):
             raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
         if any(each.sampling_params.structured_outputs for each in requests):
-            self._require_open().tell(vocabulary_call(self._inputs.vocabulary))
+            self._require_open().tell(self._inputs.vocabulary.as_call())
         return requests
 
     def _load_adapters(self, requests: Sequence[PreparedRequest]) -> None:

@@ -86,7 +86,7 @@ def test_a_core_is_given_the_vocabulary_by_a_control_call(crosses: bool, monkeyp
     given: list[GrammarVocabulary] = []
     monkeypatch.setattr(GrammarQueue, "set_vocabulary", lambda queue, vocabulary: given.append(vocabulary))
     vocabulary = GrammarVocabulary("{}", 9, frozenset({0, 2}))
-    call = sent(structured.vocabulary_call(vocabulary), crosses)
+    call = sent(vocabulary.as_call(), crosses)
     feature = Structured(2, 9)
     apply(call, {name: getattr(feature, name) for name in feature.calls})
     assert given == [vocabulary]

@@ -1,7 +1,6 @@
 """The extras of constrained requests in messages: plain data that both sides of the engine core read.
 
-An EngineRequest has its grammar, and LateInputs have the masks of a step. The vocabulary that grammars are compiled for
-is the argument of a control call.
+An EngineRequest has its grammar, and LateInputs have the masks of a step.
 """
 
 from __future__ import annotations
@@ -10,17 +9,9 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.engine.messages import ControlCall, EngineRequest
-from compiled_engine.grammars.vocabulary import GrammarVocabulary
+from compiled_engine.engine.messages import EngineRequest
 
 NAME = "structured"
-
-
-def vocabulary_call(vocabulary: GrammarVocabulary) -> ControlCall:
-    """Return the control call that gives a core the vocabulary, before its first request with a grammar."""
-    eos_token_ids = sorted(vocabulary.eos_token_ids)
-    arguments = {"tokenizer": vocabulary.tokenizer, "vocab_size": vocabulary.vocab_size, "eos_token_ids": eos_token_ids}
-    return ControlCall("set_vocabulary", arguments)
 
 
 def extras_of(grammar: str | None) -> dict[str, Any]:
