@@ -48,8 +48,7 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
-from compiled_engine.parallel.rank_share import local_model
-from compiled_engine.parallel.stages import Stage, StageLink
+from compiled_engine.parallel.rank_share import LayerShare, local_model
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
@@ -73,19 +72,19 @@ class Runner:
         make_features: MakeFeatures,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
-        link: StageLink | None = None,
+        share: LayerShare | None = None,
     ):
         """Load and compile the model, size the KV cache, capture graphs.
 
         All ranks construct their runners at the same time, and submit the same steps. make_features: makes the
         features' parts and the tail from this runner's parts. group: the tensor-parallel ranks, which must be the
-        caller's current group. link: connects pipeline stages; None with one stage. Raises what build_processors, the
-        loader, the compiler and size_cache raise.
+        caller's current group. share: this rank's layers; None for all. Raises what build_processors, the loader, the
+        compiler and size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
-        self._link, self._make_features = link, make_features
-        self._stage = link.stage if link else Stage(range(config.model.num_layers))
+        self._make_features = make_features
+        self._share = share or LayerShare(range(config.model.num_layers))
         self._late: LateStep | None = None  # the last step, if it awaits its late inputs
         self._ahead: InBackground[None] | None = None
         # Model runs, collectives included, that were begun and completely launched.
@@ -117,7 +116,7 @@ class Runner:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, vocab_size = config.max_running, config.model.vocab_size
         # Refuse invalid logits processors before loading the model.
-        given = logits_processors if self._stage.is_last and config.model.yields_tokens else ()
+        given = logits_processors if self._share.is_last and config.model.yields_tokens else ()
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
@@ -132,7 +131,7 @@ class Runner:
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
-            self._compiled = compiled.for_stage(self._stage)
+            self._compiled = self._make_features.own_part(compiled)
         with timeline.span("load weights"):
             model, named = load_model(config, self._compiled, self._group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
@@ -147,7 +146,7 @@ class Runner:
         aux_layers = config.speculation.aux_layers
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
         divided = self._group if local_model(config).vocab_size != vocab_size else None
-        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
+        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._share.count + 1
         self.states = RequestStates(
             max_rows,
             length,
@@ -172,14 +171,13 @@ class Runner:
             numbered=True in config.numberings,
         )
         # Without sampling, the sampler's row fields are not those of the states, which are written for each request.
-        samples = self._stage.is_last and config.model.yields_tokens
+        samples = self._share.is_last and config.model.yields_tokens
         sampled_rows = self.states.fields if samples else RowFields(1, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         advance, vocabulary = StepAdvance(self.states, self.buffers), VocabularySlice.of(vocab_size, divided)
         parts = RunnerParts(
             config=config,
             group=self._group,
-            link=self._link,
             compiled=self._compiled,
             module=model,
             tensors=named,
@@ -194,14 +192,14 @@ class Runner:
             progress=progress,
             timeline=timeline,
         )
-        features, tail = self._make_features(parts)
+        features, tail = self._make_features.of_runner(parts)
         self._hooks = StepHooks(features)
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling: StepSampling | None = None
         if tail is None:
             tail = self._sampling = StepSampling(self.model, self.sampler, self.buffers, self.pending, advance)
         self._tail = tail
-        self._kv_caches = cache_memory.allocate(config, 1, self._stage.layers)
+        self._kv_caches = cache_memory.allocate(config, 1, self._share.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
         self.step = ModelStep(forward, self._tail, self.states, length, self._hooks)
 
@@ -209,7 +207,7 @@ class Runner:
         """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
-        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
+        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._share.index)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
@@ -237,9 +235,9 @@ class Runner:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
                 graph_bytes = predicted_bytes(
-                    self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
+                    self._config, lookup, graphs, self._group.all_reduce_min, self._share.index
                 )
-        layers = self._stage.layers
+        layers = self._share.layers
         self._cache_size = cache_memory.size_cache(self._config, activation_bytes, graph_bytes, reserved, layers)
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = cache_memory.allocate(self._config, self.num_blocks, layers)

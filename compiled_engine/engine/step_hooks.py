@@ -40,7 +40,6 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.graphs.cuda_graphs.manager import Capturable
 from compiled_engine.parallel.group import Group
-from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.overriding import by_name, having, overriding, sole, sole_overriding
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -74,7 +73,6 @@ class RunnerParts:
 
     config: EngineConfig
     group: Group
-    link: StageLink | None  # None without pipeline stages
     compiled: CompiledModel | None
     module: nn.Module  # the model, which runs if `compiled` is None
     tensors: dict[str, torch.Tensor]  # parameters by name, packed ones included
@@ -219,8 +217,14 @@ class StepFeature:
         """Wait for background work, and drop references to device memory."""
 
 
-MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
-"""Makes the features of a runner, and its tail; a tail of None: the runner samples."""
+@dataclass(frozen=True)
+class MakeFeatures:
+    """Makes the features of a runner."""
+
+    # Returns the features, and the tail; a tail of None: the runner samples.
+    of_runner: Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
+    # Returns the part of the compiled model that the runner executes.
+    own_part: Callable[[CompiledModel], CompiledModel] = lambda compiled: compiled
 
 
 class StepHooks:

@@ -324,10 +324,10 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
 FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
 
 
-def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
+def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: int = 0) -> Path:
     """Return the file that exists if an earlier start with these kernels has succeeded.
 
-    entry_key: the compiled model's key in the compile cache. stage: index of the pipeline stage.
+    entry_key: the compiled model's key in the compile cache. share: index of the rank's LayerShare.
     """
     fields = {
         name: value
@@ -335,7 +335,7 @@ def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: i
         if name.startswith(FIELDS) and name not in OF_NO_EFFECT
     }
     profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
-    factors = {"entry": entry_key, "stage": stage, "config": fields, "profiles": profiles}
+    factors = {"entry": entry_key, "share": share, "config": fields, "profiles": profiles}
     return kernels / f"start_{factors_key(factors)}"
 
 

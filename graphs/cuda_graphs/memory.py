@@ -92,17 +92,18 @@ VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
 MAPPED_FILES = Path("/proc/self/maps")
 
 
-def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
+def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], share: int = 0) -> dict[str, Any]:
     """Return all factors of the graphs' memory, as JSON values.
 
-    entry_key: the compiled model's key. keys: names of the graphs in capture order. stage: index of the pipeline stage.
+    entry_key: the compiled model's key. keys: names of the graphs in capture order. share: index of the rank's
+    LayerShare.
     """
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
         "entry": entry_key,
         "keys": list(keys),
-        "stage": stage,
+        "share": share,
         "config": fields,
         "source": digests_of(CAPTURED_PACKAGES),
         "device": _describe(config.device),
@@ -136,17 +137,17 @@ def predicted_bytes(
     lookup: Lookup | None,
     graphs: Predicting,
     all_reduce_min: Callable[[int], int] = lambda value: value,
-    stage: int = 0,
+    share: int = 0,
 ) -> int:
     """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
 
     lookup: the compiled model's; None, or without a cache: predict now. Files that are damaged or belong to another
-    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. stage: index of
-    the pipeline stage, as each stage has its own graphs.
+    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. share: index of
+    the rank's LayerShare, as each share of the layers has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
-        factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, stage)))
+        factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, share)))
         path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
         kept = _read(path, factors)
     if all_reduce_min(kept is not None) and kept is not None:
