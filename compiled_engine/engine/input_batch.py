@@ -20,12 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
+from compiled_engine.attention.inputs import ROWS, STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.sampling.logprobs import BatchLogprobs
 

@@ -33,22 +33,21 @@ from compiled_engine.attention.inputs import (
     attention_inputs_of,
     padding_of,
 )
-from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.config import EngineConfig, effective_fields
 from compiled_engine.engine.forward import BatchForward, ForwardOutput
 from compiled_engine.engine.input_batch import empty_batch, padding_starts
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.engine.step_sampling import StepSampling
 from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.key import KERNEL_FIELDS
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.memory import OF_NO_EFFECT
 from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, fake_group_for
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.profile import PROFILES
-from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.ranks import VocabularySlice
@@ -135,8 +134,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     if config.device.type != "cuda":
         prompts = [BatchShape(min(max_tokens, PROMPT_TOKENS), num_requests, longest)] if max_tokens > 1 else []
         return [BatchShape(1, 1, longest), *prompts]
-    of_adapters = () if config.adapters is None else Adapters.kernel_token_counts
-    counts = sorted({*kernel_token_counts(config.compile.passes), *of_adapters})
+    counts = kernel_token_counts(config)
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
     few_tokens = min(max_tokens, PROMPT_TOKENS)
     more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]
@@ -148,7 +146,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     sizes = sorted({max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts})
     sizes = [size for size in sizes if size <= max_requests]
     decodes = [BatchShape(size, size, longest) for size in sizes]
-    short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
+    short = [BatchShape(size, size, context) for size, context in graph.short_shapes(1)]
     # Without a graph, the longest context itself is the bound; it selects kernels, and the splits of a few requests.
     captured = max(graph.decode_sizes, default=0) if graph.mode.captures_decodes else 0
     without = [size for size in sizes if size > captured]
@@ -158,7 +156,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     several: list[BatchShape] = []
     for number in query_lens:
-        kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
+        kinds = [*((size, longest) for size in sizes), *graph.short_shapes(number), *shapes]
         of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
         several += [shape for shape in of_number if shape.num_tokens <= max_tokens]
     most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
@@ -319,21 +317,12 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
     buffers.forget_staged()  # in a dry run it does not reach the device
 
 
-# Prefixes of config fields that select many kernels without being factors of the compiled model's key. Sizes of batches
-# and contexts are left out, as they select few.
-FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
-
-
 def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: int = 0) -> Path:
     """Return the file that exists if an earlier start with these kernels has succeeded.
 
     entry_key: the compiled model's key in the compile cache. share: index of the rank's LayerShare.
     """
-    fields = {
-        name: value
-        for name, value in flat_fields(config).items()
-        if name.startswith(FIELDS) and name not in OF_NO_EFFECT
-    }
+    fields = {name: value for name, value in effective_fields(config).items() if name.startswith(KERNEL_FIELDS)}
     profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
     factors = {"entry": entry_key, "share": share, "config": fields, "profiles": profiles}
     return kernels / f"start_{factors_key(factors)}"

@@ -58,7 +58,7 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 
 
 def make_features(link: StageLink | None = None) -> MakeFeatures:
-    """Return the functions that make a runner's features. link: connects the stages of a pipeline; None for one stage."""
+    """Return the functions that make a runner's features. link: connects the stages of a pipeline, if any."""
     of_runner = partial(step_features, link=link)
     if link is None:
         return MakeFeatures(of_runner)

@@ -139,15 +139,16 @@ class Dispatcher:
 
         decode_sizes = sizes_of(1)
         self.decode_keys = tuple(decode_key(size, longest) for size in decode_sizes)
-        short_decodes = (shape for shape in sorted(graph.short_decodes) if shape[0] in decode_sizes)
-        short_keys = [decode_key(*shape, short=True) for shape in short_decodes]
+        short_keys = [
+            decode_key(*shape, short=True) for shape in sorted(graph.short_shapes(1)) if shape[0] in decode_sizes
+        ]
         several_keys: dict[int, tuple[GraphKey, ...]] = {}
         for number in query_lens:
             sizes = sizes_of(number)
             several_keys[number] = tuple(decode_key(size, longest, query_len=number) for size in sizes)
             short_keys += [
                 decode_key(size, context, short=True, query_len=number)
-                for size, context in sorted(graph.short_verified)
+                for size, context in sorted(graph.short_shapes(number))
                 if size in sizes
             ]
         self.several_keys = tuple(key for keys in several_keys.values() for key in keys)

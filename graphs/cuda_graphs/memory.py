@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.config import EngineConfig, effective_fields
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
@@ -84,9 +84,6 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 
 # Packages whose code is captured, or captures, and which the entry's key does not cover.
 CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "engine", "features", "sampling", "kernels")
-# Config fields without influence on captured work: locations, and reasons for automatic choices.
-_WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
-OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
 VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
 MAPPED_FILES = Path("/proc/self/maps")
@@ -98,13 +95,12 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
     entry_key: the compiled model's key. keys: names of the graphs in capture order. share: index of the rank's
     LayerShare.
     """
-    fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
         "entry": entry_key,
         "keys": list(keys),
         "share": share,
-        "config": fields,
+        "config": effective_fields(config),
         "source": digests_of(CAPTURED_PACKAGES),
         "device": _describe(config.device),
         "variables": {
