@@ -73,7 +73,7 @@ class EngineCore:
             config.model.vocab_size,
             self._steps_in_flight,
             config.max_new_tokens_per_step,
-            pools=config.model.pooling is not None,
+            yields_tokens=config.model.yields_tokens,
             whole=not config.model.causal,
             features=features,
         )

@@ -66,8 +66,8 @@ class Scheduler:
     A request's `num_tokens` and `num_computed_tokens` advance in `schedule`, its `token_ids` in `update`.
 
     max_new_tokens_per_step: most tokens that a step yields per request; if 1, every request that samples gets exactly
-    one. pools: the model returns vectors, so a request ends with its first token (max_tokens is 1), which means
-    nothing. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features: see
+    one. yields_tokens: requests get output tokens; otherwise a request ends with its first token (max_tokens is 1),
+    which means nothing. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features: see
     plan_hooks.py.
     """
 
@@ -79,7 +79,7 @@ class Scheduler:
         vocab_size: int,
         steps_in_flight: int = 1,
         max_new_tokens_per_step: int = 1,
-        pools: bool = False,
+        yields_tokens: bool = True,
         *,
         whole: bool = False,
         features: Sequence[PlanFeature] = (),
@@ -93,9 +93,13 @@ class Scheduler:
         for feature in features:
             others += feature.resources(groups)
         self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
-        longest = scheduler.max_num_batched_tokens if whole else None
-        slots = self._kv_cache.num_slots
-        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
+        self._limits = RequestLimits(
+            vocab_size,
+            scheduler.max_model_len,
+            self._kv_cache.num_slots,
+            yields_tokens=yields_tokens,
+            max_step_tokens=scheduler.max_num_batched_tokens if whole else None,
+        )
         self._most_prompt_tokens, self._max_total_tokens = (
             self._limits.most_prompt_tokens,
             self._limits.max_total_tokens,

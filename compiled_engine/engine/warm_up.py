@@ -213,7 +213,7 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []
-        if config.model.pooling is None:
+        if config.model.yields_tokens:
             sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
         for shape in start_up_batches(config):  # the largest batch has the longest compilations
             if not workers.closed:  # closed if the start has failed
@@ -283,7 +283,7 @@ def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchSha
         output = run(tokens, arguments, hidden_wanted=True)
         if forward.model.ends_at_logits(tokens, variant):
             run(tokens, arguments)
-        if beside and config.model.pooling is None:  # otherwise logits need no kernel of the engine
+        if beside and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
