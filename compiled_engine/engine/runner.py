@@ -226,10 +226,10 @@ class Runner:
         reserved = 0
         if self._sampling is not None:
             reserved = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
-        graph = affordable(
+        token_sizes = affordable(
             self._config, activation_bytes, cache_memory.bytes_left(self._config), self._group.all_reduce_min
         )
-        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._hooks)
+        self.captured = StepGraphs(self._config, token_sizes, self.step, self._capture, self._hooks)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
