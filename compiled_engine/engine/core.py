@@ -84,6 +84,7 @@ class EngineCore:
         self._late: SchedulerOutput | None = None  # the newest step, if its late inputs cannot be computed yet
         self._late_begun = False  # whether the last submitted step's late inputs are being computed
         self._held: set[str] = set()  # requests that a feature holds back
+        self._num_held_ended = 0  # number of requests that ended while they were held back
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
@@ -184,6 +185,7 @@ class EngineCore:
         for released in self._hooks.released:
             ready, failed = released(0 if busy else PATIENCE_S)
             self._held -= {output.request_id for output in failed}
+            self._num_held_ended += len(failed)
             ended += failed
             for request in ready:
                 try:
@@ -199,6 +201,7 @@ class EngineCore:
 
     def _withdraw(self, request_id: str) -> None:
         self._held.remove(request_id)
+        self._num_held_ended += 1
         for withdrawn in self._hooks.withdrawn:
             withdrawn(request_id)
 
@@ -245,6 +248,8 @@ class EngineCore:
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
         scheduler["waiting"] += len(self._held)
+        scheduler["waiting_by_reason"]["feature"] += len(self._held)
+        scheduler["aborted"] += self._num_held_ended
         return own | self.executor.metrics() | scheduler
 
     def close(self) -> None:

@@ -58,11 +58,11 @@ class PlanFeature:
         """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
 
     def may_start(self, request: Request) -> bool:
-        """Return whether the first waiting request may be admitted. If not, it is set aside until `reconsiders`."""
+        """Return whether the first waiting request may be admitted. If not, it is skipped until `reconsiders`."""
         return True
 
     def reconsiders(self) -> bool:
-        """Return whether `may_start` might answer differently now, so that requests set aside are tried again."""
+        """Return whether `may_start` might answer differently now, so that skipped requests are tried again."""
         return False
 
     def divide(

@@ -241,7 +241,7 @@ class Scheduler:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
-                waiting.set_aside()
+                waiting.skip()
                 continue
             # Reserve a block for each running request, so that the new one is not preempted at once.
             if not self._kv_cache.admit(request, reserve=len(running)):
@@ -437,8 +437,20 @@ class Scheduler:
         found: dict[str, Any] = self._counts.metrics(
             self._kv_cache, running=len(self._requests) - waiting, waiting=waiting
         )
+        found["waiting_by_reason"] = self._waiting_by_reason()
         for metrics in self._hooks.metrics:
             found |= metrics()
+        return found
+
+    def _waiting_by_reason(self) -> dict[str, int]:
+        """Return the numbers of waiting requests: those that a feature does not let start, and the others.
+
+        The others wait in order, for what the first of them lacked when it was tried last: a kind of resource, or else
+        its turn.
+        """
+        found = dict.fromkeys(("feature", *(each.kind for each in self._kv_cache.resources), "turn"), 0)
+        found["feature"] = self._requests.waiting.num_skipped
+        found[self._kv_cache.lacking or "turn"] += len(self._requests.waiting) - found["feature"]
         return found
 
     def check_idle(self) -> None:

@@ -99,7 +99,7 @@ COUNTED_BY_NAME = (
     *("graph_replays_by_key", "graph_fallbacks_by_reason"),
     *("accepted_by_position", "draft_lengths", "adapter_requests"),
 )
-HELD_BY_NAME = ("adapter_requests_running", "adapter_requests_waiting")
+HELD_BY_NAME = ("waiting_by_reason", "adapter_requests_running", "adapter_requests_waiting")
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
 
 

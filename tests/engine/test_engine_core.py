@@ -349,7 +349,7 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
     with pytest.raises(ValueError, match="request_id 'a' is already in use"):
         core.add(request("a"))
     assert core.has_unfinished()
-    assert core.metrics()["waiting"] == 3
+    assert core.metrics()["waiting"] == core.metrics()["waiting_by_reason"]["feature"] == 3
     assert core.metrics()["grammar_requests"] == 7
     assert len(core.step()) == 0
     core.add(request("plain", max_tokens=9, ignore_eos=True))
@@ -365,6 +365,7 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
     assert aborted is not None
     assert (aborted.finish_reason, aborted.num_cached_tokens) == ("abort", 0)
     assert core.metrics()["waiting"] == 0
+    assert core.metrics()["aborted"] == 2
     core.step()
     assert grammars.patience == [0.005, 0, 0]
 
