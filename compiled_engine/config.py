@@ -306,6 +306,13 @@ class GraphConfig:
     short_decodes: tuple[tuple[int, int], ...] = ()
     short_verified: tuple[tuple[int, int], ...] = ()
 
+    def short_shapes(self, query_len: int) -> tuple[tuple[int, int], ...]:
+        """Return (requests, most tokens of a context) of the decode graphs for short contexts.
+
+        query_len: rows per request.
+        """
+        return self.short_decodes if query_len == 1 else self.short_verified
+
     @property
     def captures(self) -> bool:
         """Whether there are CUDA graphs to capture."""
@@ -491,6 +498,16 @@ def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
         name, inner = prefix + field.name, getattr(value, field.name)
         flat |= flat_fields(inner, f"{name}.") if is_dataclass(inner) else {name: json_value(inner)}
     return flat
+
+
+# Ends of the names of fields without influence on what is computed: locations, and reasons for automatic choices. A
+# model that runs besides the engine's has such fields too.
+_OF_NO_EFFECT = (".model.path", ".model.hub_name", ".model.revision", ".compile.cache_dir", ".tokenizer", ".reasons")
+
+
+def effective_fields(config: EngineConfig) -> dict[str, Any]:
+    """Return the fields that may influence what the engine computes, as `flat_fields`."""
+    return {name: value for name, value in flat_fields(config).items() if not f".{name}".endswith(_OF_NO_EFFECT)}
 
 
 def encode_other(value: Any) -> str:

@@ -9,9 +9,11 @@ from importlib import import_module
 
 from compiled_engine.attention.inputs import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.config import EngineConfig
 from compiled_engine.passes.experts.experts import Experts
 from compiled_engine.passes.framework.graph_pass import GraphPass, SplittingOp
 from compiled_engine.passes.layout.no_op_elimination import NoOpElimination
+from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.linear.gated_linear import GatedLinear
 from compiled_engine.passes.linear.merge_linears import MergeLinears
 from compiled_engine.passes.linear.silu_mul import SiluMul
@@ -93,9 +95,12 @@ def passes_of_quantised() -> frozenset[str]:
     return frozenset(p.name for p in _registered if Quantise.name in p.requires)
 
 
-def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
-    """Return the token counts, ascending, at which these passes switch kernels; each is the last one of a kernel."""
-    return tuple(sorted({count for p in _registered if p.name in names for count in p.kernel_token_counts}))
+def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
+    """Return the token counts, ascending, at which the enabled passes switch kernels; each is the last of a kernel."""
+    enabled: list[GraphPass] = [p for p in _registered if p.name in config.compile.passes]
+    if config.adapters is not None:
+        enabled.append(Adapters(config.adapters))
+    return tuple(sorted({count for p in enabled for count in p.kernel_token_counts}))
 
 
 def splitting_ops() -> dict[str, SplittingOp]:

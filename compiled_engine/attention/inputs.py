@@ -151,6 +151,9 @@ STEP_TENSORS = (
     StepTensor("attention_inputs.host_3", (3,), torch.int32, on_host=True),
 )
 
+# Each request's row in the states, -1 for padding. Only some models read it.
+ROWS = StepTensor("rows_R", ("requests",), torch.int32, padding=-1)
+
 
 def request_of_tokens(step: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the row of each token, int64 [T], for use in a StepTensor.fill; arbitrary for padding tokens."""

@@ -162,6 +162,8 @@ class BlockTable:
 class BlockGroup:
     """A KV group's blocks as a CacheResource, with the requests' block tables, which may grow while requests run."""
 
+    kind = "blocks"
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")

@@ -14,6 +14,8 @@ from compiled_engine.engine.request import Request
 class CacheResource(Protocol):
     """A resource that tracks each request's share of it. Requests are compared by identity, not by id."""
 
+    kind: str  # name of the resource in metrics
+
     def longest_prefix(self, request: Request, most: int) -> int:
         """Return how many of the request's first `most` tokens this resource already has.
 
@@ -73,6 +75,8 @@ def check_holders(what: str, holding: Collection[Request], holders: Collection[R
 
 class RequestRows:
     """The runner's rows as a CacheResource; a request holds one, whatever its number of tokens."""
+
+    kind = "rows"
 
     def __init__(self, num_rows: int) -> None:
         if num_rows < 1:

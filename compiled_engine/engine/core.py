@@ -24,7 +24,6 @@ from compiled_engine.engine.messages import (
     ControlCall,
     EngineOutput,
     EngineRequest,
-    GrammarVocabulary,
     SchedulerOutput,
     StepOutputs,
 )
@@ -45,7 +44,7 @@ CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
 class EngineCore:
     """Schedules requests, has steps executed and returns outputs. Not thread-safe: one caller adds, aborts and steps.
 
-    clock: used by benchmarks; its laps are schedule, prepare, launch, masks, wait and output. start_s: duration of the
+    clock: used by benchmarks; its laps are schedule, prepare, launch, late, wait and output. start_s: duration of the
     engine's start in seconds. features: the planning parts of the enabled features.
     """
 
@@ -74,7 +73,7 @@ class EngineCore:
             config.model.vocab_size,
             self._steps_in_flight,
             config.max_new_tokens_per_step,
-            pools=config.model.pooling is not None,
+            yields_tokens=config.model.yields_tokens,
             whole=not config.model.causal,
             features=features,
         )
@@ -85,6 +84,7 @@ class EngineCore:
         self._late: SchedulerOutput | None = None  # the newest step, if its late inputs cannot be computed yet
         self._late_begun = False  # whether the last submitted step's late inputs are being computed
         self._held: set[str] = set()  # requests that a feature holds back
+        self._num_held_ended = 0  # number of requests that ended while they were held back
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
@@ -112,11 +112,6 @@ class EngineCore:
                 return
         self._scheduler.add(request)
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Set the vocabulary once, before the first request with a grammar. Returns immediately."""
-        for set_vocabulary in self._hooks.set_vocabulary:
-            set_vocabulary(vocabulary)
-
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request now and return its last output, with finish_reason "abort"; None if it has already ended.
 
@@ -131,8 +126,8 @@ class EngineCore:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
         With async scheduling the device already has the next step while a result is processed; every pipeline stage
-        adds a further step. If requests of the newest step sample late, their late inputs (token masks) are computed
-        as soon as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs are
+        adds a further step. If requests of the newest step sample late, their late inputs are computed as soon
+        as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs are
         returned and the next step is scheduled. Then the sampling is launched, and after it the next step.
 
         A step whose requests have all ended may remain pending; a later call processes it, without outputs. A request
@@ -175,13 +170,13 @@ class EngineCore:
         if self._late is not None and self._scheduler.knows_tokens_before(self._late):
             self._scheduler.begin_late(self._late)
             self._late, self._late_begun = None, True
-            self.clock.lap("masks")
+            self.clock.lap("late")
 
     def _give_late(self) -> None:
         """Wait for the late inputs, and have the executor sample with them."""
         self._late_begun = False
         self.executor.sample(self._scheduler.finish_late())
-        self.clock.lap("masks")
+        self.clock.lap("late")
 
     def _add_released(self) -> list[EngineOutput]:
         """Queue requests that are no longer held back; return the outputs of those that cannot be queued."""
@@ -190,6 +185,7 @@ class EngineCore:
         for released in self._hooks.released:
             ready, failed = released(0 if busy else PATIENCE_S)
             self._held -= {output.request_id for output in failed}
+            self._num_held_ended += len(failed)
             ended += failed
             for request in ready:
                 try:
@@ -205,6 +201,7 @@ class EngineCore:
 
     def _withdraw(self, request_id: str) -> None:
         self._held.remove(request_id)
+        self._num_held_ended += 1
         for withdrawn in self._hooks.withdrawn:
             withdrawn(request_id)
 
@@ -247,6 +244,8 @@ class EngineCore:
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
         scheduler["waiting"] += len(self._held)
+        scheduler["waiting_by_reason"]["feature"] += len(self._held)
+        scheduler["aborted"] += self._num_held_ended
         return own | self.executor.metrics() | scheduler
 
     def close(self) -> None:

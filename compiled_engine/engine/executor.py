@@ -13,12 +13,12 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import apply
-from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.step_hooks import MakeFeatures
 from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.parallel.group import Group
-from compiled_engine.parallel.stages import StageLink
+from compiled_engine.parallel.rank_share import LayerShare
 from compiled_engine.passes.registry import check_registered, load_plugins
 from compiled_engine.process.forks import begin_to_compute
 from compiled_engine.process.init_cuda import cuda_context
@@ -37,8 +37,8 @@ class Executor(Protocol):
         """Submit a step, to run after the steps submitted before. Raises what fails before the launch."""
         ...
 
-    def sample(self, masks: TokenMasks) -> None:
-        """Launch the sampling of the last submitted step, which awaits masks. Call it before the next `submit`."""
+    def sample(self, late: LateInputs) -> None:
+        """Launch the sampling of the last submitted step, which samples late. Call it before the next `submit`."""
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
@@ -75,9 +75,9 @@ class InProcessExecutor:
         make_features: MakeFeatures,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
-        link: StageLink | None = None,
+        share: LayerShare | None = None,
     ):
-        """Load the model and build the runner. group, link: see Runner."""
+        """Load the model and build the runner. group, share: see Runner."""
         load_plugins(config.compile.plugins)
         check_registered(config.compile.passes)
         begin_to_compute(leaves_threads=config.device.type == "cuda" or torch.get_num_threads() > 1)
@@ -86,16 +86,16 @@ class InProcessExecutor:
             cuda_context(config.device.index or 0)
             triton_digests(config.device)
         with self._own_context():
-            self.runner = Runner(config, progress, timeline, clock, make_features, logits_processors, group, link)
+            self.runner = Runner(config, progress, timeline, clock, make_features, logits_processors, group, share)
         self.num_blocks = self.runner.num_blocks
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
         with self._own_context():
             return self.runner.submit(step)
 
-    def sample(self, masks: TokenMasks) -> None:
+    def sample(self, late: LateInputs) -> None:
         with self._own_context():
-            self.runner.sample(masks)
+            self.runner.sample(late)
 
     def call(self, call: ControlCall) -> list[Any]:
         with self._own_context():

@@ -20,12 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
-from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.attention.inputs import ROWS, STEP_TENSORS, StepTensor, padding_of
+from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
-from compiled_engine.recurrence.sequences import ROWS
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.sampling.logprobs import BatchLogprobs
 
@@ -487,10 +486,3 @@ def prepare_reference(
     buffers.logits_index_R.numpy()[:num_rows] = np.maximum(starts_R1[1:] - 1, 0)
     buffers.block_table_RB.numpy()[:num_rows] = np.where(real_R[:, None], table_SB[rows_R], 0)
     buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R
-
-
-def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the masks, int32 [M, W] with M at least 1, and each request's mask index, int32 [R], -1 for none."""
-    place = {request_id: index for index, request_id in enumerate(masks.request_ids)}
-    index_R = np.fromiter((place.get(request_id, -1) for request_id in request_ids), np.int32, len(request_ids))
-    return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R

@@ -47,6 +47,8 @@ class KVCacheManager:
         of_others = (each for each in others if isinstance(each, FindableResource))
         self._findable: tuple[FindableResource, ...] = (*self.groups, *of_others)
         self.enable_prefix_caching = enable_prefix_caching
+        # Kind of the resource without room for the last request that `admit` refused; None once another was admitted.
+        self.lacking: str | None = None
         # Prompt tokens that were looked up in the prefix cache, and found, when requests were first admitted.
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -75,7 +77,9 @@ class KVCacheManager:
         num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
         for resource in self.resources:  # no comprehensions here: a step may admit many requests
             if not resource.has_room(request, num_tokens, num_cached, reserve):
+                self.lacking = resource.kind
                 return False
+        self.lacking = None
         for resource in self.resources:
             resource.take(request, num_tokens, num_cached)
         request.num_computed_tokens = num_cached

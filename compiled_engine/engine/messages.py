@@ -56,15 +56,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @dataclass(frozen=True)
-class GrammarVocabulary:
-    """API to core: the vocabulary that grammars are compiled for, sent before the first request with a grammar."""
-
-    tokenizer: str  # in the format of tokenizer.json
-    vocab_size: int  # width of the logits
-    eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True)
 class RequestLimits:
     """Core to API: the engine's limits on requests."""
 
@@ -72,7 +63,7 @@ class RequestLimits:
     max_model_len: int  # most tokens of prompt and output together
     num_slots: int  # of the KV cache; each token but the last, which is never computed, needs one
     has_priorities: bool = False  # the scheduler's policy is "priority"
-    pools: bool = False  # the model returns vectors; requests have no output tokens
+    yields_tokens: bool = True  # requests get output tokens
     max_step_tokens: int | None = None  # most tokens of a prompt that one step must compute whole; None: no such limit
 
     @classmethod
@@ -83,19 +74,19 @@ class RequestLimits:
             max_model_len=config.model.max_model_len,
             num_slots=num_slots,
             has_priorities=config.scheduler.policy == "priority",
-            pools=config.model.pooling is not None,
+            yields_tokens=config.model.yields_tokens,
             max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
         )
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens of prompt and output together; with pooling, the result counts as one."""
-        return min(self.max_model_len + self.pools, self.num_slots + 1)
+        """Most tokens of prompt and output together; without output tokens, the result counts as one."""
+        return min(self.max_model_len + (not self.yields_tokens), self.num_slots + 1)
 
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that the model and a step allow, whatever the size of the KV cache."""
-        longest = self.max_model_len - (not self.pools)
+        longest = self.max_model_len - self.yields_tokens
         return longest if self.max_step_tokens is None else min(longest, self.max_step_tokens)
 
     @property
@@ -109,7 +100,7 @@ class RequestLimits:
         name: the prompt's name in errors. at_least: the prompt may have more tokens than counted.
         """
         got = f"at least {num_tokens}" if at_least else f"{num_tokens}"
-        longest, of_params = self.longest_prompt, "PoolingParams" if self.pools else "SamplingParams"
+        longest, of_params = self.longest_prompt, "SamplingParams" if self.yields_tokens else "PoolingParams"
         if num_tokens == 0:
             raise ValueError(f"{name} must have at least one token")
         if num_tokens > longest == self.max_step_tokens:
@@ -120,8 +111,8 @@ class RequestLimits:
         if num_tokens > longest:
             raise ValueError(
                 f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}"
-                f"{'' if self.pools else ', less one to generate'}), got {got};"
-                f" {of_params}(truncate_prompt_tokens=...) keeps the {'first' if self.pools else 'last'} ones"
+                f"{', less one to generate' if self.yields_tokens else ''}), got {got};"
+                f" {of_params}(truncate_prompt_tokens=...) keeps the {'last' if self.yields_tokens else 'first'} ones"
             )
         if num_tokens > self.num_slots:
             raise ValueError(
@@ -231,7 +222,7 @@ class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     block_ids: tuple[tuple[int, ...], ...]  # its block table in each KV group
-    samples_late: bool = False  # its sampling awaits TokenMasks
+    samples_late: bool = False  # its sampling awaits LateInputs
     extras: dict[str, Any] = {}  # features' plain data, by feature name
 
 
@@ -257,7 +248,7 @@ class SchedulerOutput:
     samples: list[bool]  # whether the step reaches the request's last token, so that a next one is sampled
     # Additional blocks in each KV group, for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
-    samples_late: bool = False  # sampling awaits the step's TokenMasks
+    samples_late: bool = False  # sampling awaits the step's LateInputs
     # A single step: each request has one row, without guesses, and yields one token if it samples. Its requests have
     # no guesses in later steps either.
     single: bool = False
@@ -269,15 +260,13 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True)
-class TokenMasks:
-    """Scheduler to runner: the allowed next tokens of M requests of the step that was sent last.
+class LateInputs:
+    """Scheduler to runner: data that the sampling of the step that was sent last awaits.
 
-    A request that samples late but is not listed has failed; its tokens are not used.
+    Valid until the next step's late inputs.
     """
 
-    request_ids: list[str]
-    # M masks of int32 words, one after the other, see sampling/token_mask.py. Valid until the next step's masks.
-    words: memoryview
+    extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from compiled_engine.process.overriding import by_name, overriding, sole_overrid
 if TYPE_CHECKING:
     from compiled_engine.engine.block_pool import BlockGroup
     from compiled_engine.engine.cache_resource import CacheResource
-    from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, RunnerOutput, TokenMasks
+    from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput
     from compiled_engine.engine.request import Finish, Request
     from compiled_engine.engine.steps import StepBuilder, StepInFlight
 
@@ -54,18 +54,15 @@ class PlanFeature:
     def withdrawn(self, request_id: str) -> None:
         """Forget a request that was held back and will not be added."""
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Take the vocabulary; called before the first request with a grammar."""
-
     def added(self, request: Request) -> None:
         """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
 
     def may_start(self, request: Request) -> bool:
-        """Return whether the first waiting request may be admitted. If not, it is set aside until `reconsiders`."""
+        """Return whether the first waiting request may be admitted. If not, it is skipped until `reconsiders`."""
         return True
 
     def reconsiders(self) -> bool:
-        """Return whether `may_start` might answer differently now, so that requests set aside are tried again."""
+        """Return whether `may_start` might answer differently now, so that skipped requests are tried again."""
         return False
 
     def divide(
@@ -102,14 +99,14 @@ class PlanFeature:
         """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Start computing the late inputs of requests that sample late. Their tokens are known; some may have ended.
+        """Start computing the late inputs of requests that sample late, whichever feature they need.
 
-        At most one feature overrides this, together with `finish_late`.
+        Their tokens are known; some may have ended.
         """
 
-    def finish_late(self) -> TokenMasks:
-        """Wait for the late inputs of the last `begin_late`, and return them."""
-        raise NotImplementedError
+    def finish_late(self) -> dict[str, Any]:
+        """Wait for the late inputs of the last `begin_late`, and return them as extras of LateInputs."""
+        return {}
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         """Return a request's extras for its EngineOutput, from a RunnerOutput's extras; empty if nothing is new."""
@@ -148,7 +145,6 @@ class PlanHooks:
         self.holds = overriding(features, PlanFeature.holds)
         self.released = overriding(features, PlanFeature.released)
         self.withdrawn = overriding(features, PlanFeature.withdrawn)
-        self.set_vocabulary = overriding(features, PlanFeature.set_vocabulary)
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
@@ -158,8 +154,8 @@ class PlanHooks:
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
-        self.begin_late = sole_overriding(features, PlanFeature.begin_late)
-        self.finish_late = sole_overriding(features, PlanFeature.finish_late)
+        self.begin_late = overriding(features, PlanFeature.begin_late)
+        self.finish_late = overriding(features, PlanFeature.finish_late)
         self.output_extras = overriding(features, PlanFeature.output_extras)
         self.updated = overriding(features, PlanFeature.updated)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)

@@ -15,13 +15,13 @@ from compiled_engine.engine.request import Request, RequestStatus, check_request
 class WaitingQueue:
     """Waiting requests, sorted by `Request.order`.
 
-    A request that a feature does not let start is set aside, so that others need not wait for it.
+    A request that a feature does not let start is skipped, so that others need not wait for it.
     """
 
     def __init__(self) -> None:
         self._requests: dict[tuple[int, int], Request] = {}
         self._heap: list[tuple[int, int]] = []  # keys of removed requests stay until `peek` meets them
-        self._aside: list[tuple[int, int]] = []
+        self._skipped: list[tuple[int, int]] = []  # requests that were removed meanwhile included
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -31,7 +31,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, request.order)
 
     def peek(self) -> Request | None:
-        """Return the next request that is not set aside."""
+        """Return the next request that is not skipped."""
         while self._heap and self._heap[0] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0]] if self._heap else None
@@ -44,16 +44,21 @@ class WaitingQueue:
         """Remove a request that will not come back."""
         del self._requests[request.order]
 
-    def set_aside(self) -> None:
-        """Set the next request aside until `restore`."""
-        self._aside.append(heapq.heappop(self._heap))
+    def skip(self) -> None:
+        """Skip the next request until `restore`."""
+        self._skipped.append(heapq.heappop(self._heap))
 
     def restore(self) -> None:
-        """Put all requests that were set aside back in their places."""
-        for order in self._aside:
+        """Put all skipped requests back in their places."""
+        for order in self._skipped:
             if order in self._requests:
                 heapq.heappush(self._heap, order)
-        self._aside.clear()
+        self._skipped.clear()
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of waiting requests that are skipped."""
+        return sum(order in self._requests for order in self._skipped)
 
 
 class RequestTable:

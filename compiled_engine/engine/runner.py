@@ -1,8 +1,8 @@
 """The runner: loads and compiles a rank's model, owns its KV cache and request rows, and executes steps.
 
 A step goes through `submit`: it updates the rows (`update_rows`), makes the batch and chooses its graph (`_launch`),
-and launches the model and the sampling (`run`). None of these waits for the device, except that sampling with token
-masks is launched later, by `sample`.
+and launches the model and the sampling (`run`). None of these waits for the device. The sampling of a step that samples
+late is launched later, by `sample`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from compiled_engine.engine.forward import (
     threads_for_step,
 )
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch
-from compiled_engine.engine.messages import NewRequest, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import LateInputs, NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
 from compiled_engine.engine.step_hooks import MakeFeatures, ModelBeside, RunnerParts, StepHooks, StepLayout
 from compiled_engine.engine.step_sampling import (
     Deferred,
+    LateStep,
     PendingStep,
     PendingSteps,
     StepAdvance,
     StepSampling,
-    UnsampledStep,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
 from compiled_engine.graphs.compiled_model import CompiledModel
@@ -48,8 +48,7 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import FakeGroup, Group, fake_group_for, in_group
-from compiled_engine.parallel.rank_share import local_model
-from compiled_engine.parallel.stages import Stage, StageLink
+from compiled_engine.parallel.rank_share import LayerShare, local_model
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
@@ -58,7 +57,7 @@ from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.ranks import VocabularySlice
-from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.sampler import Sampler, StepEdits
 
 
 class Runner:
@@ -73,20 +72,20 @@ class Runner:
         make_features: MakeFeatures,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
-        link: StageLink | None = None,
+        share: LayerShare | None = None,
     ):
         """Load and compile the model, size the KV cache, capture graphs.
 
         All ranks construct their runners at the same time, and submit the same steps. make_features: makes the
         features' parts and the tail from this runner's parts. group: the tensor-parallel ranks, which must be the
-        caller's current group. link: connects pipeline stages; None with one stage. Raises what build_processors, the
-        loader, the compiler and size_cache raise.
+        caller's current group. share: this rank's layers; None for all. Raises what build_processors, the loader, the
+        compiler and size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
-        self._link, self._make_features = link, make_features
-        self._stage = link.stage if link else Stage(range(config.model.num_layers))
-        self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._make_features = make_features
+        self._share = share or LayerShare(range(config.model.num_layers))
+        self._late: LateStep | None = None  # the last step, if it awaits its late inputs
         self._ahead: InBackground[None] | None = None
         # Model runs, collectives included, that were begun and completely launched.
         self.runs_begun = self.runs_ended = 0
@@ -117,7 +116,7 @@ class Runner:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, vocab_size = config.max_running, config.model.vocab_size
         # Refuse invalid logits processors before loading the model.
-        given = logits_processors if self._stage.is_last and config.model.yields_tokens else ()
+        given = logits_processors if self._share.is_last and config.model.yields_tokens else ()
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
@@ -132,7 +131,7 @@ class Runner:
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
-            self._compiled = compiled.for_stage(self._stage)
+            self._compiled = self._make_features.own_part(compiled)
         with timeline.span("load weights"):
             model, named = load_model(config, self._compiled, self._group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
@@ -147,7 +146,7 @@ class Runner:
         aux_layers = config.speculation.aux_layers
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
         divided = self._group if local_model(config).vocab_size != vocab_size else None
-        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
+        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._share.count + 1
         self.states = RequestStates(
             max_rows,
             length,
@@ -172,14 +171,13 @@ class Runner:
             numbered=True in config.numberings,
         )
         # Without sampling, the sampler's row fields are not those of the states, which are written for each request.
-        samples = self._stage.is_last and config.model.yields_tokens
+        samples = self._share.is_last and config.model.yields_tokens
         sampled_rows = self.states.fields if samples else RowFields(1, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
         advance, vocabulary = StepAdvance(self.states, self.buffers), VocabularySlice.of(vocab_size, divided)
         parts = RunnerParts(
             config=config,
             group=self._group,
-            link=self._link,
             compiled=self._compiled,
             module=model,
             tensors=named,
@@ -194,14 +192,14 @@ class Runner:
             progress=progress,
             timeline=timeline,
         )
-        features, tail = self._make_features(parts)
+        features, tail = self._make_features.of_runner(parts)
         self._hooks = StepHooks(features)
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling: StepSampling | None = None
         if tail is None:
             tail = self._sampling = StepSampling(self.model, self.sampler, self.buffers, self.pending, advance)
         self._tail = tail
-        self._kv_caches = cache_memory.allocate(config, 1, self._stage.layers)
+        self._kv_caches = cache_memory.allocate(config, 1, self._share.layers)
         forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
         self.step = ModelStep(forward, self._tail, self.states, length, self._hooks)
 
@@ -209,7 +207,7 @@ class Runner:
         """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
-        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._stage.index)
+        return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._share.index)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
@@ -228,18 +226,18 @@ class Runner:
         reserved = 0
         if self._sampling is not None:
             reserved = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
-        graph = affordable(
+        token_sizes = affordable(
             self._config, activation_bytes, cache_memory.bytes_left(self._config), self._group.all_reduce_min
         )
-        self.captured = StepGraphs(self._config, graph, self.step, self._capture, self._hooks)
+        self.captured = StepGraphs(self._config, token_sizes, self.step, self._capture, self._hooks)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
                 graph_bytes = predicted_bytes(
-                    self._config, lookup, graphs, self._group.all_reduce_min, self._stage.index
+                    self._config, lookup, graphs, self._group.all_reduce_min, self._share.index
                 )
-        layers = self._stage.layers
+        layers = self._share.layers
         self._cache_size = cache_memory.size_cache(self._config, activation_bytes, graph_bytes, reserved, layers)
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
         self._kv_caches[:] = cache_memory.allocate(self._config, self.num_blocks, layers)
@@ -250,14 +248,14 @@ class Runner:
                 graphs.capture_all(progress)
 
     @torch.inference_mode()
-    def submit(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
+    def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
         For a step that samples late, call `sample` before the next `submit`.
         """
         self.states.writes.discard()  # left over from a step that failed
-        if self._unsampled is not None:  # this one failed too
-            self._unsampled = None
+        if self._late is not None:  # this one failed too
+            self._late = None
             self.pending.lose_count()
         self.pending.catch_up()
         try:
@@ -277,15 +275,18 @@ class Runner:
         return pending
 
     @torch.inference_mode()
-    def sample(self, masks: TokenMasks) -> None:
-        """Sample the last submitted step, which awaits masks, without waiting for the device."""
-        unsampled, self._unsampled = self._unsampled, None
-        assert unsampled is not None
+    def sample(self, late: LateInputs) -> None:
+        """Sample the last submitted step, which samples late, without waiting for the device."""
+        step, self._late = self._late, None
+        assert step is not None
         try:
-            with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
-                unsampled.sampled = self._sample(unsampled.batch, unsampled.logits_RV, unsampled.results, masks)
+            with threads_for_step(step.batch.num_tokens, self._num_parameters, self._config.device):
+                edits, editing = None, self._hooks.editing
+                if editing is not None and editing.name in late.extras:
+                    edits = editing.edits(step.batch, late.extras[editing.name])
+                step.sampled = self._sample(step.batch, step.logits_RV, step.results, edits)
             if self._hooks.after_step:
-                self._after_step(unsampled.batch)
+                self._after_step(step.batch)
         except BaseException:
             self._fail()
             raise
@@ -296,7 +297,7 @@ class Runner:
             failed()
         self.pending.lose_count()  # it may have been interrupted just after a launch
 
-    def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
+    def _launch(self, step: SchedulerOutput) -> PendingStep | LateStep:
         hidden_wanted, variant = False, ""
         for feature in self._hooks.wanting_hidden:
             if feature.rows is None or feature.rows:
@@ -318,12 +319,12 @@ class Runner:
             batch = replace(batch, variant=variant)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, awaits_masks=step.samples_late)
+        pending = self.run(batch, hidden_wanted, samples_late=step.samples_late)
         self._clock.device_ends()
         return pending
 
-    def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
-        """Launch a batch that `_launch` has made: staged writes, forward, and sampling unless it awaits masks.
+    def run(self, batch: InputBatch, hidden_wanted: bool, *, samples_late: bool = False) -> PendingStep | LateStep:
+        """Launch a batch that `_launch` has made: staged writes, forward, and sampling unless it samples late.
 
         Every row is sampled by temperature and seed, and rows with further parameters are sampled again
         (step_sampling.py), so one set of decode graphs serves all.
@@ -343,9 +344,9 @@ class Runner:
         self.runs_ended += 1
         if logits_RV is None:
             pending = self.pending.step(batch, None, results)
-        elif awaits_masks:
-            self._unsampled = UnsampledStep(batch, logits_RV, results)
-            return self._unsampled
+        elif samples_late:
+            self._late = LateStep(batch, logits_RV, results)
+            return self._late
         else:
             pending = self._sample(batch, logits_RV, results)
         if self._hooks.after_step:
@@ -353,11 +354,11 @@ class Runner:
         return pending
 
     def _sample(
-        self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], masks: TokenMasks | None = None
+        self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], edits: StepEdits | None = None
     ) -> PendingStep:
-        """Launch parts 2 and 3 of sampling, see step_sampling.py. masks: the step's, if it samples late."""
+        """Launch parts 2 and 3 of sampling, see step_sampling.py. edits: see StepFeature.edits."""
         assert self._sampling is not None
-        logprobs = self._sampling.complete(batch, logits_RV, masks)
+        logprobs = self._sampling.complete(batch, logits_RV, edits)
         for after_sample in self._hooks.after_sample:
             after_sample(batch)
         return self.pending.step(batch, logprobs, results)
@@ -462,7 +463,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
             request.token_ids,
             request.num_prompt_tokens,
             request.eos_token_ids,
-            masked=request.samples_late,
+            edited_late=request.samples_late,
         )
     except BaseException:
         states.remove(request.request_id)

@@ -10,8 +10,8 @@ their number: length limits are known in advance, and tokens sampled for a reque
 may yield several tokens per request (`max_new_tokens_per_step`), only the device knows their number until the step is
 processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
-A request may sample late: its sampling needs late inputs, such as a token mask, which the host computes while the step
-runs. Only the step's sampling waits for them.
+A request may sample late: its sampling needs late inputs, such as the tokens that a grammar allows, which the host
+computes while the step runs. Only the step's sampling waits for them.
 
 The scheduler's data are in other files: a step while it is planned and in flight in steps.py, the running and waiting
 requests in request_table.py, their blocks in kv_cache.py.
@@ -31,11 +31,11 @@ from compiled_engine.engine.kv_cache import KVCacheManager
 from compiled_engine.engine.messages import (
     EngineOutput,
     EngineRequest,
+    LateInputs,
     RequestLimits,
     RunnerOutput,
     SchedulerOutput,
     StepOutputs,
-    TokenMasks,
 )
 from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
 from compiled_engine.engine.request import Finish, Request, RequestStatus, check_stop
@@ -66,8 +66,8 @@ class Scheduler:
     A request's `num_tokens` and `num_computed_tokens` advance in `schedule`, its `token_ids` in `update`.
 
     max_new_tokens_per_step: most tokens that a step yields per request; if 1, every request that samples gets exactly
-    one. pools: the model returns vectors, so a request ends with its first token (max_tokens is 1), which means
-    nothing. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features: see
+    one. yields_tokens: requests get output tokens; otherwise a request ends with its first token (max_tokens is 1),
+    which means nothing. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features: see
     plan_hooks.py.
     """
 
@@ -79,7 +79,7 @@ class Scheduler:
         vocab_size: int,
         steps_in_flight: int = 1,
         max_new_tokens_per_step: int = 1,
-        pools: bool = False,
+        yields_tokens: bool = True,
         *,
         whole: bool = False,
         features: Sequence[PlanFeature] = (),
@@ -93,9 +93,13 @@ class Scheduler:
         for feature in features:
             others += feature.resources(groups)
         self._kv_cache = KVCacheManager(groups, others, enable_prefix_caching=cache.enable_prefix_caching)
-        longest = scheduler.max_num_batched_tokens if whole else None
-        slots = self._kv_cache.num_slots
-        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, slots, pools=pools, max_step_tokens=longest)
+        self._limits = RequestLimits(
+            vocab_size,
+            scheduler.max_model_len,
+            self._kv_cache.num_slots,
+            yields_tokens=yields_tokens,
+            max_step_tokens=scheduler.max_num_batched_tokens if whole else None,
+        )
         self._most_prompt_tokens, self._max_total_tokens = (
             self._limits.most_prompt_tokens,
             self._limits.max_total_tokens,
@@ -237,7 +241,7 @@ class Scheduler:
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
-                waiting.set_aside()
+                waiting.skip()
                 continue
             # Reserve a block for each running request, so that the new one is not preempted at once.
             if not self._kv_cache.admit(request, reserve=len(running)):
@@ -290,19 +294,22 @@ class Scheduler:
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:
-        """Start computing the late inputs of a step (token masks), which `finish_late` returns.
+        """Start computing the late inputs of a step, which `finish_late` returns.
 
         Another step may be scheduled in between. Raises RuntimeError unless `knows_tokens_before`.
         """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
-        if self._hooks.begin_late is not None:
-            self._hooks.begin_late(self._in_flight.find(step).late)
+        late = self._in_flight.find(step).late
+        for begin_late in self._hooks.begin_late:
+            begin_late(late)
 
-    def finish_late(self) -> TokenMasks:
+    def finish_late(self) -> LateInputs:
         """Wait for the late inputs of the last `begin_late`. A request whose input fails ends in `update`."""
-        assert self._hooks.finish_late is not None
-        return self._hooks.finish_late()
+        extras: dict[str, Any] = {}
+        for finish_late in self._hooks.finish_late:
+            extras |= finish_late()
+        return LateInputs(extras)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Process a step's result; returns outputs of the requests that got tokens or ended.
@@ -430,8 +437,20 @@ class Scheduler:
         found: dict[str, Any] = self._counts.metrics(
             self._kv_cache, running=len(self._requests) - waiting, waiting=waiting
         )
+        found["waiting_by_reason"] = self._waiting_by_reason()
         for metrics in self._hooks.metrics:
             found |= metrics()
+        return found
+
+    def _waiting_by_reason(self) -> dict[str, int]:
+        """Return the numbers of waiting requests: those that a feature does not let start, and the others.
+
+        The others wait in order, for what the first of them lacked when it was tried last: a kind of resource, or else
+        its turn.
+        """
+        found = dict.fromkeys(("feature", *(each.kind for each in self._kv_cache.resources), "turn"), 0)
+        found["feature"] = self._requests.waiting.num_skipped
+        found[self._kv_cache.lacking or "turn"] += len(self._requests.waiting) - found["feature"]
         return found
 
     def check_idle(self) -> None:

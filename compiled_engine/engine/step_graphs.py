@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.config import EngineConfig, GraphConfig
+from compiled_engine.config import EngineConfig
 from compiled_engine.engine.forward import BatchForward, ForwardOutput
 from compiled_engine.engine.input_batch import InputBatch, empty_batch, prepare
 from compiled_engine.engine.request_states import RequestStates
@@ -105,18 +104,18 @@ class ModelStep:
 
 def affordable(
     config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
-) -> GraphConfig:
-    """Return the graphs to capture, without the sizes of mixed batches for which some rank lacks the memory.
+) -> tuple[int, ...]:
+    """Return the token_sizes of the graphs to capture, without those for which some rank lacks the memory.
 
     activation_bytes: peak memory of a step of max_num_batched_tokens; a graph's pool is assumed proportional to its
     tokens. left_bytes: memory for activations and KV cache, without graphs; None if it is no limit. all_reduce_min:
     takes the minimum over all ranks.
     """
+    sizes = config.graph.token_sizes
     if left_bytes is None:
-        return config.graph
+        return sizes
     most_bytes = POOL_SHARE * (left_bytes - activation_bytes)
     per_token = activation_bytes / config.scheduler.max_num_batched_tokens
-    sizes = config.graph.token_sizes
     kept = sizes[: all_reduce_min(sum(size * per_token <= most_bytes for size in sizes))]  # sizes ascend
     if len(kept) < len(sizes):
         log.warning(
@@ -124,19 +123,20 @@ def affordable(
             kept[-1] if kept else 0,
             100 * POOL_SHARE,
         )
-    return replace(config.graph, token_sizes=kept)
+    return kept
 
 
 class StepGraphs:
     """Chooses the graph of each step and replays it, or runs the step without a graph.
 
-    graphs: the features' and the steps' captured graphs; None if nothing is captured.
+    token_sizes: the sizes of config.graph.token_sizes that are captured. graphs: the features' and the steps' captured
+    graphs; None if nothing is captured.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        graph: GraphConfig,
+        token_sizes: Sequence[int],
         step: ModelStep,
         capture: Capture | None,
         hooks: StepHooks = NO_HOOKS,
@@ -144,14 +144,15 @@ class StepGraphs:
         self._step, self._in_forward = step, hooks.in_forward
         # Steps of a variant have graphs of their own.
         fields = tuple(KeyField(variant, (1,)) for variant in step.model.variants if variant)
-        self.dispatcher = Dispatcher(graph, config.scheduler, fields, config.query_lens, config.rare_query_lens)
+        query_lens = config.query_lens, config.rare_query_lens
+        self.dispatcher = Dispatcher(config.graph, config.scheduler, fields, *query_lens, token_sizes)
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         asked = {tensor for tensors in step.buffers.asked.values() for tensor in tensors}
         by_request = sorted(tensor.name for tensor in asked if tensor.dims[0] == "requests")
         if in_parts and by_request:  # the number of requests differs from the capture's
             raise ValueError(
-                f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
-                "only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
+                f"graph_mode is {config.graph.mode.value!r}, but step tensor {by_request[0]} has a value for each "
+                "request: only full graphs have a fixed number of requests; allowed: full, full_decode_only, none"
             )
         self.counters = GraphCounters(self.dispatcher)
         keys: Sequence[GraphKey] = self.dispatcher.keys

@@ -12,9 +12,10 @@ The order of the hooks in a step:
     receive                      the inputs are on the device, and the forward is not launched
     before_inputs, in_forward    launches that a CUDA graph may hold together with the forward
     after_forward                launches that read hidden states
-    after_sample                 the step's tokens, masked if necessary, are in the states
+    edits                        the step's late inputs are there, and nothing is sampled with them
+    after_sample                 the step's tokens are in the states
     after_step                   launches that the host does not wait for
-    end                          the step is launched, except for sampling that awaits masks
+    end                          the step is launched, except for sampling that awaits late inputs
 
 `start_up`, `compile_kernels`, `graphs` and `allocate` are called when the engine starts.
 """
@@ -39,12 +40,11 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.graphs.cuda_graphs.manager import Capturable
 from compiled_engine.parallel.group import Group
-from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.overriding import by_name, having, overriding, sole, sole_overriding
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.ranks import VocabularySlice
-from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.sampler import Sampler, StepEdits
 
 
 class Tail(Protocol):
@@ -59,7 +59,7 @@ class Tail(Protocol):
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        """Launch the rest, except for sampling that may await masks.
+        """Launch the rest, except for sampling that may await late inputs.
 
         Returns the logits [R, V] of rows that sample; None if none does. Other results are put into `results`, by
         feature name.
@@ -73,7 +73,6 @@ class RunnerParts:
 
     config: EngineConfig
     group: Group
-    link: StageLink | None  # None without pipeline stages
     compiled: CompiledModel | None
     module: nn.Module  # the model, which runs if `compiled` is None
     tensors: dict[str, torch.Tensor]  # parameters by name, packed ones included
@@ -191,6 +190,13 @@ class StepFeature:
         """
         return None
 
+    def edits(self, batch: InputBatch, late: Any) -> StepEdits | None:
+        """Return the edits of a step's logits that the feature's late inputs describe.
+
+        late: the feature's part of the step's LateInputs. At most one feature overrides this.
+        """
+        return None
+
     def after_sample(self, batch: InputBatch) -> None:
         """Launch work that reads the step's tokens from the states."""
 
@@ -211,15 +217,21 @@ class StepFeature:
         """Wait for background work, and drop references to device memory."""
 
 
-MakeFeatures = Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
-"""Makes the features of a runner, and its tail; a tail of None: the runner samples."""
+@dataclass(frozen=True)
+class MakeFeatures:
+    """Makes the features of a runner."""
+
+    # Returns the features, and the tail; a tail of None: the runner samples.
+    of_runner: Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
+    # Returns the part of the compiled model that the runner executes.
+    own_part: Callable[[CompiledModel], CompiledModel] = lambda compiled: compiled
 
 
 class StepHooks:
     """The overridden hooks of a runner's features, each a list in the order of features.
 
-    A hook that at most one feature may override is a method or None. reading_hidden, wanting_hidden and
-    choosing_variant have the features that override `after_forward`, `wants_hidden` and `variant`.
+    A hook that at most one feature may override is a method or None. reading_hidden, wanting_hidden, choosing_variant
+    and editing have the features that override `after_forward`, `wants_hidden`, `variant` and `edits`.
 
     Raises ValueError if several features override such a hook or have the same name, or if a feature with results has
     no name.
@@ -239,6 +251,7 @@ class StepHooks:
         self.receive = overriding(features, StepFeature.receive)
         self.before_inputs = overriding(features, StepFeature.before_inputs)
         self.in_forward = overriding(features, StepFeature.in_forward)
+        self.editing = sole(features, StepFeature.edits)
         self.after_sample = overriding(features, StepFeature.after_sample)
         self.after_step = overriding(features, StepFeature.after_step)
         self.end = overriding(features, StepFeature.end)

@@ -6,8 +6,8 @@
      tokens go to the host. A decode graph ends with this part (`launch_captured`); for other batches it follows the
      forward (`launch_rest`). A step that samples nothing (a prompt chunk, or a step with another tail) only advances
      the states (`StepAdvance.without_tokens`).
-  2. After the masks, if any, have arrived: new tokens for rows with more parameters than temperature and seed, in the
-     order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
+  2. After the late inputs, if any, have arrived: new tokens for rows with more parameters than temperature and seed, in
+     the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
   3. The log-probabilities of the tokens, if requested.
 
 If the vocabulary is sharded, each part exchanges a few numbers between ranks. No launch waits for the device: tokens
@@ -25,22 +25,15 @@ import numpy as np
 import torch
 
 from compiled_engine.engine.forward import ForwardOutput, ModelForward
-from compiled_engine.engine.input_batch import (
-    LAST_NUMBER,
-    RING,
-    InputBatch,
-    InputBuffers,
-    masks_of_batch,
-)
-from compiled_engine.engine.messages import RunnerOutput, TokenMasks
+from compiled_engine.engine.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
+from compiled_engine.engine.messages import RunnerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.rows.staged_writes import upload
-from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
 from compiled_engine.sampling.sampled_tokens import LogprobRows
-from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.sampler import Sampler, SamplerClass, StepEdits
 
 
 class StepSampling:
@@ -88,27 +81,26 @@ class StepSampling:
         return logits_RV
 
     def complete(
-        self, batch: InputBatch, logits_RV: torch.Tensor, masks: TokenMasks | None = None
+        self, batch: InputBatch, logits_RV: torch.Tensor, edits: StepEdits | None = None
     ) -> BatchLogprobs | None:
-        """Launch parts 2 and 3 after part 1; returns the log-probabilities, None if no request asks for any."""
+        """Launch parts 2 and 3 after part 1; returns the log-probabilities, None if no request asks for any.
+
+        edits: see StepFeature.edits.
+        """
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
-            self._sample_generally(batch, rows_R, logits_RV, masks)
+            self._sample_generally(batch, rows_R, logits_RV, edits)
         return self._logprobs(batch, rows_R, logits_RV)
 
     def _sample_generally(
-        self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, masks: TokenMasks | None
+        self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, edits: StepEdits | None
     ) -> None:
-        count, device = batch.num_requests, logits_RV.device
+        count = batch.num_requests
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
-            row_index_R = upload(rows_R.astype(np.int32), device)
+            row_index_R = upload(rows_R.astype(np.int32), logits_RV.device)
         positions_R = self._buffers.sample_positions_R[:count]
-        step_masks = None
-        if masks is not None and masks.request_ids:
-            words_MW, index_R = masks_of_batch(masks, batch.request_ids)
-            step_masks = StepMasks.of(self.sampler.vocabulary.own_words(words_MW), index_R, device)
-        token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, step_masks)
+        token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, edits)
         self.advance(batch, token_ids_R, batch.num_rows, again=True)
         self._pending.launched()
 
@@ -314,8 +306,8 @@ class PendingStep:
 
 
 @dataclass
-class UnsampledStep:
-    """A launched step that awaits its masks."""
+class LateStep:
+    """A launched step that samples late."""
 
     batch: InputBatch
     logits_RV: torch.Tensor  # valid until the next step is launched
@@ -325,7 +317,7 @@ class UnsampledStep:
     def result(self) -> RunnerOutput:
         """Wait for the step and return its output. Raises RuntimeError if a failure kept it from being sampled."""
         if self.sampled is None:
-            raise RuntimeError("the step was not sampled: its masks did not come")
+            raise RuntimeError("the step was not sampled: its late inputs did not come")
         return self.sampled.result()
 
 

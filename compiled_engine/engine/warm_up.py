@@ -1,8 +1,8 @@
 """Warm-up: runs every kind of batch before serving, so that no request waits for a kernel, and measures memory.
 
 Warm-up batches are ordinary batches without slots and with empty contexts, so they have no side effects. Sampling is
-warmed up in every way that a request may ask for. Batches that differ only in attention and have a graph are left to
-the capture, which first runs each batch.
+warmed up in every way that a request may ask for (sampling/ways.py). Batches that differ only in attention and have a
+graph are left to the capture, which first runs each batch.
 
 If a start may need new Triton kernels, it first compiles them in parallel (`compile_kernels`), because the warm-up
 would wait for each in turn. A dry run goes through the launches of a step without launching kernels, and collects
@@ -12,7 +12,7 @@ them. Kernels that do not depend on the model's code are compiled while the mode
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +21,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from compiled_engine.attention.backend import get_backend
@@ -34,31 +33,25 @@ from compiled_engine.attention.inputs import (
     attention_inputs_of,
     padding_of,
 )
-from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.config import EngineConfig, effective_fields
 from compiled_engine.engine.forward import BatchForward, ForwardOutput
 from compiled_engine.engine.input_batch import empty_batch, padding_starts
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.engine.step_sampling import StepSampling
 from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.key import KERNEL_FIELDS
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.memory import OF_NO_EFFECT
 from compiled_engine.kernels.cache_folder import keep_kernels_of_this_thread, kernel_folder
 from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.kv_format import FP8, head_width
 from compiled_engine.parallel.group import Group, fake_group_for
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.profile import PROFILES
-from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
-from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.sampling.edits import StepMasks
-from compiled_engine.sampling.logprobs import batch_logprobs
-from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
-from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.token_mask import num_words
+from compiled_engine.sampling.ways import MOST_MEMORY, sample_once, ways_of_sampling
 
 
 def warm_up(config: EngineConfig, step: ModelStep, progress: Progress) -> int:
@@ -141,8 +134,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     if config.device.type != "cuda":
         prompts = [BatchShape(min(max_tokens, PROMPT_TOKENS), num_requests, longest)] if max_tokens > 1 else []
         return [BatchShape(1, 1, longest), *prompts]
-    of_adapters = () if config.adapters is None else Adapters.kernel_token_counts
-    counts = sorted({*kernel_token_counts(config.compile.passes), *of_adapters})
+    counts = kernel_token_counts(config)
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
     few_tokens = min(max_tokens, PROMPT_TOKENS)
     more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]
@@ -154,7 +146,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     sizes = sorted({max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts})
     sizes = [size for size in sizes if size <= max_requests]
     decodes = [BatchShape(size, size, longest) for size in sizes]
-    short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
+    short = [BatchShape(size, size, context) for size, context in graph.short_shapes(1)]
     # Without a graph, the longest context itself is the bound; it selects kernels, and the splits of a few requests.
     captured = max(graph.decode_sizes, default=0) if graph.mode.captures_decodes else 0
     without = [size for size in sizes if size > captured]
@@ -164,7 +156,7 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
     of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     several: list[BatchShape] = []
     for number in query_lens:
-        kinds = [*((size, longest) for size in sizes), *graph.short_verified, *shapes]
+        kinds = [*((size, longest) for size in sizes), *graph.short_shapes(number), *shapes]
         of_number = [BatchShape(size * number, size * number, bound, number) for size, bound in kinds]
         several += [shape for shape in of_number if shape.num_tokens <= max_tokens]
     most_rows = min(max_requests * max(query_lens, default=1), max_tokens)
@@ -189,70 +181,6 @@ def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[Bat
         return key not in of_decodes
 
     return [shape for shape in shapes if runs(shape)]
-
-
-FILTERED = SamplingParams(top_k=20, top_p=0.9)
-# Sampling parameters that together launch all kernels of sampling. A bias makes sampling edit float32 copies of the
-# logits.
-WAYS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(logprobs=1),
-    SamplingParams(logit_bias={0: 0.0}),
-    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
-    SamplingParams(repetition_penalty=1.1),
-    SamplingParams(bad_words_token_ids=((0, 0),)),
-    SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
-)
-# The parameters that take the most memory, except for penalties, whose memory is reserved separately.
-MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
-
-
-def ways_of_sampling(
-    vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
-) -> Iterator[Callable[[], object]]:
-    """Yield functions that each sample once from one row of logits; the longest compilations come first.
-
-    The filters come first, for the model's dtype and for float32, which edited logits have.
-    """
-    yield from (
-        partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
-    )
-    yield from (partial(_sample_zeros, params, vocabulary, dtype, device) for params in WAYS)
-    yield partial(_sample_zeros, SamplingParams(), vocabulary, dtype, device, masked=True)
-
-
-def _sample_zeros(
-    params: SamplingParams,
-    vocabulary: VocabularySlice,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    masked: bool = False,
-) -> torch.Tensor:
-    logits_1V = torch.zeros(1, vocabulary.size, dtype=dtype, device=device)
-    return sample_once(params, logits_1V, vocabulary, masked=masked)
-
-
-@torch.inference_mode()
-def sample_once(
-    params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
-) -> torch.Tensor:
-    """Sample with a separate sampler, without side effects. The first row has a mask if `masked` or biased."""
-    num_rows, device = len(logits_RV), logits_RV.device
-    sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)
-    for row in range(num_rows):
-        sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=(), masked=masked)
-    masks = None
-    if masked or params.logit_bias:
-        every_token = np.full((1, num_words(vocabulary.size)), -1, np.int32)
-        masks = StepMasks.of(every_token, np.where(np.arange(num_rows), -1, 0), device)
-    rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)
-    token_ids_R = sampler.sample(
-        logits_RV, np.arange(num_rows), rows_R, torch.ones_like(rows_R, dtype=torch.int64), masks
-    )
-    if (num_logprobs_R := sampler.num_logprobs(np.arange(num_rows))) is not None:
-        batch_logprobs(logits_RV, token_ids_R.int().clamp(min=0), num_logprobs_R, vocabulary=vocabulary)
-    return token_ids_R
 
 
 def compile_kernels(
@@ -285,7 +213,7 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []
-        if config.model.pooling is None:
+        if config.model.yields_tokens:
             sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
         for shape in start_up_batches(config):  # the largest batch has the longest compilations
             if not workers.closed:  # closed if the start has failed
@@ -355,7 +283,7 @@ def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchSha
         output = run(tokens, arguments, hidden_wanted=True)
         if forward.model.ends_at_logits(tokens, variant):
             run(tokens, arguments)
-        if beside and config.model.pooling is None:  # otherwise logits need no kernel of the engine
+        if beside and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
             forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
@@ -389,23 +317,14 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
     buffers.forget_staged()  # in a dry run it does not reach the device
 
 
-# Prefixes of config fields that select many kernels without being factors of the compiled model's key. Sizes of batches
-# and contexts are left out, as they select few.
-FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
-
-
-def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, stage: int = 0) -> Path:
+def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: int = 0) -> Path:
     """Return the file that exists if an earlier start with these kernels has succeeded.
 
-    entry_key: the compiled model's key in the compile cache. stage: index of the pipeline stage.
+    entry_key: the compiled model's key in the compile cache. share: index of the rank's LayerShare.
     """
-    fields = {
-        name: value
-        for name, value in flat_fields(config).items()
-        if name.startswith(FIELDS) and name not in OF_NO_EFFECT
-    }
+    fields = {name: value for name, value in effective_fields(config).items() if name.startswith(KERNEL_FIELDS)}
     profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
-    factors = {"entry": entry_key, "stage": stage, "config": fields, "profiles": profiles}
+    factors = {"entry": entry_key, "share": share, "config": fields, "profiles": profiles}
     return kernels / f"start_{factors_key(factors)}"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
 from compiled_engine.engine.plan_hooks import PlanFeature
-from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
+from compiled_engine.engine.step_hooks import MakeFeatures, RunnerParts, StepFeature, Tail
 from compiled_engine.features.adapters import table as adapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
@@ -23,6 +25,8 @@ from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
+from compiled_engine.features.structured.step_masks import MaskedSteps
+from compiled_engine.parallel.stages import StageLink
 
 # Metrics that add up over replicas: counts since the start, and current values.
 COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS)
@@ -60,17 +64,26 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
     )
 
 
-def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
-    """Return the device parts of the enabled features, and the tail; see MakeFeatures."""
+def make_features(link: StageLink | None = None) -> MakeFeatures:
+    """Return the functions that make a runner's features. link: connects the stages of a pipeline, if any."""
+    of_runner = partial(step_features, link=link)
+    if link is None:
+        return MakeFeatures(of_runner)
+    stage = link.stage
+    return MakeFeatures(of_runner, lambda compiled: compiled.for_stage(stage))
+
+
+def step_features(parts: RunnerParts, link: StageLink | None = None) -> tuple[list[StepFeature], Tail | None]:
+    """Return the device parts of the enabled features, and the tail; see MakeFeatures. link: see `make_features`."""
     config, model = parts.config, parts.config.model
     features = drafting(parts)
     tail: Tail | None = None
     if config.adapters is not None:
         features.append(StepAdapters.of(parts))
-    if parts.link is not None:
-        traffic = StageTraffic(parts.link, parts.states, parts.model, config.device)
+    if link is not None:
+        traffic = StageTraffic(link, parts.states, parts.model, config.device)
         features.append(traffic)
-        if not parts.link.stage.is_last:
+        if not link.stage.is_last:
             tail = SendTail(traffic, parts.advance)
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
@@ -81,4 +94,6 @@ def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
         tail = StepPooling(model.pooling, parts, by_token, parts.advance)
     else:
         features.append(StepPromptLogprobs(parts, computes=tail is None))
+    if tail is None:
+        features.append(MaskedSteps(parts.vocabulary, config.device))
     return features, tail

@@ -1,9 +1,9 @@
-"""The shape of a model as one of the ranks that divide its layers computes it."""
+"""The part of a model that a rank computes: some of the layers, and its share of each."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig, HeadShape, ModelConfig, Recurrences
@@ -12,6 +12,23 @@ from compiled_engine.config import EngineConfig, HeadShape, ModelConfig, Recurre
 DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 # Rows of MLPs and of experts, under the names that the families which can be divided have for them.
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """The layers of a rank, where ranks divide them in order. Ranks with the same layers are a pipeline stage."""
+
+    layers: range  # whose attention and KV cache are on the rank
+    index: int = 0  # from 0 to count - 1
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
 
 
 def local_model(config: EngineConfig) -> ModelConfig:

@@ -30,23 +30,10 @@ from compiled_engine.attention.inputs import STEP_TENSORS, arguments_of, attenti
 from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.config import ModelConfig
 from compiled_engine.parallel.gloo import TIMEOUT
+from compiled_engine.parallel.rank_share import LayerShare
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage."""
-
-    layers: range  # whose attention and KV cache are in this stage
-    index: int = 0  # from 0 to count - 1
-    count: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
+Stage = LayerShare
+"""A pipeline stage."""
 
 
 def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError, Failed
-from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes.channel import send
@@ -28,7 +28,7 @@ from compiled_engine.processes.ring import RingReader, RingWriter, await_bell
 from compiled_engine.processes.wire import (
     Control,
     GoOn,
-    Masks,
+    Late,
     Ready,
     StartWorker,
     Step,
@@ -122,10 +122,10 @@ class MultiprocessExecutor:
         self._steps.write(encode(Step(step)))
         return _PendingResult(self, step.step)
 
-    def sample(self, masks: TokenMasks) -> None:
-        """Sample with masks, see Executor. The step's result raises errors of sampling."""
+    def sample(self, late: LateInputs) -> None:
+        """Sample with late inputs, see Executor. The step's result raises errors of sampling."""
         self._monitor.check()
-        self._steps.write(encode(Masks(masks)))
+        self._steps.write(encode(Late(late)))
 
     def _receive(self, step: int) -> RunnerOutput:
         """Return the next result, which must be that of the step with this number."""

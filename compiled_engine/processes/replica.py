@@ -92,7 +92,7 @@ COUNTERS = (
 )
 GAUGES = (
     *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
-    *("graph_bytes_used", "graph_bytes_predicted"),
+    *("waiting_by_reason", "graph_bytes_used", "graph_bytes_predicted"),
     *registry.GAUGES,
 )
 OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")

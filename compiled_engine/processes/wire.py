@@ -11,11 +11,11 @@ from compiled_engine.engine.control import Failed
 from compiled_engine.engine.messages import (
     ControlCall,
     EngineRequest,
+    LateInputs,
     RequestLimits,
     RunnerOutput,
     SchedulerOutput,
     StepOutputs,
-    TokenMasks,
 )
 from compiled_engine.process.timeline import Span
 
@@ -110,10 +110,10 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     step: SchedulerOutput
 
 
-class Masks(msgspec.Struct, tag=True, frozen=True):
-    """Masks for the newest step, which waits for them; sent to all workers over the ring buffer."""
+class Late(msgspec.Struct, tag=True, frozen=True):
+    """Late inputs of the newest step, whose sampling waits for them; sent to all workers over the ring buffer."""
 
-    masks: TokenMasks
+    inputs: LateInputs
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
@@ -135,7 +135,7 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
 
 ToCore = Start | Add | Abort | Control
 ToApi = Started | Stepped | Answered | Failed
-ToWorker = Step | Masks | Control | GoOn | Stop
+ToWorker = Step | Late | Control | GoOn | Stop
 FromWorker = Ready | Failed | StepFailed | Answered
 Result = RunnerOutput | Failed
 

@@ -14,8 +14,8 @@ import torch
 
 from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.executor import InProcessExecutor, PendingOutput
-from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
-from compiled_engine.features.registry import step_features
+from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
+from compiled_engine.features.registry import make_features
 from compiled_engine.parallel.connect import Connections, RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave
 from compiled_engine.parallel.group import in_group
@@ -30,7 +30,7 @@ from compiled_engine.processes.wire import (
     Control,
     FromWorker,
     GoOn,
-    Masks,
+    Late,
     Ready,
     StartWorker,
     Step,
@@ -92,12 +92,13 @@ class Worker:
         config = start.config
         progress = RichProgress() if start.progress and rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
-        clock, of_ranks = StepClock(config.device), (processors, *connections)
-        self.executor = InProcessExecutor(config, progress, timeline, clock, step_features, *of_ranks)
+        link = connections.link
+        clock, of_ranks = StepClock(config.device), (processors, connections.group, link.stage if link else None)
+        self.executor = InProcessExecutor(config, progress, timeline, clock, make_features(link), *of_ranks)
         self._group, self._connection, self._results = connections.group, connection, results
         self._samples = RankLayout.of_replica(config.parallel).samples(rank)
         self._failure: Exception | None = None
-        self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
+        self._late: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits late inputs
         # Results are written by a thread if steps overlap; on a CPU a step is complete when its launch returns.
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
@@ -111,8 +112,8 @@ class Worker:
             match decode_to_worker(steps.read()):
                 case Step(step):
                     self._execute(step)
-                case Masks(masks):
-                    self._sample(masks)
+                case Late(inputs):
+                    self._sample(inputs)
                 case GoOn():
                     self._failure = None
                 case Control(number, call):
@@ -124,29 +125,29 @@ class Worker:
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
-        self._report_missing_masks()
+        self._report_missing_inputs()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
         if step.samples_late and self._samples and not isinstance(pending, _Raised):
-            self._unsampled = step.step, pending
+            self._late = step.step, pending
         else:
             self._send_result(pending)
 
-    def _sample(self, masks: TokenMasks) -> None:
-        """Sample the step that waits for the masks; there is none if it has failed."""
-        if self._unsampled is None:
+    def _sample(self, inputs: LateInputs) -> None:
+        """Sample the step that waits for these inputs; there is none if it has failed."""
+        if self._late is None:
             return
-        (number, pending), self._unsampled = self._unsampled, None
+        (number, pending), self._late = self._late, None
 
         def sampled() -> PendingOutput:
-            self.executor.sample(masks)
+            self.executor.sample(inputs)
             return pending
 
         self._send_result(self._guarded(number, sampled))
 
-    def _report_missing_masks(self) -> None:
-        """Send the result of a step that is still waiting for masks; it reports that they are missing."""
-        if self._unsampled is not None:
-            (_, pending), self._unsampled = self._unsampled, None
+    def _report_missing_inputs(self) -> None:
+        """Send the result of a step that is still waiting for late inputs; it reports that they are missing."""
+        if self._late is not None:
+            (_, pending), self._late = self._late, None
             self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:

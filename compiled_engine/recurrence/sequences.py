@@ -6,11 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_engine.attention.inputs import StepTensor
+from compiled_engine.attention.inputs import ROWS, StepTensor
 from compiled_engine.config import ModelConfig
-
-# Each request's row in the states of recurrences; -1 for padding.
-ROWS = StepTensor("rows_R", ("requests",), torch.int32, padding=-1)
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:

@@ -86,6 +86,10 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
     return threshold_S
 
 
+StepEdits = StepMasks
+"""Edits of logits that come with a step, while those of its rows are known from the start."""
+
+
 class SamplerClass(enum.Enum):
     """Classes of batches. TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample it."""
 
@@ -145,10 +149,10 @@ class Sampler:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
         *,
-        masked: bool = False,
+        edited_late: bool = False,
     ) -> None:
-        """Assign a free row, just started (`RowFields.start`), to a request. masked: the row is sampled with a mask,
-        see `sample`.
+        """Assign a free row, just started (`RowFields.start`), to a request. edited_late: the row is sampled with
+        edits that come with each step, see `sample`.
 
         Writes to the device are staged. seed: params.seed, or the seed chosen for the request if that is None; 64 bits,
         signed or not. token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all
@@ -170,11 +174,11 @@ class Sampler:
         self._added_to_N[row] = edits.added_to
         self._processed_N[row] = processed
         self._limited_N[row] = edits.limited
-        mask_edits = masked and (has_filters(params) or not self._rows.triton)
+        mask_edits = edited_late and (has_filters(params) or not self._rows.triton)
         self._edited_N[row] = edits.penalised or edits.added_to or processed or edits.limited or mask_edits
         self._remembered_N[row] = edits.remembered
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._general_N[row] = has_filters(params) or masked or self._edited_N[row]
+        self._general_N[row] = has_filters(params) or edited_late or self._edited_N[row]
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
@@ -237,7 +241,7 @@ class Sampler:
         rows_S: np.ndarray,
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
-        masks: StepMasks | None = None,
+        masks: StepEdits | None = None,
     ) -> torch.Tensor:
         """Choose the next token of each row, and add it to the row's history. The host does not wait.
 
@@ -245,8 +249,9 @@ class Sampler:
 
         logits_SV: [S, V], the columns of `vocabulary`, any floating dtype, not changed. rows_S: int [S], on the host:
         logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
-        device. positions_S: int64 [S] on the device, the position of each new token in its request. masks: for masked
-        rows. Rows may repeat, except with penalties or bad words: their history advances one token per step.
+        device. positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows
+        that are edited late. Rows may repeat, except with penalties or bad words: their history advances one token per
+        step.
 
         Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """

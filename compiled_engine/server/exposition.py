@@ -65,6 +65,7 @@ LABELLED = {
     "adapter_requests": ("adapter_requests", "adapter", "Completions that named an adapter."),
 }
 LABELLED_GAUGES = {
+    "waiting_by_reason": ("num_requests_waiting_by_reason", "reason", "Completions that wait, by what they wait for."),
     "draft_sharpness_shares": (
         "spec_decode_draft_sharpness_acceptance_rate",
         "sharpness",

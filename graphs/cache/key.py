@@ -46,6 +46,9 @@ GRAPH_FIELDS = (
     "parallel.tensor_parallel_size",
     "attention_backend",
 )
+# Prefixes of fields that select many kernels, although they need not be factors of the key. Sizes of batches and
+# contexts are left out, as they select few.
+KERNEL_FIELDS = ("speculation.", "attention_backend", "cache.block_size", "cache.kv_dtype")
 # Packages that define ranks' shares of parameters and checkpoints, and collectives.
 RANK_PACKAGES = ("parallel", "models.checkpoint")
 RECURRENCE_PACKAGES = ("recurrence",)

@@ -123,11 +123,13 @@ class Dispatcher:
         fields: Sequence[KeyField] = (),
         query_lens: Sequence[int] = (),
         rare: Sequence[int] = (),
+        token_sizes: Sequence[int] | None = None,
     ):
         """Build the tables.
 
         fields: further fields of the keys; each combination of their sizes has graphs of all sizes. query_lens: rows
-        per request in decodes with several rows. rare: see EngineConfig.rare_query_lens.
+        per request in decodes with several rows. rare: see EngineConfig.rare_query_lens. token_sizes: those of
+        graph.token_sizes that are captured; None: all.
         """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
@@ -139,15 +141,16 @@ class Dispatcher:
 
         decode_sizes = sizes_of(1)
         self.decode_keys = tuple(decode_key(size, longest) for size in decode_sizes)
-        short_decodes = (shape for shape in sorted(graph.short_decodes) if shape[0] in decode_sizes)
-        short_keys = [decode_key(*shape, short=True) for shape in short_decodes]
+        short_keys = [
+            decode_key(*shape, short=True) for shape in sorted(graph.short_shapes(1)) if shape[0] in decode_sizes
+        ]
         several_keys: dict[int, tuple[GraphKey, ...]] = {}
         for number in query_lens:
             sizes = sizes_of(number)
             several_keys[number] = tuple(decode_key(size, longest, query_len=number) for size in sizes)
             short_keys += [
                 decode_key(size, context, short=True, query_len=number)
-                for size, context in sorted(graph.short_verified)
+                for size, context in sorted(graph.short_shapes(number))
                 if size in sizes
             ]
         self.several_keys = tuple(key for keys in several_keys.values() for key in keys)
@@ -155,7 +158,7 @@ class Dispatcher:
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
-            for size in sorted(graph.token_sizes)
+            for size in sorted(graph.token_sizes if token_sizes is None else token_sizes)
         )
         self._decode_table = _table(self.decode_keys)
         self._several_tables = {number: _table(keys) for number, keys in several_keys.items()}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.config import EngineConfig, effective_fields
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
@@ -84,26 +84,23 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
 
 # Packages whose code is captured, or captures, and which the entry's key does not cover.
 CAPTURED_PACKAGES = ("attention.backends", "graphs.cuda_graphs", "engine", "features", "sampling", "kernels")
-# Config fields without influence on captured work: locations, and reasons for automatic choices.
-_WHERE = ("model.path", "model.hub_name", "model.revision", "compile.cache_dir")
-OF_NO_EFFECT = (*_WHERE, *(f"speculation.draft.{name}" for name in _WHERE), "tokenizer", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
 VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
 MAPPED_FILES = Path("/proc/self/maps")
 
 
-def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
+def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], share: int = 0) -> dict[str, Any]:
     """Return all factors of the graphs' memory, as JSON values.
 
-    entry_key: the compiled model's key. keys: names of the graphs in capture order. stage: index of the pipeline stage.
+    entry_key: the compiled model's key. keys: names of the graphs in capture order. share: index of the rank's
+    LayerShare.
     """
-    fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
         "entry": entry_key,
         "keys": list(keys),
-        "stage": stage,
-        "config": fields,
+        "share": share,
+        "config": effective_fields(config),
         "source": digests_of(CAPTURED_PACKAGES),
         "device": _describe(config.device),
         "variables": {
@@ -136,17 +133,17 @@ def predicted_bytes(
     lookup: Lookup | None,
     graphs: Predicting,
     all_reduce_min: Callable[[int], int] = lambda value: value,
-    stage: int = 0,
+    share: int = 0,
 ) -> int:
     """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
 
     lookup: the compiled model's; None, or without a cache: predict now. Files that are damaged or belong to another
-    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. stage: index of
-    the pipeline stage, as each stage has its own graphs.
+    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. share: index of
+    the rank's LayerShare, as each share of the layers has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
-        factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, stage)))
+        factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, share)))
         path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
         kept = _read(path, factors)
     if all_reduce_min(kept is not None) and kept is not None:

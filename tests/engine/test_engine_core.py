@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,12 @@ from compiled_engine.engine.messages import (
     ControlCall,
     EngineOutput,
     EngineRequest,
+    LateInputs,
     RunnerOutput,
     SchedulerOutput,
 )
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.registry import plan_features
 from compiled_engine.features.speculation.draft_sharpness import sharpness_of
@@ -50,14 +53,14 @@ class ScriptedExecutor:
         self.refused: set[str] = set()
         self.answers: list[Any] = [None, None]
         self.closed = 0
-        self.masked: list[list[str]] = []
+        self.late: list[LateInputs] = []
 
     def submit(self, step: SchedulerOutput) -> Pending:
         self.steps.append(step)
         return Pending(lambda: RunnerOutput([7] * sum(step.samples)))
 
-    def sample(self, masks: Any) -> None:
-        self.masked.append(masks.request_ids)
+    def sample(self, late: LateInputs) -> None:
+        self.late.append(late)
 
     def call(self, call: ControlCall) -> list[Any]:
         if call.arguments.get("digest") in self.refused:
@@ -72,9 +75,11 @@ class ScriptedExecutor:
         self.closed += 1
 
 
-def made(config: EngineConfig = BASE, start_s: float = 0.0) -> tuple[EngineCore, ScriptedExecutor]:
+def made(
+    config: EngineConfig = BASE, start_s: float = 0.0, further: Sequence[PlanFeature] = ()
+) -> tuple[EngineCore, ScriptedExecutor]:
     executor = ScriptedExecutor()
-    features = plan_features(config, executor)
+    features = [*plan_features(config, executor), *further]
     return EngineCore(config, executor, StepClock(config.device), start_s, features=features), executor
 
 
@@ -270,14 +275,36 @@ def test_the_scheduler_has_what_is_configured() -> None:
         assert executor.steps[0].extras == extras
 
 
-def test_a_step_with_masks_is_sampled_when_they_are_made() -> None:
+class LateNames(PlanFeature):
+    """Has each step sampled late, and sends the names of its requests."""
+
+    def added(self, request: Request) -> None:
+        request.samples_late = True
+
+    def begin_late(self, requests: Sequence[Request]) -> None:
+        self._names = [request.request_id for request in requests]
+
+    def finish_late(self) -> dict[str, Any]:
+        return {"names": self._names}
+
+
+def test_a_step_that_samples_late_is_sampled_when_its_inputs_are_there() -> None:
     core, executor = made()
     core.add(request("plain", max_tokens=3, ignore_eos=True))
     core.add(request("masked", max_tokens=2, ignore_eos=True), ByLastToken(101))
     while core.has_unfinished():
         core.step()
-    assert executor.masked == [["masked"], ["masked"]]
+    assert [late.extras["structured"].request_ids for late in executor.late] == [["masked"], ["masked"]]
     assert [step.samples_late for step in executor.steps] == [True, True, False]
+
+
+def test_several_features_may_have_late_inputs() -> None:
+    core, executor = made(further=(LateNames(),))
+    core.add(request("plain", max_tokens=1))
+    core.add(request("masked", max_tokens=1), ByLastToken(101))
+    core.step()
+    (late,) = executor.late
+    assert (late.extras["names"], late.extras["structured"].request_ids) == (["plain", "masked"], ["masked"])
 
 
 class Grammars:
@@ -322,7 +349,7 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
     with pytest.raises(ValueError, match="request_id 'a' is already in use"):
         core.add(request("a"))
     assert core.has_unfinished()
-    assert core.metrics()["waiting"] == 3
+    assert core.metrics()["waiting"] == core.metrics()["waiting_by_reason"]["feature"] == 3
     assert core.metrics()["grammar_requests"] == 7
     assert len(core.step()) == 0
     core.add(request("plain", max_tokens=9, ignore_eos=True))
@@ -333,11 +360,12 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
     assert [(output.request_id, output.finish_reason) for output in outputs] == [
         ("plain", None), ("b", None), ("c", "error")
     ]  # fmt: skip
-    assert executor.masked == [["b"]]
+    assert [late.extras["structured"].request_ids for late in executor.late] == [["b"]]
     aborted = core.abort("a")
     assert aborted is not None
     assert (aborted.finish_reason, aborted.num_cached_tokens) == ("abort", 0)
     assert core.metrics()["waiting"] == 0
+    assert core.metrics()["aborted"] == 2
     core.step()
     assert grammars.patience == [0.005, 0, 0]
 

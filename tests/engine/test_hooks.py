@@ -9,7 +9,6 @@ import pytest
 from plain_config import BASE
 
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import TokenMasks
 from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
 from compiled_engine.features.registry import plan_features
 
@@ -57,14 +56,8 @@ class Divides(PlanFeature):
     def decode_tokens(self, running: Any, num_waiting: int) -> int:
         return 1
 
-    def begin_late(self, requests: Any) -> None:
-        pass
 
-    def finish_late(self) -> TokenMasks:
-        return TokenMasks([], memoryview(b""))
-
-
-@pytest.mark.parametrize("hook", ["divide", "decode_tokens", "begin_late", "finish_late"])
+@pytest.mark.parametrize("hook", ["divide", "decode_tokens"])
 def test_a_hook_of_one_feature_is_refused_to_a_second(hook: str) -> None:
     first = Divides()
     second: PlanFeature = type("Second", (PlanFeature,), {hook: getattr(Divides, hook)})()

@@ -268,27 +268,28 @@ def test_an_adapter_that_the_core_has_dropped_for_another_is_loaded_again(made_a
 def test_grammars_need_the_vocabulary(made: Callable[..., LLM], made_async: Any) -> None:
     """A core is given it once, before the first of them."""
     calls: list[ControlCall] = []
+    arguments = {"tokenizer": "{}", "vocab_size": 9, "eos_token_ids": [1, 3]}
     given = iter([prepared("a"), *[prepared("b", grammar="a grammar")] * 2])
     inputs = SimpleNamespace(process=lambda *arguments, **named: [next(given)])
     core = SimpleNamespace(call=calls.append, close=lambda: None)
     loop = SimpleNamespace(run=lambda *arguments, **named: iter(()), close=lambda: None)
     told = features()
-    told.structured.vocabulary = "the vocabulary"  # type: ignore[assignment]
+    told.structured.vocabulary = GrammarVocabulary("{}", 9, frozenset({3, 1}))
     llm = made(inputs=inputs, core=core, loop=loop, features=told)
     list(llm.stream([1]))
     assert calls == []
     for _ in range(2):
         list(llm.stream([1]))
-    assert calls == [ControlCall("set_vocabulary", {"vocabulary": "the vocabulary"})]
+    assert calls == [ControlCall("set_vocabulary", arguments)]
     told = features()
-    told.structured.vocabulary = "the vocabulary"  # type: ignore[assignment]
+    told.structured.vocabulary = GrammarVocabulary("{}", 9, frozenset({3, 1}))
     engine, client = made_async(inputs=inputs, features=told)
 
     async def prepare() -> None:
         await asyncio.gather(*(engine.prepare_structured_outputs() for _ in range(3)))
 
     asyncio.run(prepare())
-    assert client.sent == [("set_vocabulary", {"vocabulary": "the vocabulary"})]
+    assert client.sent == [("set_vocabulary", arguments)]
     engine, client = made_async(pools=True)
     client.sent.clear()
     asyncio.run(engine.prepare_structured_outputs())

@@ -82,7 +82,7 @@ def test_what_a_message_does_not_say_is_not_asked_for() -> None:
     step = SchedulerOutput(1, (), (), [], [], [], [], {})
     assert step == SchedulerOutput(1, (), (), [], [], [], [], {}, False, False, {})
     assert RunnerOutput() == RunnerOutput((), None, {}, None, {}, {})
-    assert RequestLimits(9, 20, 100) == RequestLimits(9, 20, 100, False, False, None)
+    assert RequestLimits(9, 20, 100) == RequestLimits(9, 20, 100, False, True, None)
 
 
 def test_what_is_empty_is_not_sent() -> None:
@@ -105,10 +105,10 @@ def test_the_tokens_of_a_step() -> None:
         (RequestLimits(9, 20, 100), 19, 19, 20),
         (RequestLimits(9, 20, 12), 19, 12, 13),
         (RequestLimits(9, 20, 19), 19, 19, 20),
-        (RequestLimits(9, 20, NO_CACHE, pools=True), 20, 20, 21),
-        (RequestLimits(9, 20, 12, pools=True), 20, 12, 13),
-        (RequestLimits(9, 20, NO_CACHE, pools=True, max_step_tokens=8), 8, 8, 21),
-        (RequestLimits(9, 20, NO_CACHE, pools=True, max_step_tokens=30), 20, 20, 21),
+        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False), 20, 20, 21),
+        (RequestLimits(9, 20, 12, yields_tokens=False), 20, 12, 13),
+        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_step_tokens=8), 8, 8, 21),
+        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_step_tokens=30), 20, 20, 21),
     ],
 )
 def test_the_longest_prompts(limits: RequestLimits, longest: int, most: int, total: int) -> None:
@@ -120,7 +120,7 @@ def test_the_longest_prompts(limits: RequestLimits, longest: int, most: int, tot
             limits.check_length("it", num_tokens, min_tokens)
 
 
-GENERATES, POOLS = RequestLimits(9, 20, 100), RequestLimits(9, 20, NO_CACHE, pools=True)
+GENERATES, POOLS = RequestLimits(9, 20, 100), RequestLimits(9, 20, NO_CACHE, yields_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ GENERATES, POOLS = RequestLimits(9, 20, 100), RequestLimits(9, 20, NO_CACHE, poo
             " PoolingParams(truncate_prompt_tokens=...) keeps the first ones",
         ),
         (
-            RequestLimits(9, 20, NO_CACHE, pools=True, max_step_tokens=8),
+            RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_step_tokens=8),
             (9,),
             "it must have at most 8 tokens (max_num_batched_tokens 8: an encoder computes a text in one step), got 9;"
             " a larger max_num_batched_tokens holds more",

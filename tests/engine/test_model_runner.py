@@ -15,7 +15,7 @@ from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine import scheduler
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.executor import ControlCall, InProcessExecutor
-from compiled_engine.engine.messages import EngineRequest, NewRequest, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import EngineRequest, LateInputs, NewRequest, SchedulerOutput
 from compiled_engine.engine.runner import Runner
 from compiled_engine.graphs.cuda_graphs.manager import GraphCounters
 from compiled_engine.options import EngineOptions
@@ -123,10 +123,10 @@ def test_a_request_that_cannot_be_added_leaves_no_row(runner: Runner, monkeypatc
         runner.states.row("c")
 
 
-def test_a_step_that_awaits_masks_has_its_tokens_after_them(runner: Runner, expected: list[int]) -> None:
+def test_a_step_that_samples_late_has_its_tokens_after_its_late_inputs(runner: Runner, expected: list[int]) -> None:
     step = step_of(("a", 0, 6), new=(request("a", 0),))
     pending = runner.submit(replace(step, samples_late=True))
-    runner.sample(TokenMasks([], memoryview(b"")))
+    runner.sample(LateInputs())
     assert pending.result().token_ids == expected[:1]
     assert generated(runner, "a", 2) == expected[1:3]
 

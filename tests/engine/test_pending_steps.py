@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_engine.engine.input_batch import NO_ROW, NOT_TAKEN, RING, InputBatch
-from compiled_engine.engine.step_sampling import Deferred, PendingStep, UnsampledStep
+from compiled_engine.engine.step_sampling import Deferred, LateStep, PendingStep
 from compiled_engine.features.pooling.step_pooling import PooledRows
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
 from compiled_engine.features.speculation.draft_rows import DraftedRows
@@ -124,10 +124,10 @@ def test_tokens_behind_drafts() -> None:
     assert (none.token_ids, none.logprobs, none.many_logprobs) == ([5, 6, 7, 8], None, {})
 
 
-def test_a_step_whose_masks_did_not_come_has_no_result() -> None:
+def test_a_step_whose_late_inputs_did_not_come_has_no_result() -> None:
     step, batch = pending([5], ["a"], [True]), cast(InputBatch, None)
-    unsampled = UnsampledStep(batch, torch.zeros(1, 3), {})
-    with pytest.raises(RuntimeError, match="the step was not sampled: its masks did not come"):
-        unsampled.result()
-    unsampled.sampled = step
-    assert unsampled.result().token_ids == [5]
+    late = LateStep(batch, torch.zeros(1, 3), {})
+    with pytest.raises(RuntimeError, match="the step was not sampled: its late inputs did not come"):
+        late.result()
+    late.sampled = step
+    assert late.result().token_ids == [5]

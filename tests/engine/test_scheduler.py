@@ -419,8 +419,28 @@ def test_metrics() -> None:
         "finished": 1,
         "aborted": 1,
         "steps": 2,
+        "waiting_by_reason": {"feature": 0, "rows": 0, "blocks": 0, "turn": 0},
         "grammar_requests": 0,  # of a feature
     }
+
+
+def test_a_waiting_request_has_a_reason() -> None:
+    """All wait for what the first of them lacks; none is left when it starts."""
+
+    def reasons(engine: SimulatedEngine) -> dict[str, int]:
+        return {why: count for why, count in engine.scheduler.metrics()["waiting_by_reason"].items() if count}
+
+    for short, engine in (
+        ("rows", SimulatedEngine(block_size=4, num_blocks=8, max_num_seqs=1)),
+        ("blocks", SimulatedEngine(block_size=4, num_blocks=3)),
+    ):
+        for name in "abc":
+            engine.add(name, list(range(7)), params=outputs_of(2))
+        assert reasons(engine) == {"turn": 3}
+        engine.step()
+        assert reasons(engine) == {short: 2}
+        engine.run()
+        assert reasons(engine) == {}
 
 
 def test_the_peak_of_the_cache_is_that_of_all_steps() -> None:

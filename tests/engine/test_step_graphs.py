@@ -263,9 +263,7 @@ def test_graphs_are_captured_as_far_as_their_pool_is_small() -> None:
     config = replace(BASE, graph=GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32, 64)))
 
     def sizes(left: int | None, all_reduce_min: Callable[[int], int] = lambda count: count) -> tuple[int, ...]:
-        found = affordable(config, 256, left, all_reduce_min)
-        assert replace(found, token_sizes=config.graph.token_sizes) == config.graph
-        return found.token_sizes
+        return affordable(config, 256, left, all_reduce_min)
 
     assert sizes(None) == (8, 16, 32, 64)
     assert [sizes(256 + 8 * size) for size in (64, 63, 32, 8, 7)] == [

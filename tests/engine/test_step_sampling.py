@@ -13,12 +13,14 @@ import torch
 
 from compiled_engine.engine.forward import ForwardOutput
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch, prepare
-from compiled_engine.engine.messages import NewRequest, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_sampling import PendingSteps, StepAdvance, StepSampling
+from compiled_engine.features.structured.extras import TokenMasks
+from compiled_engine.features.structured.step_masks import MaskedSteps
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.sampler import Sampler, StepEdits
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -41,7 +43,7 @@ class Steps:
         for name, each in params.items():
             row = self.states.add(NewRequest(name, (1, 2, 3), 3, each, frozenset(), ((0,),)), 0)
             masked = name == "masked"
-            self.sampler.add_row(row, each, each.seed or 0, (1, 2, 3), 3, (), masked=masked)
+            self.sampler.add_row(row, each, each.seed or 0, (1, 2, 3), 3, (), edited_late=masked)
 
     def _logits_of(self, output: ForwardOutput) -> torch.Tensor:
         self.rows_of_logits.append(len(output.tensor))
@@ -56,11 +58,11 @@ class Steps:
         prepare(batch, self.states, self.buffers)
         return batch
 
-    def run(self, batch: InputBatch, logits_TV: torch.Tensor, masks: TokenMasks | None = None) -> RunnerOutput:
+    def run(self, batch: InputBatch, logits_TV: torch.Tensor, edits: StepEdits | None = None) -> RunnerOutput:
         self.pending.catch_up()
         logits_RV = self.sampling.launch_rest(batch, ForwardOutput(logits_TV, is_logits=False), {})
         self.pending.launched()
-        found = None if logits_RV is None else self.sampling.complete(batch, logits_RV, masks)
+        found = None if logits_RV is None else self.sampling.complete(batch, logits_RV, edits)
         return self.pending.step(batch, found, {}).result()
 
     def last_tokens(self) -> list[int]:
@@ -115,8 +117,10 @@ def test_a_mask_is_its_requests_alone() -> None:
     steps = Steps(free=GREEDY, masked=GREEDY)
     words = np.zeros(-(-VOCABULARY // 32), np.int32)
     words[33 // 32] = 1 << 33 % 32
-    masks = TokenMasks(["masked"], memoryview(words.tobytes()))
-    assert steps.run(steps.begin(0, 3), peaks(11, 12, 13, 21, 22, 23), masks).token_ids == [13, 33]
+    batch = steps.begin(0, 3)
+    late = TokenMasks(["masked"], memoryview(words.tobytes()))
+    edits = MaskedSteps(steps.sampler.vocabulary, torch.device("cpu")).edits(batch, late)
+    assert steps.run(batch, peaks(11, 12, 13, 21, 22, 23), edits).token_ids == [13, 33]
     assert steps.last_tokens() == [13, 33]
 
 

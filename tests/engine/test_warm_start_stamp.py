@@ -40,7 +40,7 @@ def test_only_a_start_like_one_that_ended_well_is_known(kernels: Path) -> None:
     assert stamp_of_start(kernels, "entry", elsewhere).exists()
     sizes = config_of(max_num_seqs=3, num_blocks=77, gpu_memory_utilization=0.5)
     assert stamp_of_start(kernels, "entry", sizes).exists()  # they choose few kernels, if any
-    assert not stamp_of_start(kernels, "entry", config_of(), stage=1).exists()
+    assert not stamp_of_start(kernels, "entry", config_of(), share=1).exists()
     assert not stamp_of_start(kernels, "other", config_of()).exists()
     assert [path.stat().st_mode & 0o077 for path in kernels.iterdir()] == [0]
     stamp.unlink()

@@ -7,16 +7,20 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from compiled_engine.engine.messages import EngineOutput, EngineRequest
+from compiled_engine.engine.control import apply
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, LateInputs
 from compiled_engine.features.adapters import extras as adapters
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.pooling import extras as pooling
 from compiled_engine.features.prompt_logprobs import extras as prompt_logprobs
 from compiled_engine.features.structured import extras as structured
+from compiled_engine.features.structured.constraints import GrammarQueue
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
+from compiled_engine.features.structured.plan import Structured
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
-Message = TypeVar("Message", EngineRequest, EngineOutput)
+Message = TypeVar("Message", EngineRequest, EngineOutput, LateInputs, ControlCall)
 PLAIN = EngineRequest("r", (1, 2), SamplingParams())
 
 
@@ -67,3 +71,22 @@ def test_outputs_have_vectors_and_rows(crosses: bool) -> None:
     scored = sent(EngineOutput("r", (4,), extras={prompt_logprobs.NAME: (2, rows)}), crosses)
     assert prompt_logprobs.rows_in(scored.extras) == (2, rows)
     assert pooling.vectors_in(scored.extras) is None
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_steps_have_their_masks(crosses: bool) -> None:
+    made = structured.TokenMasks(["a", "b"], memoryview(bytes(range(16))))
+    late = sent(LateInputs({structured.NAME: made}), crosses)
+    masks = structured.masks_in(late.extras[structured.NAME])
+    assert (masks.request_ids, bytes(masks.words)) == (["a", "b"], bytes(range(16)))
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_a_core_is_given_the_vocabulary_by_a_control_call(crosses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[GrammarVocabulary] = []
+    monkeypatch.setattr(GrammarQueue, "set_vocabulary", lambda queue, vocabulary: given.append(vocabulary))
+    vocabulary = GrammarVocabulary("{}", 9, frozenset({0, 2}))
+    call = sent(vocabulary.as_call(), crosses)
+    feature = Structured(2, 9)
+    apply(call, {name: getattr(feature, name) for name in feature.calls})
+    assert given == [vocabulary]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compiled_engine.config import Recurrences, RowState
+from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.runner import update_rows
@@ -141,6 +142,20 @@ def test_only_hooks_that_a_feature_overrides_are_called() -> None:
     others = (hooks.added, hooks.removed, hooks.end, hooks.receive, hooks.after_sample)
     assert others == ((),) * 5
     assert (hooks.wanting_hidden, hooks.choosing_variant, hooks.reading_hidden) == ((), None, ())
+
+
+def test_one_feature_at_most_edits_the_logits_of_a_step() -> None:
+    class Edits(StepFeature):
+        def edits(self, batch: InputBatch, late: Any) -> None:
+            return None
+
+    class EditsToo(Edits):
+        """Inherits the hook."""
+
+    edits = Edits()
+    assert StepHooks([StepFeature(), edits]).editing is edits
+    with pytest.raises(ValueError, match=r"^Edits and EditsToo override StepFeature\.edits; allowed: one"):
+        StepHooks([edits, EditsToo()])
 
 
 def test_one_feature_at_most_chooses_the_variant() -> None:

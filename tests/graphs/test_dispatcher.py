@@ -231,3 +231,12 @@ def test_a_pass_adds_a_field_to_the_keys(
         assert found in dispatcher.keys
     assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys)
     assert set(plain.keys) <= set(dispatcher.keys)
+
+
+def test_sizes_that_are_not_captured_have_no_keys() -> None:
+    """Their batches run without a graph; decodes keep theirs."""
+    graph, scheduler = GraphConfig(GraphMode.FULL, (1, 2), (8, 16, 32)), SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs")
+    every, few = Dispatcher(graph, scheduler), Dispatcher(graph, scheduler, token_sizes=(8,))
+    assert [key.num_tokens for key in every.keys] == [1, 2, 8, 16, 32]
+    assert few.keys == every.keys[:3]
+    assert [few.dispatch(tokens, 2, None, 64) for tokens in (5, 9)] == [every.dispatch(5, 2, None, 64), None]

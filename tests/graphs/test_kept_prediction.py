@@ -154,7 +154,7 @@ def test_other_factors_are_another_prediction(
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     monkeypatch.setattr(memory, "_describe", lambda device: {"driver": "another"})
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
-    found += [predicted_bytes(config, lookup_in(tmp_path), graphs, stage=stage) for stage in (0, 1, 1)]
+    found += [predicted_bytes(config, lookup_in(tmp_path), graphs, share=share) for share in (0, 1, 1)]
     assert found == [*range(1001, 1009), 1008, 1009, 1009]
 
 

@@ -61,7 +61,7 @@ def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | F
     sampler = Sampler(RowFields(NUM_ROWS, "cpu"), VOCAB_SIZE, processors=[Doubled()], group=group)
     masked = ["min_tokens" not in kind and kind in (KINDS["masked"], KINDS["masked, filtered"]) for kind in kinds]
     for row, kind in enumerate(kinds):
-        sampler.add_row(row, SamplingParams(**kind), seed + row, [1, LAST, 50, 7], 2, {EOS}, masked=masked[row])  # type: ignore[arg-type]
+        sampler.add_row(row, SamplingParams(**kind), seed + row, [1, LAST, 50, 7], 2, {EOS}, edited_late=masked[row])  # type: ignore[arg-type]
     rows = np.array([*range(len(kinds)), -1])
     words_MW = mask_of(list(range(1, VOCAB_SIZE, 5)), VOCAB_SIZE)[None]
     found = []

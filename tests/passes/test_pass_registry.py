@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_config import BASE
 from torch import fx
 
 from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.config import AdapterConfig, EngineConfig
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, SplittingOp
+from compiled_engine.passes.linear.adapters import Adapters
 from compiled_engine.passes.registry import (
     DEFAULT_PASSES,
     check_registered,
@@ -42,6 +46,10 @@ class Own(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassResult:
         return PassResult(0)
+
+
+def with_passes(*names: str) -> EngineConfig:
+    return replace(BASE, compile=replace(BASE.compile, passes=names))
 
 
 @pytest.fixture
@@ -82,10 +90,12 @@ def test_passes_that_only_some_models_have() -> None:
 def test_token_counts_are_those_of_the_passes_in_order() -> None:
     register_pass(Own("one", kernel_token_counts=(7, 3)))
     register_pass(Own("two", kernel_token_counts=(3, 5)))
-    assert kernel_token_counts({"one"}) == (3, 7)
-    assert kernel_token_counts({"one", "two"}) == (3, 5, 7)
-    assert kernel_token_counts(()) == kernel_token_counts({"nobody"}) == ()
-    assert kernel_token_counts({"small_batch_linear"}) == (1, 8, 32, 64)
+    assert kernel_token_counts(with_passes("one")) == (3, 7)
+    assert kernel_token_counts(with_passes("one", "two")) == (3, 5, 7)
+    assert kernel_token_counts(with_passes()) == kernel_token_counts(with_passes("nobody")) == ()
+    assert kernel_token_counts(with_passes("small_batch_linear")) == (1, 8, 32, 64)
+    adapted = replace(with_passes("one"), adapters=AdapterConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=1))
+    assert kernel_token_counts(adapted) == tuple(sorted({3, 7, *Adapters.kernel_token_counts}))
 
 
 @pytest.mark.usefixtures("cleared")

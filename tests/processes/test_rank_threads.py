@@ -1,4 +1,4 @@
-"""The executor of several ranks and the loop of each rank: steps, masks, calls and failures, without a model."""
+"""The executor of several ranks and the loop of each rank: steps, late inputs, calls and failures, without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_models import tiny_config
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import ControlCall, LateInputs, SchedulerOutput
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import monitor, multiprocess_executor, ring
 from compiled_engine.processes.monitor import Monitor, WorkerError
@@ -46,8 +46,8 @@ def step(number: int, *, samples_late: bool = False) -> SchedulerOutput:
     return SchedulerOutput(number, (), (), ["a"], [0], [1], [True], {}, samples_late=samples_late)
 
 
-def masks(*request_ids: str) -> TokenMasks:
-    return TokenMasks(list(request_ids), memoryview(bytes(8)).cast("i"))
+def late(*values: str) -> LateInputs:
+    return LateInputs({"f": list(values)})
 
 
 Prepare = Callable[[list[ScriptedRunner]], None]
@@ -75,40 +75,40 @@ def test_steps_sent_together_are_executed_by_all_ranks_in_order(ranks: Any, layo
         assert [runner.told for runner in launch.runners] == [[1, 2, 3, 4]] * len(launch.runners)
 
 
-def test_a_step_that_awaits_masks_is_sampled_with_them(ranks: Any) -> None:
-    """Its result has their effect, whether or not the steps before and after it are masked."""
+def test_a_step_that_samples_late_is_sampled_with_its_late_inputs(ranks: Any) -> None:
+    """Its result has their effect, whether or not the steps before and after it sample late."""
     with ranks() as (executor, launch):
         first = executor.submit(step(1))
         second = executor.submit(step(2, samples_late=True))
-        executor.sample(masks("a", "b", "c"))
+        executor.sample(late("a", "b", "c"))
         third = executor.submit(step(3))
         assert [list(each.result().token_ids) for each in (first, second, third)] == [[1, 0], [2, 3], [3, 0]]
         executor.call(ControlCall("metrics"))
         assert [runner.told for runner in launch.runners] == [[1, 2, ["a", "b", "c"], 3]] * 2
 
 
-def test_a_step_whose_masks_never_come_has_a_result_all_the_same(ranks: Any) -> None:
-    """Once, before that of the next step; masks that come later belong to no step."""
+def test_a_step_whose_late_inputs_never_come_has_a_result_all_the_same(ranks: Any) -> None:
+    """Once, before that of the next step; late inputs that come afterwards belong to no step."""
     with ranks() as (executor, _):
         first = executor.submit(step(1, samples_late=True))
         second = executor.submit(step(2))
-        executor.sample(masks("a"))
+        executor.sample(late("a"))
         third = executor.submit(step(3))
         assert [each.result().token_ids[0] for each in (first, second, third)] == [1, 2, 3]
 
 
-def test_a_stage_that_samples_nothing_waits_for_no_masks(ranks: Any) -> None:
-    """The first stage of two goes on with the next step; only the last one is told the masks' effect."""
+def test_a_stage_that_samples_nothing_waits_for_no_late_inputs(ranks: Any) -> None:
+    """The first stage of two goes on with the next step; only the last one gets the late inputs."""
     with ranks(tensor=1, stage_layers=(1, 1)) as (executor, launch):
         first = executor.submit(step(1, samples_late=True))
-        executor.sample(masks("a"))
+        executor.sample(late("a"))
         assert list(first.result().token_ids) == [1, 1]
         executor.call(ControlCall("metrics"))
         assert [runner.told for runner in launch.runners] == [[1], [1, ["a"]]]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, masked: bool) -> None:
+@pytest.mark.parametrize("samples_late", [False, True])
+def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, samples_late: bool) -> None:
     """Steps that were sent after it are not executed, and fail as it does."""
 
     def fail(runners: list[ScriptedRunner]) -> None:
@@ -117,9 +117,9 @@ def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, masked:
             runner.runs_begun = runner.runs_ended = 3
 
     with ranks(fail) as (executor, launch):
-        pending = [executor.submit(step(number, samples_late=masked and number == 2)) for number in (1, 2)]
-        if masked:
-            executor.sample(masks("a"))  # for a step that has failed
+        pending = [executor.submit(step(number, samples_late=samples_late and number == 2)) for number in (1, 2)]
+        if samples_late:
+            executor.sample(late("a"))  # for a step that has failed
         pending.append(executor.submit(step(3)))
         assert list(pending[0].result().token_ids) == [1, 0]
         for each in pending[1:]:
@@ -131,7 +131,7 @@ def test_a_step_that_all_ranks_fail_at_one_place_fails_alone(ranks: Any, masked:
         assert [runner.told for runner in launch.runners] == [[1, 2, 4]] * 2
 
 
-def test_a_step_that_fails_awaits_no_masks(ranks: Any) -> None:
+def test_a_step_that_fails_awaits_no_late_inputs(ranks: Any) -> None:
     def fail(runners: list[ScriptedRunner]) -> None:
         for runner in runners:
             runner.fails[1] = KeyError("injected")
@@ -181,7 +181,7 @@ def test_ranks_that_do_not_fail_alike_end_the_executor(ranks: Any, prepare: Prep
         pending = executor.submit(step(1))
         with pytest.raises(WorkerError, match="rank 0 of 2: KeyError: 'injected'"):
             pending.result()
-        for call in (lambda: executor.submit(step(2)), lambda: executor.sample(masks("a")), executor.metrics):
+        for call in (lambda: executor.submit(step(2)), lambda: executor.sample(late("a")), executor.metrics):
             with pytest.raises(WorkerError, match="rank 0 of 2: KeyError: 'injected'"):
                 call()
 

@@ -10,12 +10,11 @@ import pytest
 from compiled_engine.engine.messages import (
     EngineOutput,
     EngineRequest,
-    GrammarVocabulary,
+    LateInputs,
     NewRequest,
     RunnerOutput,
     SchedulerOutput,
     StepOutputs,
-    TokenMasks,
 )
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
@@ -47,8 +46,7 @@ STEP = SchedulerOutput(
 )
 MESSAGES = (
     EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, b"root" * 8, (4,), {"f": "a text", "g": [1, "x"]}),
-    GrammarVocabulary("a tokenizer", 9, frozenset({0, 2})),
-    TokenMasks(["r"], memoryview(b"\x05\x00\x00\x00")),
+    LateInputs({"f": [["r"], b"\x05\x00\x00\x00"]}),
     EngineOutput("r", (5,), LOGPROBS, "stop", 5, 2, 1.5, {"f": [1, 2]}),
     StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")], LOGPROBS),
     NEW,

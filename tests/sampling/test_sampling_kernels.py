@@ -206,7 +206,7 @@ def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
     sampler = Sampler(RowFields(4, "cpu"), 40)
     sampler.add_row(1, SamplingParams(), 0, [1], 1, set())
     masked = params.pop("masked", False)
-    sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID}, masked=masked)
+    sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID}, edited_late=masked)
     expected = SamplerClass.TEMPERATURE_ONLY if plain else SamplerClass.GENERAL
     assert sampler.sampler_class(np.array([1, 2, -1])) is expected
     assert sampler.sampler_class(np.array([1, -1])) is SamplerClass.TEMPERATURE_ONLY
@@ -347,7 +347,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:
             for row in range(num_rows):
-                sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID}, masked=row % 4 == 3)
+                sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID}, edited_late=row % 4 == 3)
             for step in range(3):
                 masks = step_masks(asked, "cuda")
                 token_ids_S = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)

@@ -270,7 +270,7 @@ def inputs(server: RunningServer) -> tuple[bool, bool]:
 def pooled(make: Callable[[PoolingProcessor, int], Any], most: int) -> Trial:
     def try_it(server: RunningServer) -> tuple[bool, bool]:
         def is_taken(size: int) -> bool:
-            limits = RequestLimits(400, 1 << 20, 1 << 20, pools=True)
+            limits = RequestLimits(400, 1 << 20, 1 << 20, yields_tokens=False)
             with contextlib.suppress(ValueError):
                 make(PoolingProcessor(byte_level(), limits, Pooling(EMBED, LAST, (), NONE), 1), size)
                 return True

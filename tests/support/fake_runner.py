@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import LateInputs, RunnerOutput, SchedulerOutput
+from compiled_engine.features.structured.extras import NAME, masks_in
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
@@ -214,8 +215,9 @@ class FakeRunner:
         token the last known one is to be computed again, as no other can be sampled."""
         return row.num_known - 1 + num_sampled if share.samples else row.num_computed_tokens + share.num_tokens
 
-    def check_masks(self, step: SchedulerOutput, masks: TokenMasks, ended: Container[str]) -> None:
+    def check_masks(self, step: SchedulerOutput, late: LateInputs, ended: Container[str]) -> None:
         """They are those that the request's tokens so far ask for; `ended`: who needs none any more."""
+        masks = masks_in(late.extras[NAME])
         words = np.frombuffer(masks.words, np.int32).reshape(len(masks.request_ids), num_words(VOCAB_SIZE))
         sent = {request_id: mask.tobytes() for request_id, mask in zip(masks.request_ids, words, strict=True)}
         wanted = self.wanted.pop(step.step)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,12 @@ import pytest
 import torch
 
 from compiled_engine.engine.input_batch import InputBatch
-from compiled_engine.engine.messages import RunnerOutput, TokenMasks
+from compiled_engine.engine.messages import LateInputs, RunnerOutput
 from compiled_engine.engine.runner import Runner
-from compiled_engine.engine.step_sampling import UnsampledStep
+from compiled_engine.engine.step_sampling import LateStep
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.features.speculation.drafter import Drafter
+from compiled_engine.features.structured.extras import NAME, TokenMasks, masks_in
 
 
 class LaunchedStep:
@@ -31,7 +31,7 @@ class LaunchedStep:
         self.step: Any = None
 
     def result(self) -> RunnerOutput:
-        while self.step is None or (isinstance(self.step, UnsampledStep) and self.step.sampled is None):
+        while self.step is None or (isinstance(self.step, LateStep) and self.step.sampled is None):
             self._queue.popleft()()
         return self.step.result()
 
@@ -79,7 +79,7 @@ def lagging_device() -> Iterator[None]:
     last: list[LaunchedStep] = []
 
     def lagging_run(
-        runner: Runner, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False
+        runner: Runner, batch: InputBatch, hidden_wanted: bool, *, samples_late: bool = False
     ) -> LaunchedStep:
         restore = take_snapshot(runner)
         runner.states.writes.discard()
@@ -89,20 +89,21 @@ def lagging_device() -> Iterator[None]:
         def execute() -> None:
             put_back = restore()
             with torch.inference_mode():
-                launched.step = run(runner, batch, hidden_wanted, awaits_masks=awaits_masks)
-            runner._unsampled = None
+                launched.step = run(runner, batch, hidden_wanted, samples_late=samples_late)
+            runner._late = None
             put_back()
 
         queue.append(execute)
         return launched
 
-    def lagging_sample(runner: Runner, masks: TokenMasks) -> None:
+    def lagging_sample(runner: Runner, late: LateInputs) -> None:
         restore, (launched,) = take_snapshot(runner), last
-        as_at_launch = replace(masks, words=memoryview(bytes(masks.words)))
+        masks = masks_in(late.extras[NAME])
+        as_at_launch = LateInputs({NAME: TokenMasks(masks.request_ids, memoryview(bytes(masks.words)))})
 
         def execute() -> None:
             put_back = restore()
-            runner._unsampled = launched.step
+            runner._late = launched.step
             sample(runner, as_at_launch)
             put_back()
 

@@ -23,6 +23,7 @@ from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, Primit
 from hypothesis.stateful import run_state_machine_as_test
 
 from compiled_engine.engine.scheduler import Scheduler
+from compiled_engine.features.structured.extras import NAME, masks_in
 
 # Fields that say when something was.
 OF_THE_CLOCK = ("scheduled_time",)
@@ -74,7 +75,7 @@ def recorded_messages(digests: MessageDigests) -> Iterator[None]:
 
     def recorded_late(scheduler: Scheduler) -> Any:
         made = finish_late(scheduler)
-        digests.add("masks", made)
+        digests.add("masks", masks_in(made.extras[NAME]))
         return made
 
     def recorded_update(scheduler: Scheduler, step: Any, result: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import apply
-from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.parallel.connect import Connections
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.timeline import Timeline
@@ -68,7 +68,7 @@ class ScriptedRunner:
         self.told.append(step.step)
         if step.step in self.fails:
             raise self.fails[step.step]
-        self.masks = 0
+        self.late = 0
         if step.step in self.launches:
             self.launches[step.step].set()
 
@@ -80,13 +80,13 @@ class ScriptedRunner:
             time.sleep(self.delay_s)
             if step.step in self.fails_later:
                 raise self.fails_later[step.step]
-            return RunnerOutput((step.step, self.masks))
+            return RunnerOutput((step.step, self.late))
 
         return SimpleNamespace(result=result)
 
-    def sample(self, masks: TokenMasks) -> None:
-        self.told.append(list(masks.request_ids))
-        self.masks = len(masks.request_ids)
+    def sample(self, late: LateInputs) -> None:
+        self.told.append(late.extras["f"])
+        self.late = len(late.extras["f"])
 
     def call(self, call: ControlCall) -> list[Any]:
         adapters = (self.begin_load, self.has_read, self.load, self.drop)

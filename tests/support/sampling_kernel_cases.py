@@ -288,7 +288,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
                     params = requests[arrival % len(requests)]
                     masked = params.token_mask is not None
                     place.start(row)
-                    sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS}, masked=masked)
+                    sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS}, edited_late=masked)
         rows = np.array([*generator.permutation(list(outputs)), -1], dtype=np.int64)
         positions = np.array([3 + len(outputs.get(int(row), [])) for row in rows])
         logits_SV = strided_logits(len(rows), vocab_size, torch.bfloat16, step, ties=True)

@@ -1,7 +1,7 @@
 """Decides which requests may overtake a request that waits for a slot for its adapter.
 
-The scheduler sets a request aside if its adapter finds no slot, so that others need not wait. Another request with an
-adapter may only overtake it if it had arrived when the first was set aside. There are finitely many of these, so a slot
+The scheduler skips a request if its adapter finds no slot, so that others need not wait. Another request with an
+adapter may only overtake it if it had arrived when the first was skipped. There are finitely many of these, so a slot
 becomes free in time.
 """
 
@@ -11,31 +11,31 @@ from compiled_engine.engine.request import Request
 
 
 class Overtaking:
-    """Tracks the waiting requests that were set aside, by their order."""
+    """Tracks the waiting requests that were skipped, by their order."""
 
     def __init__(self) -> None:
         self._newest = 0  # newest arrival number
-        # For each request that was set aside, the last arrival number that may overtake it.
+        # For each request that was skipped, the last arrival number that may overtake it.
         self._last: dict[tuple[int, int], int] = {}
-        self._first_aside: tuple[int, int] | None = None
-        self._is_over = False  # the first request that was set aside has ended
+        self._first_skipped: tuple[int, int] | None = None
+        self._is_over = False  # the first request that was skipped has ended
 
     def added(self, request: Request) -> None:
         self._newest = max(self._newest, request.order[1])
 
     def may_overtake(self, request: Request) -> bool:
-        """Return whether a request with an adapter may run before the requests that are set aside."""
-        first = self._first_aside
+        """Return whether a request with an adapter may run before the requests that are skipped."""
+        first = self._first_skipped
         return first is None or request.order < first or request.order[1] <= self._last[first]
 
-    def set_aside(self, request: Request) -> None:
+    def skip(self, request: Request) -> None:
         self._last.setdefault(request.order, self._newest)
-        if self._first_aside is None or request.order < self._first_aside:
-            self._first_aside = request.order
+        if self._first_skipped is None or request.order < self._first_skipped:
+            self._first_skipped = request.order
 
     def restored(self) -> None:
-        """Note that all requests that were set aside are back in their places."""
-        self._first_aside, self._is_over = None, False
+        """Note that all requests that were skipped are back in their places."""
+        self._first_skipped, self._is_over = None, False
 
     @property
     def is_over(self) -> bool:
@@ -45,4 +45,4 @@ class Overtaking:
     def forget(self, request: Request) -> None:
         """Forget a request that no longer waits."""
         self._last.pop(request.order, None)
-        self._is_over |= request.order == self._first_aside
+        self._is_over |= request.order == self._first_skipped

@@ -84,7 +84,7 @@ class Adapters(PlanFeature):
         adapter = adapter_of(request.asked)
         if adapter is None or (self._overtaking.may_overtake(request) and self._table.has_slot(adapter)):
             return True
-        self._overtaking.set_aside(request)
+        self._overtaking.skip(request)
         return False
 
     def reconsiders(self) -> bool:

@@ -28,6 +28,8 @@ GAUGES = ("adapters_loaded", "adapters_in_slots", "adapter_requests_running", "a
 class AdapterTable:
     """Loaded adapters and their slots, as a CacheResource: a running request's adapter has a slot."""
 
+    kind = "adapter_slots"
+
     def __init__(self, config: AdapterConfig) -> None:
         self._num_slots = config.max_loras
         self._most_loaded = max(config.max_cpu_loras, config.max_loras)

@@ -36,6 +36,8 @@ class StateSnapshots(PlanFeature):
     the state that it begins with, and a step has the slots that states are copied to after it, by request.
     """
 
+    kind = "snapshots"
+
     def __init__(self, num_slots: int, block_size: int, least_gain: int = LEAST_GAIN) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, got {num_slots}")

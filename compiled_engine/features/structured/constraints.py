@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.engine.request import Request
-from compiled_engine.features.structured.extras import grammar_of
+from compiled_engine.features.structured.extras import TokenMasks, grammar_of
 from compiled_engine.features.structured.grammars.compiler import CompiledGrammar, GrammarCompiler
 from compiled_engine.features.structured.grammars.constraint import GrammarConstraint, fill_masks
 from compiled_engine.features.structured.grammars.text import LONGEST_COMPILE_S
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.sampling.token_mask import Constraint, num_words
 
 # Metrics that add up over replicas.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from compiled_engine.engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Finish, Request
 from compiled_engine.features.structured.constraints import Constrained, GrammarQueue, MaskMaker
-from compiled_engine.features.structured.extras import grammar_of
+from compiled_engine.features.structured.extras import NAME, grammar_of
 from compiled_engine.features.structured.grammars.constraint import is_complete
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, TokenMask
 
 
@@ -28,9 +27,9 @@ class Structured(PlanFeature):
         self._given: dict[str, Constraint] = {}  # constraints of requests that will be added, by request id
         self._of: dict[Request, Constrained] = {}  # constraints of requests that were added
 
-    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Set the vocabulary. Only the first call has an effect. vocabulary: may have come from another process."""
-        self._grammars.set_vocabulary(msgspec.convert(vocabulary, GrammarVocabulary))
+    def set_vocabulary(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Set the vocabulary of grammars, see GrammarVocabulary. Returns immediately; only the first call counts."""
+        self._grammars.set_vocabulary(GrammarVocabulary(tokenizer, vocab_size, frozenset(eos_token_ids)))
 
     def check(self, request: EngineRequest) -> None:
         if request.sampling_params.token_mask is not None:
@@ -70,8 +69,8 @@ class Structured(PlanFeature):
     def begin_late(self, requests: Sequence[Request]) -> None:
         self._masks.begin([(request, self._of[request]) for request in requests if request in self._of])
 
-    def finish_late(self) -> TokenMasks:
-        return self._masks.finish()
+    def finish_late(self) -> dict[str, Any]:
+        return {NAME: self._masks.finish()}
 
     def nothing_allowed(self, request: Request) -> Finish | None:
         """Stop a request whose grammar is complete.

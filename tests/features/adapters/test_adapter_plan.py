@@ -86,9 +86,10 @@ def test_a_request_that_waits_for_a_slot_is_overtaken_by_those_that_had_come() -
     engine.add("t", "c")
     engine.add("u", "a")  # its adapter has a slot
     assert slots(engine.step()) == {"r": 0, "s": 1, "u": 0}
-    engine.add("v", "b")  # came after t was set aside
+    engine.add("v", "b")  # came after t was skipped
     engine.add("w", None)  # needs no slot
     assert slots(engine.step()) == {"w": -1}
+    assert engine.scheduler.metrics()["waiting_by_reason"]["feature"] == 2
     assert slots(engine.step()) == slots(engine.step()) == slots(engine.step()) == {}
     step = engine.step()  # r and s have ended
     assert slots(step) == {"t": 1, "v": 0}
@@ -101,7 +102,7 @@ def test_a_request_that_waits_for_a_slot_may_end() -> None:
     engine.add("r", "a", max_tokens=9)
     engine.add("s", "b")
     assert slots(engine.step()) == {"r": 0}
-    engine.add("t", "a")  # came after s was set aside
+    engine.add("t", "a")  # came after s was skipped
     assert slots(engine.step()) == {}
     engine.scheduler.abort("s")
     assert slots(engine.step()) == {"t": 0}
@@ -129,7 +130,7 @@ def test_in_any_mix_each_request_has_its_adapter_and_waits_for_few(
     requests: list[tuple[str | None, int, int]], max_loras: int
 ) -> None:
     """A slot in use is never given away. Who is overtaken waits for a slot, and those that overtake came before it was
-    set aside, or need none; with the same adapter the order is kept."""
+    skipped, or need none; with the same adapter the order is kept."""
     engine = Engine(max_loras, max_cpu_loras=max_loras)
     admitted: list[str] = []
     contents: dict[int, str] = {}

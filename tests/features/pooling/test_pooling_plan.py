@@ -19,7 +19,13 @@ def made(*, whole: bool, budget: int = 10, max_num_seqs: int = 4) -> Scheduler:
     config = SchedulerConfig(max_num_seqs, budget, max_model_len=20, policy="fcfs")
     blocks = 0 if whole else 16
     return Scheduler(
-        config, CacheConfig(4, None, 0.9, not whole), blocks, 11, pools=True, whole=whole, features=[PoolingPlan()]
+        config,
+        CacheConfig(4, None, 0.9, not whole),
+        blocks,
+        11,
+        yields_tokens=False,
+        whole=whole,
+        features=[PoolingPlan()],
     )
 
 

@@ -8,9 +8,10 @@ from threading import Event
 import numpy as np
 import pytest
 
-from compiled_engine.engine.messages import EngineRequest, TokenMasks
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.engine.request import Request
 from compiled_engine.features.structured.constraints import Constrained, MaskMaker
+from compiled_engine.features.structured.extras import TokenMasks
 from compiled_engine.sampling.params import SamplingParams
 
 VOCAB_SIZE, NUM_WORDS = 70, 3

@@ -10,6 +10,7 @@ from token_masks import ByLastToken
 
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.engine.request import Finish, Request
+from compiled_engine.features.structured.extras import NAME, masks_in
 from compiled_engine.features.structured.grammars.constraint import GrammarConstraint
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.sampling.params import SamplingParams
@@ -40,7 +41,7 @@ def test_who_has_ended_has_no_mask() -> None:
     gone, other = (added(structured, name, ByLastToken(VOCABULARY)) for name in "ab")
     structured.ended(gone)
     structured.begin_late([gone, other])
-    assert structured.finish_late().request_ids == ["b"]
+    assert masks_in(structured.finish_late()[NAME]).request_ids == ["b"]
 
 
 def test_a_mask_is_of_one_request_alone() -> None:

@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, EngineRequest, GrammarVocabulary
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.structured.extras import NAME, extras_of
 from compiled_engine.features.structured.grammars.text import grammar_text
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.frontend.request_hooks import NO_PART, AsyncCall, Call, RequestFeature, RequestPart
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
@@ -62,7 +63,7 @@ class StructuredRequests(RequestFeature):
 
     def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
         if not self._has_vocabulary and any(NAME in each.extras for each in requests):
-            given = ControlCall("set_vocabulary", {"vocabulary": self.vocabulary})
+            given = self.vocabulary.as_call()
             self._has_vocabulary = True
             with suppress(ControlError):  # a replica that is busy serves the call later, but before the requests
                 call(given)
@@ -76,6 +77,6 @@ class StructuredRequests(RequestFeature):
         if not self._has_vocabulary:
             vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
             if not self._has_vocabulary:
-                self._has_vocabulary = True
+                self._has_vocabulary, given = True, vocabulary.as_call()
                 with suppress(ControlError):  # as above
-                    await call("set_vocabulary", vocabulary=vocabulary)
+                    await call(given.name, **given.arguments)

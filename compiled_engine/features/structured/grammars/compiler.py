@@ -8,11 +8,11 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled_engine.engine.messages import GrammarVocabulary
 from compiled_engine.features.structured.grammars.constraint import GrammarConstraint, failure_text
 from compiled_engine.features.structured.grammars.string_masks import StringMasks, StringTokens, probe_for
 from compiled_engine.features.structured.grammars.text import QUICK_GRAMMAR, WHITESPACE, mask_threads
 from compiled_engine.features.structured.grammars.trials import KEPT_GRAMMARS, on_large_stack, parser_limits
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.process.smallest_first import SmallestFirst
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ RERANKS = Pooling(
 
 
 def processor(tokenizer: Tokenizer, pooling: Pooling = EMBEDS) -> PoolingProcessor:
-    limits = RequestLimits(len(tokenizer.hf), LONGEST, 400, pools=True)
+    limits = RequestLimits(len(tokenizer.hf), LONGEST, 400, yields_tokens=False)
     return PoolingProcessor(tokenizer, limits, pooling, hidden_size=4)
 
 

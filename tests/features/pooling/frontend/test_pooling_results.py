@@ -33,7 +33,7 @@ LONGEST = 20
 
 
 def processor(pooling: Pooling = EMBEDS, *, has_tokenizer: bool = True, num_slots: int = 400) -> PoolingProcessor:
-    limits = RequestLimits(len(TOKENIZER.hf), LONGEST, num_slots, has_priorities=True, pools=True)
+    limits = RequestLimits(len(TOKENIZER.hf), LONGEST, num_slots, has_priorities=True, yields_tokens=False)
     return PoolingProcessor(TOKENIZER if has_tokenizer else None, limits, pooling, 4, "r")
 
 

@@ -10,9 +10,10 @@ from tiny_tokenizers import byte_level
 from token_masks import OneOf
 
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, GrammarVocabulary, RequestLimits
+from compiled_engine.engine.messages import ControlCall, RequestLimits
 from compiled_engine.features.structured.extras import grammar_of
 from compiled_engine.features.structured.frontend.requests import StructuredRequests
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import parse_prompts
@@ -69,7 +70,7 @@ def test_the_core_gets_the_vocabulary_once_before_the_first_grammar(is_async: bo
         return len(calls)
 
     assert [ready(params) for params in (SamplingParams(), GRAMMAR, GRAMMAR)] == [0, 1, 1]
-    assert calls == [ControlCall("set_vocabulary", {"vocabulary": feature.vocabulary})]
+    assert calls == [feature.vocabulary.as_call()]
 
 
 def test_a_token_mask_comes_besides_the_request_where_the_core_is_near() -> None:

@@ -13,7 +13,7 @@ import pytest
 from busy_threads import busy
 from token_masks import ByLastToken
 
-from compiled_engine.engine.messages import EngineRequest, GrammarVocabulary
+from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.constraints import GrammarQueue
 from compiled_engine.features.structured.extras import extras_of
@@ -21,6 +21,7 @@ from compiled_engine.features.structured.grammars.compiler import GrammarCompile
 from compiled_engine.features.structured.grammars.constraint import fill_masks
 from compiled_engine.features.structured.grammars.text import grammar_text
 from compiled_engine.features.structured.grammars.trials import on_large_stack
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs

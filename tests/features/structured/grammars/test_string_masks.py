@@ -13,11 +13,11 @@ import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 from random_schemas import random_schema
 
-from compiled_engine.engine.messages import GrammarVocabulary
 from compiled_engine.features.structured.grammars.compiler import GrammarCompiler
 from compiled_engine.features.structured.grammars.constraint import fill_masks
 from compiled_engine.features.structured.grammars.string_masks import StringMasks, StringTokens, probe_for
 from compiled_engine.features.structured.grammars.text import WHITESPACE, grammar_text
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import num_words
