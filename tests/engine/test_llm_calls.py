@@ -15,6 +15,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.pooling.frontend.processor import UNBOUNDED
+from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
 from compiled_engine.llm import LLM
 
 __all__ = ["made", "made_async"]  # fixtures
