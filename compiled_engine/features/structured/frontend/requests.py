@@ -47,9 +47,10 @@ class StructuredRequests(RequestFeature):
             raise ValueError(f"structured_outputs needs a tokenizer, got {params.structured_outputs!r} without one")
 
     def parts(self, params: Sequence[SamplingParams], given: Mapping[str, Any]) -> Sequence[RequestPart]:
-        if all(each.structured_outputs is None and each.token_mask is None for each in params):
-            return ()
-        return [self._part(each) for each in params]
+        for each in params:
+            if each.structured_outputs is not None or each.token_mask is not None:
+                return [self._part(each) for each in params]
+        return ()
 
     def _part(self, params: SamplingParams) -> RequestPart:
         if params.structured_outputs is not None:
