@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
+from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.plan_hooks import PlanFeature
-from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
+from compiled_engine.engine.step_hooks import MakeFeatures, RunnerParts, StepFeature, Tail
+from compiled_engine.features.adapters.eager_adapters import EagerAdapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
@@ -18,6 +20,7 @@ from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
+from compiled_engine.features.speculation.eager_aux_hidden_states import EagerAuxHiddenStates
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.structured.plan import Structured
 
@@ -53,6 +56,16 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
     )
 
 
+def eager_features(config: EngineConfig) -> list[EagerFeature]:
+    """Return the parts of the enabled features in an eager model."""
+    features: list[EagerFeature] = []
+    if layers := config.speculation.aux_layers:
+        features.append(EagerAuxHiddenStates(layers))
+    if config.adapters is not None:
+        features.append(EagerAdapters(config))
+    return features
+
+
 def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
     """Return the device parts of the enabled features, and the tail; see MakeFeatures."""
     config, model = parts.config, parts.config.model
@@ -75,3 +88,6 @@ def step_features(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
     else:
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     return features, tail
+
+
+MAKE_FEATURES = MakeFeatures(eager_features, step_features)

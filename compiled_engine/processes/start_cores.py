@@ -11,7 +11,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.executor import Executor, InProcessExecutor
-from compiled_engine.features.registry import plan_features, step_features
+from compiled_engine.features.registry import MAKE_FEATURES, plan_features
 from compiled_engine.process.memory import no_full_gc
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress, SilentProgress
@@ -53,7 +53,7 @@ def start_core(
             )
         else:
             found = resolve_logits_processors(tuple(logits_processors))
-            executor = InProcessExecutor(config, progress, timeline, clock, step_features, found)
+            executor = InProcessExecutor(config, progress, timeline, clock, MAKE_FEATURES, found)
     features = plan_features(config, executor)
     return EngineCore(config, executor, clock, timeline.now() - start_s, features=features)
 

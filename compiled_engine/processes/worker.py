@@ -15,7 +15,7 @@ import torch
 from compiled_engine.engine.control import ControlError, Failed
 from compiled_engine.engine.executor import InProcessExecutor, PendingOutput
 from compiled_engine.engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
-from compiled_engine.features.registry import step_features
+from compiled_engine.features.registry import MAKE_FEATURES
 from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave
 from compiled_engine.parallel.group import Group, in_group
@@ -95,7 +95,7 @@ class Worker:
         progress = RichProgress() if start.progress and rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
         clock, of_ranks = StepClock(config.device), (processors, group, link)
-        self.executor = InProcessExecutor(config, progress, timeline, clock, step_features, *of_ranks)
+        self.executor = InProcessExecutor(config, progress, timeline, clock, MAKE_FEATURES, *of_ranks)
         self._group, self._connection, self._results = group, connection, results
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from compiled_engine.engine.messages import EngineRequest, NewRequest, Scheduler
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
-from compiled_engine.features.registry import plan_features, step_features
+from compiled_engine.features.registry import MAKE_FEATURES, plan_features, step_features
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
@@ -115,7 +115,7 @@ class StepTokenRows(StepFeature):
 
 
 def with_rows(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
-    """Implements MakeFeatures."""
+    """Implements MakeFeatures.of_runner."""
     features, tail = step_features(parts)
     return [*features, StepTokenRows(parts)], tail
 
@@ -128,7 +128,7 @@ def start(*, has_feature: bool) -> EngineCore:
         )
     )
     clock = StepClock(config.device)
-    make = with_rows if has_feature else step_features
+    make = replace(MAKE_FEATURES, of_runner=with_rows) if has_feature else MAKE_FEATURES
     executor = InProcessExecutor(config, SilentProgress(), Timeline(), clock, make, ())
     features = plan_features(config, executor)
     return EngineCore(config, executor, clock, features=[*features, StepTokens()] if has_feature else features)
