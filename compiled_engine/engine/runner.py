@@ -140,7 +140,7 @@ class Runner:
         )
         self.model = ModelForward(config, loaded, on_attention, self._stage.layers)
         # The replay of a graph computes nothing on the CPU.
-        self._threads: Callable[[int], AbstractContextManager[None]] = nullcontext if capture else self.model.threads
+        self._threads: Callable[[int], AbstractContextManager[object]] = nullcontext if capture else self.model.threads
         divided = self._group if local_model(config).vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         self.states = RequestStates(
