@@ -281,8 +281,8 @@ class EagleDrafter(Drafter):
         aux_hidden_states: inputs of the model's layers that the head reads, [T, target_size] each. May be captured with
         the forward that returns them.
         """
-        features_TD = self.model.ends[COMBINE](torch.cat(aux_hidden_states, dim=-1))
-        self._features_TD[: len(features_TD)].copy_(features_TD)
+        features_TD = self._features_TD[: len(aux_hidden_states[0])]
+        features_TD.copy_(self.model.ends[COMBINE](torch.cat(aux_hidden_states, dim=-1)))
 
     def after_step(self, batch: InputBatch) -> None:
         """Prefill the head with the tokens of a step, unless it skips the head; after decodes, with one graph."""
