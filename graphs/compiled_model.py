@@ -39,10 +39,6 @@ class CompileCounts:
     compiles: int
 
 
-# (range, its function, the tensor from `bind`) -> the function to call instead.
-Wrap = Callable[[CompiledRange, Forward, torch.Tensor | None], Forward]
-
-
 @dataclass(frozen=True)
 class BoundRange:
     """A callable for a range of token counts, bound to parameters."""
@@ -50,7 +46,7 @@ class BoundRange:
     compile_range: CompileRange
     call: Forward
     ends_at_logits: bool = False  # a forward that returns the logits of all tokens; others return hidden states
-    received_row_bytes: int = 0  # bytes per token that it reads from the tensor `received`, see CompiledModel.bind
+    received_row_bytes: int = 0  # bytes per token that it reads from `CompiledModel.received`
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,10 @@ class CompiledModel:
     direct: frozenset[str]  # pieces that Inductor did not compile
     lookup: Lookup
     counts: CompileCounts
-    wrap: Wrap | None = None  # changes the functions of a model that is a part of the compiled one
+    # Of a part of the compiled model: a function that adds to each bound range what lets the parts run apart, and the
+    # values that come from another part, uint8; None without any.
+    wrap: Callable[[CompiledRange, BoundRange], BoundRange] | None = None
+    received: torch.Tensor | None = None
 
     def of(self, name: str) -> tuple[CompiledRange, ...]:
         return tuple(r for r in self.ranges if r.callable == name)
@@ -87,33 +86,24 @@ class CompiledModel:
         keys = (r.bound_plan.piece_keys() for r in self.of(FORWARD) if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
-    @property
-    def received_row_bytes(self) -> int:
-        """The most bytes per token that a range reads from the tensor `received`."""
-        return max(map(_received_row_bytes, self.ranges), default=0)
-
     def bind(
         self,
         name: str,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None = None,
-        received: torch.Tensor | None = None,
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:
         """Bind a callable's ranges to these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        The ranges for small batches come first; the last range serves every batch. received: values that a part of the
-        compiled model reads from another part, uint8. distinct: see `distinct_calls`.
+        The ranges for small batches come first; the last range serves every batch. distinct: see `distinct_calls`.
         """
         bound, ranges = [], self.of(name)
         for r in ranges:
             plan = distinct_calls(r.bound_plan) if distinct else r.bound_plan
-            call = stitch(plan, self.pieces, parameters, on_attention)
-            if self.wrap is not None:
-                call = self.wrap(r, call, received)
             ends_at_logits = r.returns[0] != ranges[-1].returns[0]  # the last one ends at hidden states
-            bound.append(BoundRange(r.compile_range, call, ends_at_logits, _received_row_bytes(r)))
+            each = BoundRange(r.compile_range, stitch(plan, self.pieces, parameters, on_attention), ends_at_logits)
+            bound.append(each if self.wrap is None else self.wrap(r, each))
         return tuple(bound)
 
 
@@ -180,8 +170,3 @@ def _is_direct(entry: Path, key: str) -> bool:
 
 def _artifact(entry: Path, key: str) -> Path:
     return entry / "pieces" / f"{key}.bin"
-
-
-def _received_row_bytes(compiled: CompiledRange) -> int:
-    received = None if compiled.staged is None else compiled.staged.received
-    return 0 if received is None else received.row_bytes

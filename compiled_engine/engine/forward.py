@@ -103,10 +103,7 @@ class ModelForward:
         # None: each layer plans its attention, or the backend plans none.
         self._case = case if case is not None and self._backend.work_length(1, 1, case) else None
         model, tensors = loaded.callables, loaded.tensors
-        self._received: torch.Tensor | None = None
-        if row_bytes := model.received_row_bytes:
-            num_bytes = config.scheduler.max_num_batched_tokens * row_bytes
-            self._received = torch.zeros(num_bytes, dtype=torch.uint8, device=config.device)
+        self._received = model.received
         self.variants = ("", *model.variants)
         self.ends = {name: model.bind(name, tensors)[-1].call for name in model.ends}
         # By the way to run the model: functions, of which the first one that fits a batch is called. The last one fits
@@ -116,7 +113,7 @@ class ModelForward:
         for way in map(Way._make, product(self.variants, parts, (False, True))):
             passed_to = on_attention if way.around_attention else None
             name = way.variant or FORWARD
-            self._table[way] = model.bind(name, tensors, passed_to, self._received, distinct=way.distinct)
+            self._table[way] = model.bind(name, tensors, passed_to, distinct=way.distinct)
         if config.graph.mode is GraphMode.RECORDED and isinstance(model, CompiledModel):
             usual = recorded(model, self._table[Way()])
             self._table |= {Way(): usual, Way(distinct=True): usual}

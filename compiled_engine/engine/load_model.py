@@ -56,7 +56,7 @@ class EagerModel:
     """The callables of a model that is not compiled, to be bound like those of a CompiledModel."""
 
     callables: Mapping[str, Forward]
-    received_row_bytes: ClassVar[int] = 0
+    received: ClassVar[None] = None  # the model is not divided into parts
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -72,7 +72,6 @@ class EagerModel:
         name: str,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None = None,
-        received: torch.Tensor | None = None,
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:

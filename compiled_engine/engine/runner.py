@@ -127,7 +127,7 @@ class Runner:
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
-            self._compiled = stage_model(compiled, self._stage)
+            self._compiled = stage_model(compiled, self._stage, scheduler.max_num_batched_tokens, config.device)
         with timeline.span("load weights"):
             of_eager = self._make_features.of_eager_model(config)
             loaded = load_model(config, self._compiled, self._group, progress, features=of_eager)

@@ -35,16 +35,10 @@ class Bindable:
     small_end: str = "logits"  # the end of forwards of few tokens
     variants: Sequence[str] = ("adapted",)
     ends: Sequence[str] = ("logits", "adapted_logits")
-    received_row_bytes: int = 0
+    received: torch.Tensor | None = None
 
     def bind(
-        self,
-        name: str,
-        parameters: Any,
-        on_attention: object = None,
-        received: object = None,
-        *,
-        distinct: bool = False,
+        self, name: str, parameters: Any, on_attention: object = None, *, distinct: bool = False
     ) -> tuple[BoundRange, ...]:
         if name in self.ends:
             return (BoundRange(CompileRange(1, 64), logits),)
@@ -111,7 +105,7 @@ def test_a_capture_in_parts_and_a_call_of_each_kind_have_forwards_of_their_own()
 
 def test_received_values_have_the_rows_of_the_forward_that_reads_them() -> None:
     assert made().received(1) is None
-    model = made(received_row_bytes=8)
+    model = made(received=torch.zeros(64 * 8, dtype=torch.uint8))
     sizes = [model.received(2), model.received(2, hidden_wanted=True), model.received(5)]
     assert [received.shape for received in sizes if received is not None] == [(8,), (16,), (40,)]
 

@@ -200,17 +200,21 @@ def test_stages_hand_on_what_the_next_one_reads_and_number_their_caches_from_nou
     model = replace(model_of(whole, logits, adapted), pieces=PIECES | pieces_of_plan())
     expected = hidden_of(model, x.clone(), caches)
     assert torch.equal(expected, ((x + 7) * 10 * 2 + 6) * -1 - 7)
-    first, second = (stage_model(model, stage) for stage in stages_of((1, 1), 2))
+    first, second = (stage_model(model, stage, 6, X.device) for stage in stages_of((1, 1), 2))
     assert [[part.callable for part in stage.ranges] for stage in (first, second)] == [
         *(["forward"], ["forward", "logits"]),
     ]
-    assert (first.received_row_bytes, second.received_row_bytes) == (0, 2 * 4 + 2 * 3 * 8)
+    row_bytes = [stage.bind("forward", PARAMETERS)[-1].received_row_bytes for stage in (first, second)]
+    assert row_bytes == [0, 2 * 4 + 2 * 3 * 8]
     packed = hidden_of(first, x.clone(), caches[:1])
-    assert (packed.dtype, packed.numel()) == (torch.uint8, 3 * second.received_row_bytes)
-    buffer = torch.cat([packed, packed])  # may be longer than what a step sends
-    assert torch.equal(hidden_of(second, x, caches[1:], received=buffer), expected)
+    assert (packed.dtype, packed.numel()) == (torch.uint8, 3 * row_bytes[1])
+    assert first.received is None
+    assert second.received is not None
+    assert second.received.numel() == 6 * row_bytes[1]
+    second.received[: len(packed)] = packed
+    assert torch.equal(hidden_of(second, x, caches[1:]), expected)
     (alone,) = stages_of((2,), 2)
-    assert stage_model(model, alone) is model
+    assert stage_model(model, alone, 6, X.device) is model
 
 
 def test_a_border_is_the_bytes_of_all_values_in_order() -> None:

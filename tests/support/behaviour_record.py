@@ -136,7 +136,8 @@ def _parameters(config: EngineConfig) -> Iterator[tuple[str, dict[str, str]]]:
     for stage in stages:
         for rank in range(size):
             group: Any = _Alone(rank, size)
-            named = load_model(config, stage_model(compiled, stage), group, SilentProgress()).tensors
+            of_stage = stage_model(compiled, stage, config.scheduler.max_num_batched_tokens, config.device)
+            named = load_model(config, of_stage, group, SilentProgress()).tensors
             yield f"stage {stage.index}, rank {rank}", {name: _described(named[name]) for name in sorted(named)}
 
 
