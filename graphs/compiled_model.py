@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_c
 from compiled_engine.graphs.compiler.cpp_piece import load_cpp_piece, piece_folder
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.plan import distinct_calls
-from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, VARIANTS
-from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
+from compiled_engine.graphs.compiler.signature import FORWARD, VARIANTS
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
-from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.framework.manager import require_contracts
 from compiled_engine.passes.framework.parameter import Parameter
@@ -42,33 +40,13 @@ class CompileCounts:
 
 
 @dataclass(frozen=True)
-class Forwards:
-    """A model's compiled callables, bound to parameters.
+class BoundRange:
+    """A callable for a range of token counts, bound to parameters."""
 
-    Forwards that return hidden states also return the inputs of the layers that a draft head reads, if any. A pipeline
-    stage that is not the last returns the values for the next stage and has no logits.
-    """
-
-    hidden: Forward  # of the dynamic range: serves every batch and returns hidden states [T, D]
-    # from hidden states [R, D] to logits [R, V]; adapted ones also take these rows' step tensors
-    logits: Forward = field(default_factory=nn.Identity)
-    # For small batches: return all tokens' logits [T, V], or hidden states with `pools`.
-    small: tuple[tuple[CompileRange, Forward], ...] = ()
-    pooler: Forward = field(default_factory=nn.Identity)  # from pooled hidden states to results
-    pools: bool = False  # the model pools or drafts
-    # from another model's hidden states to a draft head's features
-    combine: Forward = field(default_factory=nn.Identity)
-
-    def for_logits(self, num_tokens: int) -> Forward | None:
-        """Return the forward that returns logits for this number of tokens, or None."""
-        return None if self.pools else self._small(num_tokens)
-
-    def for_hidden(self, num_tokens: int) -> Forward:
-        """Return the forward that returns hidden states for this number of tokens."""
-        return (self.pools and self._small(num_tokens)) or self.hidden
-
-    def _small(self, num_tokens: int) -> Forward | None:
-        return next((forward for r, forward in self.small if num_tokens in r), None)
+    compile_range: CompileRange
+    call: Forward
+    ends_at_logits: bool = False  # a forward that returns the logits of all tokens; others return hidden states
+    received_row_bytes: int = 0  # bytes per token that it reads from `CompiledModel.received`
 
 
 @dataclass(frozen=True)
@@ -80,21 +58,18 @@ class CompiledModel:
     direct: frozenset[str]  # pieces that Inductor did not compile
     lookup: Lookup
     counts: CompileCounts
-    pools: bool = False  # all forwards return hidden states
-
-    def for_stage(self, stage: Stage) -> CompiledModel:
-        """Return the stage's part of the model. Raises ValueError, see stage_plan."""
-        if stage.count == 1:
-            return self
-        staged = (replace(r, staged=stage_plan(r.plan, stage)) for r in self.of(FORWARD))
-        return replace(self, ranges=(*staged, *(self.of(LOGITS) if stage.is_last else ())))
+    # Of a part of the compiled model: a function that adds to each bound range what lets the parts run apart, and the
+    # values that come from another part, uint8; None without any.
+    wrap: Callable[[CompiledRange, BoundRange], BoundRange] | None = None
+    received: torch.Tensor | None = None
 
     def of(self, name: str) -> tuple[CompiledRange, ...]:
         return tuple(r for r in self.ranges if r.callable == name)
 
-    def of_others(self) -> tuple[CompiledRange, ...]:
-        """Return the ranges of all callables besides the forwards."""
-        return tuple(r for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The callables besides the forwards. Each has one range."""
+        return tuple(r.callable for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -111,36 +86,25 @@ class CompiledModel:
         keys = (r.bound_plan.piece_keys() for r in self.of(FORWARD) if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
-    @property
-    def received_row_bytes(self) -> int:
-        """The most bytes per token that the stage receives."""
-        borders = [r.staged.received for r in self.ranges if r.staged is not None]
-        return max((border.row_bytes for border in borders if border is not None), default=0)
-
     def bind(
         self,
+        name: str,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None = None,
-        received: torch.Tensor | None = None,
         *,
         distinct: bool = False,
-        variant: str = "",
-    ) -> Forwards:
-        """Bind the callables to these parameters (stand-alone and packed ones, by name); see `stitch`.
+    ) -> tuple[BoundRange, ...]:
+        """Bind a callable's ranges to these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: the previous stage's result, uint8. distinct: see `distinct_calls`. variant: of forward and logits.
+        The ranges for small batches come first; the last range serves every batch. distinct: see `distinct_calls`.
         """
-        bound: list[tuple[CompileRange, Forward]] = []
-        for r in self.of(variant or FORWARD):
+        bound, ranges = [], self.of(name)
+        for r in ranges:
             plan = distinct_calls(r.bound_plan) if distinct else r.bound_plan
-            forward = stitch(plan, self.pieces, parameters, on_attention)
-            bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
-        *small, (_, hidden) = bound
-        others = {r.callable: stitch(r.plan, self.pieces, parameters) for r in self.of_others()}
-        of_variants = {name: others.pop(logits) for name, logits in VARIANTS.items() if logits in others}
-        if variant in of_variants:
-            others[LOGITS] = of_variants[variant]
-        return Forwards(hidden, small=tuple(small), pools=self.pools, **others)
+            ends_at_logits = r.returns[0] != ranges[-1].returns[0]  # the last one ends at hidden states
+            each = BoundRange(r.compile_range, stitch(plan, self.pieces, parameters, on_attention), ends_at_logits)
+            bound.append(each if self.wrap is None else self.wrap(r, each))
+        return tuple(bound)
 
 
 def compile_model(
@@ -184,8 +148,7 @@ def compile_model(
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
     counts = CompileCounts(traces=len(compiles), compiles=sum(compiles))
-    pools = config.model.pooling is not None or config.model.head is not None
-    return CompiledModel(ranges, pieces, direct, lookup, counts, pools)
+    return CompiledModel(ranges, pieces, direct, lookup, counts)
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:

@@ -9,8 +9,8 @@ Read it in this order.
 3. On the device: `executor` and `control` lead to the `runner`, which has a row for each running request
    (`request_states`), makes a batch (`input_batch`, with the kernels of `step_kernels`), runs it by a CUDA graph
    (`step_graphs`) or the `forward`, and samples (`step_sampling`).
-4. The start: `warm_up` runs every kind of batch, `cache_memory` sizes the KV cache. `eager_forward` is for models that
-   are not compiled.
+4. The start: `load_model` compiles a model and reads its weights, `warm_up` runs every kind of batch, `cache_memory`
+   sizes the KV cache.
 
 Features plug in at `plan_hooks` and `step_hooks`, and are in `compiled_engine/features`.
 """

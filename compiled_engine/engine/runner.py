@@ -8,6 +8,7 @@ late is launched later, by `sample`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.attention.backend import get_backend
-from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.engine import cache_memory
-from compiled_engine.engine.forward import (
-    BatchForward,
-    ModelForward,
-    compile_in_turn,
-    load_model,
-    threads_for_step,
-)
+from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch
+from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import LateInputs, NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
@@ -131,20 +125,20 @@ class Runner:
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
-            self._compiled = self._make_features.own_part(compiled)
+            self._compiled = self._make_features.own_part(config, compiled)
         with timeline.span("load weights"):
-            model, named = load_model(config, self._compiled, self._group, progress)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-        captures, records = config.graph.captures, config.graph.mode is GraphMode.RECORDED
-        self._capture = capture = CudaCapture(config.device) if captures else None
+            of_eager = self._make_features.of_eager_model(config)
+            loaded = load_model(config, self._compiled, self._group, progress, features=of_eager)
+        self._capture = capture = CudaCapture(config.device) if config.graph.captures else None
         on_attention = capture.on_attention if capture else None
         # Padding tokens have a separate row.
         most_tokens, most_rows = (
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
         )
-        aux_layers = config.speculation.aux_layers
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records, aux_layers)
+        self.model = ModelForward(config, loaded, on_attention, self._share.layers)
+        # The replay of a graph computes nothing on the CPU.
+        self._threads: Callable[[int], AbstractContextManager[object]] = nullcontext if capture else self.model.threads
         divided = self._group if local_model(config).vocab_size != vocab_size else None
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._share.count + 1
         self.states = RequestStates(
@@ -156,9 +150,6 @@ class Runner:
             config.num_ahead,
             has_history=config.num_ahead > 0 and on_gpu,
         )
-        planned = planned_together(cases_of(local_model(config), block_size, config.device, config.cache.kv_dtype))
-        backend = get_backend(config.attention_backend)
-        work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]
         self.buffers = InputBuffers(
             most_tokens,
@@ -166,7 +157,7 @@ class Runner:
             max_blocks,
             self.states.writes,
             config.device,
-            work_length,
+            self.model.work_length(most_tokens, most_rows),
             tensors_beside_steps(config),
             numbered=True in config.numberings,
         )
@@ -179,8 +170,8 @@ class Runner:
             config=config,
             group=self._group,
             compiled=self._compiled,
-            module=model,
-            tensors=named,
+            module=loaded.module,
+            tensors=loaded.tensors,
             model=self.model,
             states=self.states,
             buffers=self.buffers,
@@ -199,9 +190,7 @@ class Runner:
         if tail is None:
             tail = self._sampling = StepSampling(self.model, self.sampler, self.buffers, self.pending, advance)
         self._tail = tail
-        self._kv_caches = cache_memory.allocate(config, 1, self._share.layers)
-        forward = BatchForward(self.model, self.buffers, self._kv_caches, config.attention_backend, planned)
-        self.step = ModelStep(forward, self._tail, self.states, length, self._hooks)
+        self.step = ModelStep(self.model, self.buffers, self._tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
         """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
@@ -237,10 +226,11 @@ class Runner:
                 graph_bytes = predicted_bytes(
                     self._config, lookup, graphs, self._group.all_reduce_min, self._share.index
                 )
-        layers = self._share.layers
-        self._cache_size = cache_memory.size_cache(self._config, activation_bytes, graph_bytes, reserved, layers)
+        self._cache_size = cache_memory.size_cache(
+            self._config, activation_bytes, graph_bytes, reserved, self._share.layers
+        )
         self.num_blocks = self._group.all_reduce_min(self._cache_size.num_blocks)
-        self._kv_caches[:] = cache_memory.allocate(self._config, self.num_blocks, layers)
+        self.model.allocate(self.num_blocks)
         for feature in self._hooks.features:
             feature.allocate(self.num_blocks)
         if graphs:
@@ -265,7 +255,7 @@ class Runner:
                 for begin in self._hooks.begin:
                     begin(step)
                 self.runs_ended += 1
-            with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
+            with self._threads(step.num_tokens):
                 pending = self._launch(step)
             for end in self._hooks.end:
                 end(step)
@@ -280,7 +270,7 @@ class Runner:
         step, self._late = self._late, None
         assert step is not None
         try:
-            with threads_for_step(step.batch.num_tokens, self._num_parameters, self._config.device):
+            with self._threads(step.batch.num_tokens):
                 edits, editing = None, self._hooks.editing
                 if editing is not None and editing.name in late.extras:
                     edits = editing.edits(step.batch, late.extras[editing.name])
@@ -416,7 +406,6 @@ class Runner:
             feature.close()
         if self.captured.graphs:
             self.captured.graphs.close()
-        self._kv_caches.clear()
         self._hooks = StepHooks(())
         self.model.close()
         self._compiled = None

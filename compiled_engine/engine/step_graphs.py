@@ -14,8 +14,8 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.forward import BatchForward, ForwardOutput
-from compiled_engine.engine.input_batch import InputBatch, empty_batch, prepare
+from compiled_engine.engine.forward import ForwardOutput, ModelForward
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers, empty_batch, prepare
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import NO_HOOKS, StepHooks, Tail
 from compiled_engine.graphs.cuda_graphs.capture import Capture
@@ -30,19 +30,19 @@ POOL_SHARE = 0.125
 class ModelStep:
     """The launches of a step, as a `Capturable`.
 
-    forward: its list of kv_caches may be refilled until the first capture. hooks: features' launches within the step.
+    model: its list of kv_caches may be refilled until the first capture. hooks: features' launches within the step.
     """
 
     def __init__(
         self,
-        forward: BatchForward,
+        model: ModelForward,
+        buffers: InputBuffers,
         tail: Tail,
         states: RequestStates,
         max_model_len: int,
         hooks: StepHooks = NO_HOOKS,
     ):
-        self.forward, self.tail, self.states = forward, tail, states
-        self.model, self.buffers, self.kv_caches = forward.model, forward.buffers, forward.kv_caches
+        self.model, self.buffers, self.tail, self.states = model, buffers, tail, states
         self._max_model_len, self._hooks = max_model_len, hooks
 
     def fill(self, key: GraphKey) -> None:
@@ -66,7 +66,8 @@ class ModelStep:
         self.states.writes.discard()  # `fill` made these writes
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
-        output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
+        in_parts = key.kind is not GraphKind.FULL
+        output = self.model.forward(batch, self.buffers, around_attention=in_parts, distinct=distinct)
         for in_forward in self._hooks.in_forward:
             in_forward(batch, output)
         return self.tail.launch_captured(output, batch, batch.num_rows) if key.is_decode else output.tensor
@@ -80,7 +81,7 @@ class ModelStep:
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
         """Compute the batch's inputs, plan its attention work, and return the inputs of attention."""
         self.prepare(batch)
-        return self.forward.planned_inputs(batch)
+        return self.model.planned_inputs(batch, self.buffers)
 
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
         """Return the result of `run`, or of a replay of the key's graph, as a ForwardOutput."""
@@ -90,7 +91,7 @@ class ModelStep:
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See Capturable. KV caches are only replaced all together, so the first and the last one stand for all."""
-        buffers, caches = self.buffers, self.kv_caches
+        buffers, caches = self.buffers, self.model.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(map(id, (*read, *caches[:1], *caches[-1:])))
 
@@ -206,7 +207,7 @@ class StepGraphs:
             self.counters.replay(key, batch.num_tokens)
             return output
         self._step.prepare(batch)
-        output = self._step.forward(batch, hidden_wanted=hidden_wanted)
+        output = self._step.model.forward(batch, self._step.buffers, hidden_wanted=hidden_wanted)
         for in_forward in self._in_forward:
             in_forward(batch, output)
         return output

@@ -33,6 +33,7 @@ from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers
+from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_sampling import Deferred, StepAdvance
@@ -221,10 +222,12 @@ class StepFeature:
 class MakeFeatures:
     """Makes the features of a runner."""
 
-    # Returns the features, and the tail; a tail of None: the runner samples.
+    # The parts of features in the model, if it runs eagerly; made before the model is loaded.
+    of_eager_model: Callable[[EngineConfig], Sequence[EagerFeature]]
+    # All others, and the tail; a tail of None: the runner samples.
     of_runner: Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
     # Returns the part of the compiled model that the runner executes.
-    own_part: Callable[[CompiledModel], CompiledModel] = lambda compiled: compiled
+    own_part: Callable[[EngineConfig, CompiledModel], CompiledModel] = lambda config, compiled: compiled
 
 
 class StepHooks:

@@ -34,8 +34,8 @@ from compiled_engine.attention.inputs import (
     padding_of,
 )
 from compiled_engine.config import EngineConfig, effective_fields
-from compiled_engine.engine.forward import BatchForward, ForwardOutput
-from compiled_engine.engine.input_batch import empty_batch, padding_starts
+from compiled_engine.engine.forward import ForwardOutput, ModelForward
+from compiled_engine.engine.input_batch import InputBuffers, empty_batch, padding_starts
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.engine.step_sampling import StepSampling
@@ -86,16 +86,16 @@ def _run_empty(step: ModelStep, shape: BatchShape, *, distinct: bool, variant: s
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, variant=variant)
     states.writes.apply()
     step.prepare(batch)
-    hidden = step.forward(batch, hidden_wanted=True, distinct=distinct)
+    hidden = step.model.forward(batch, buffers, hidden_wanted=True, distinct=distinct)
     if not isinstance(tail, StepSampling):
-        step.forward(batch, distinct=distinct)
+        step.model.forward(batch, buffers, distinct=distinct)
         tail.advance.without_tokens(batch, num_requests)
         return
     last_R = buffers.logits_index_R[:num_requests]
     logits_RV = step.model.logits_of(hidden.of_tokens(last_R))
     del hidden
     if step.model.ends_at_logits(num_tokens, variant):
-        logits_RV = step.forward(batch, distinct=distinct).tensor[last_R]
+        logits_RV = step.model.forward(batch, buffers, distinct=distinct).tensor[last_R]
     tail.launch_captured(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, tail.sampler.vocabulary)
     tail.advance(batch, token_ids_R, num_requests, again=True)
@@ -197,7 +197,7 @@ def compile_kernels(
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # only attention's kernels differ for it
         for shape in others:
-            compile_forward(config, step.forward, shape)
+            compile_forward(config, step.model, step.buffers, shape)
         _inputs(config, step)
         for feature in features:
             feature.compile_kernels()
@@ -271,20 +271,20 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 
 @torch.inference_mode()
-def compile_forward(config: EngineConfig, forward: BatchForward, shape: BatchShape) -> None:
+def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuffers, shape: BatchShape) -> None:
     """Dry-run a batch's forwards: to hidden states, and to logits if the forward for few tokens ends there."""
-    for variant in forward.model.variants:
-        asked = forward.buffers.asked[variant]
-        empty = _empty_step(config, shape, forward.buffers.block_table_RB.shape[1], asked)
+    for variant in model.variants:
+        asked = buffers.asked[variant]
+        empty = _empty_step(config, shape, buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
-        arguments = arguments_of(empty, inputs, forward.kv_caches)
+        arguments = arguments_of(empty, inputs, model.kv_caches)
         beside = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
-        tokens, run = shape.num_tokens, partial(forward.model.run, distinct=True, variant=variant, beside=beside)
+        tokens, run = shape.num_tokens, partial(model.run, distinct=True, variant=variant, beside=beside)
         output = run(tokens, arguments, hidden_wanted=True)
-        if forward.model.ends_at_logits(tokens, variant):
+        if model.ends_at_logits(tokens, variant):
             run(tokens, arguments)
         if beside and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
-            forward.model.logits_of(output.of_tokens(slice(shape.num_requests)))
+            model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
 def _empty_step(

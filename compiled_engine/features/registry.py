@@ -6,9 +6,11 @@ from functools import partial
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
+from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.step_hooks import MakeFeatures, RunnerParts, StepFeature, Tail
 from compiled_engine.features.adapters import table as adapters
+from compiled_engine.features.adapters.eager_adapters import EagerAdapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
@@ -22,10 +24,13 @@ from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.features.speculation import draft_plan as drafts
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
+from compiled_engine.features.speculation.eager_aux_hidden_states import EagerAuxHiddenStates
 from compiled_engine.features.speculation.step_drafts import drafting
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.features.structured.step_masks import MaskedSteps
+from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import StageLink
 
 # Metrics that add up over replicas: counts since the start, and current values.
@@ -66,11 +71,24 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 
 def make_features(link: StageLink | None = None) -> MakeFeatures:
     """Return the functions that make a runner's features. link: connects the stages of a pipeline, if any."""
-    of_runner = partial(step_features, link=link)
     if link is None:
-        return MakeFeatures(of_runner)
+        return MakeFeatures(eager_features, step_features)
     stage = link.stage
-    return MakeFeatures(of_runner, lambda compiled: compiled.for_stage(stage))
+
+    def own_part(config: EngineConfig, compiled: CompiledModel) -> CompiledModel:
+        return stage_model(compiled, stage, config.scheduler.max_num_batched_tokens, config.device)
+
+    return MakeFeatures(eager_features, partial(step_features, link=link), own_part)
+
+
+def eager_features(config: EngineConfig) -> list[EagerFeature]:
+    """Return the parts of the enabled features in an eager model."""
+    features: list[EagerFeature] = []
+    if layers := config.speculation.aux_layers:
+        features.append(EagerAuxHiddenStates(layers))
+    if config.adapters is not None:
+        features.append(EagerAdapters(config))
+    return features
 
 
 def step_features(parts: RunnerParts, link: StageLink | None = None) -> tuple[list[StepFeature], Tail | None]:

@@ -6,16 +6,16 @@ In a step of a few tokens, Python takes as long to call the kernels as they take
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs, ForwardArguments, addresses
-from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
+from compiled_engine.graphs.compiled_model import BoundRange, CompiledModel
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.graphs.cpu_graphs.recorder import Arena, CallList, CannotRecord, recording
-from compiled_engine.passes.framework.graph_pass import CompileRange
 
 log = logging.getLogger("compiled_engine")
 
@@ -79,17 +79,17 @@ class RecordedForward:
         return result
 
 
-def recorded(compiled: CompiledModel, forwards: Forwards) -> Forwards:
+def recorded(compiled: CompiledModel, forwards: Sequence[BoundRange]) -> tuple[BoundRange, ...]:
     """Return the forwards; those for small batches are recorded, unless they run Inductor's code, which is opaque."""
     arena = Arena()
-    small: list[tuple[CompileRange, Forward]] = []
-    for compile_range, forward in forwards.small:
-        if compiled.is_direct(compile_range):
-            small.append((compile_range, RecordedForward(forward, arena)))
-        else:
-            log.warning("batches of %s tokens are not recorded: Inductor compiled pieces", compile_range.name)
-            small.append((compile_range, forward))
-    return replace(forwards, small=tuple(small))
+    return tuple(_recorded(compiled, each, arena) if each.compile_range.small else each for each in forwards)
+
+
+def _recorded(compiled: CompiledModel, bound: BoundRange, arena: Arena) -> BoundRange:
+    if compiled.is_direct(bound.compile_range):
+        return replace(bound, call=RecordedForward(bound.call, arena))
+    log.warning("batches of %s tokens are not recorded: Inductor compiled pieces", bound.compile_range.name)
+    return bound
 
 
 def _attention_inputs(arguments: ForwardArguments) -> AttentionInputs:

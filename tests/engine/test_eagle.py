@@ -197,7 +197,7 @@ def test_requests_at_rest_have_the_same_tokens(
 
     def allocate_poisoned(self: EagleDrafter, num_blocks: int) -> None:
         allocate(self, num_blocks)
-        for cache in self.kv_caches:
+        for cache in self.model.kv_caches:
             cache.fill_(torch.nan)
 
     monkeypatch.setattr(EagleDrafter, "allocate", allocate_poisoned)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from plain_config import BASE
 
 from compiled_engine.engine.forward import LEAST_WORK, ForwardOutput, ModelForward, threads_for_step
-from compiled_engine.graphs.compiled_model import Forwards
+from compiled_engine.engine.load_model import EagerModel, LoadedModel
+from compiled_engine.graphs.compiled_model import BoundRange
 from compiled_engine.passes.framework.graph_pass import CompileRange
 
 HIDDEN_TD = torch.arange(10.0).view(5, 2)
@@ -20,25 +21,41 @@ SMALL = 4  # tokens, up to which forwards end at logits
 CPU = torch.device("cpu")
 
 
-def bind(
-    parameters: Any, on_attention: object = None, received: object = None, *, distinct: bool = False, variant: str = ""
-) -> Forwards:
-    """Forwards that say how they were bound, in a tensor's place. Logits of hidden states are these, or where rows have
-    slots these plus 100 times the slots."""
-    bound = ["adapted"] * bool(variant) + ["distinct"] * distinct + ["parts"] * (on_attention is not None)
-
-    def forward(*names: str) -> Callable[..., Any]:
-        return lambda *arguments: [*names, *bound, *arguments]
-
-    def logits(hidden_RD: torch.Tensor, slots_R: torch.Tensor | None = None) -> torch.Tensor:
-        return hidden_RD.clone() if slots_R is None else hidden_RD + 100 * slots_R.view(-1, 1)
-
-    return Forwards(forward("hidden"), logits, ((CompileRange(1, SMALL, small=True), forward("logits")),))
+def logits(hidden_RD: torch.Tensor, slots_R: torch.Tensor | None = None) -> torch.Tensor:
+    return hidden_RD.clone() if slots_R is None else hidden_RD + 100 * slots_R.view(-1, 1)
 
 
-def made(on_attention: Any = None) -> ModelForward:
-    compiled: Any = SimpleNamespace(received_row_bytes=0, variants=("adapted",), bind=bind)
-    return ModelForward(torch.nn.Identity(), compiled, {}, on_attention)
+@dataclass(frozen=True)
+class Bindable:
+    """A compiled model whose functions return, in place of a tensor, how they were bound.
+
+    Logits of hidden states are these; with slots, these plus 100 times the slots.
+    """
+
+    small_end: str = "logits"  # the end of forwards of few tokens
+    variants: Sequence[str] = ("adapted",)
+    ends: Sequence[str] = ("logits", "adapted_logits")
+    received: torch.Tensor | None = None
+
+    def bind(
+        self, name: str, parameters: Any, on_attention: object = None, *, distinct: bool = False
+    ) -> tuple[BoundRange, ...]:
+        if name in self.ends:
+            return (BoundRange(CompileRange(1, 64), logits),)
+        bound = [name] * (name != "forward") + ["distinct"] * distinct + ["parts"] * (on_attention is not None)
+
+        def forward(end: str) -> Callable[..., Any]:
+            return lambda *arguments: [end, *bound, *arguments]
+
+        return (
+            BoundRange(CompileRange(1, SMALL, small=True), forward(self.small_end), self.small_end == "logits", 4),
+            BoundRange(CompileRange(1, 64), forward("hidden"), received_row_bytes=8),
+        )
+
+
+def made(on_attention: Any = None, **bindable: Any) -> ModelForward:
+    callables: Any = Bindable(**bindable)
+    return ModelForward(BASE, LoadedModel(torch.nn.Identity(), callables, {}), on_attention)
 
 
 @pytest.mark.parametrize("tokens", [slice(3), slice(1, 4), torch.tensor([4, 1])], ids=["first", "inner", "chosen"])
@@ -59,33 +76,59 @@ def test_few_tokens_end_at_logits_unless_hidden_states_are_wanted(variant: str) 
     assert model.variants == ("", "adapted")
     for num_tokens, ends in ((1, True), (SMALL, True), (SMALL + 1, False)):
         assert model.ends_at_logits(num_tokens, variant) == ends
-        found = model.run(num_tokens, ("inputs",), variant=variant)  # type: ignore[arg-type]
+        found = model.run(num_tokens, ("inputs",), variant=variant)
         assert (found.tensor, found.is_logits) == (["logits" if ends else "hidden", *named, "inputs"], ends)
-        hidden = model.run(num_tokens, (), hidden_wanted=True, variant=variant)  # type: ignore[arg-type]
+        hidden = model.run(num_tokens, (), hidden_wanted=True, variant=variant)
         assert (hidden.tensor, hidden.is_logits) == (["hidden", *named], False)
 
 
-def test_a_capture_in_parts_and_a_call_of_each_kind_have_forwards_of_their_own() -> None:
-    of_graphs, eager = made(on_attention=print), made()
+def test_a_model_without_logits_has_a_forward_of_few_tokens_too() -> None:
+    model = made(small_end="pooled", ends=("pooler",))
+    assert [model.ends_at_logits(num_tokens) for num_tokens in (1, SMALL, SMALL + 1)] == [False] * 3
+    for hidden_wanted in (False, True):
+        found = [model.run(count, (), hidden_wanted=hidden_wanted).tensor for count in (1, SMALL, SMALL + 1)]
+        assert found == [["pooled"], ["pooled"], ["hidden"]]
+    assert model.ends == {"pooler": logits}
 
-    def run(model: ModelForward, **how: bool) -> Any:
+
+def test_a_capture_in_parts_and_a_call_of_each_kind_have_forwards_of_their_own() -> None:
+    model = made(on_attention=print)
+
+    def run(**how: bool) -> Any:
         return model.run(1, (), **how).tensor  # type: ignore[arg-type]
 
-    assert run(of_graphs) == ["logits"]
-    assert run(of_graphs, around_attention=True) == ["logits", "parts"]
-    assert run(of_graphs, distinct=True) == ["logits", "distinct"]
-    assert run(of_graphs, distinct=True, around_attention=True) == ["logits", "distinct", "parts"]
-    assert run(eager, around_attention=True) == ["logits"]
+    assert run() == ["logits"]
+    assert run(around_attention=True) == ["logits", "parts"]
+    assert run(distinct=True) == ["logits", "distinct"]
+    assert run(distinct=True, around_attention=True) == ["logits", "distinct", "parts"]
 
 
-def test_the_inputs_of_layers_come_behind_the_result() -> None:
-    compiled: Any = SimpleNamespace(
-        received_row_bytes=0, variants=(), bind=lambda *a, **k: Forwards(lambda x: (x, x + 1, x + 2))
-    )
-    found = ModelForward(torch.nn.Identity(), compiled, {}, None).run(5, (HIDDEN_TD,))  # type: ignore[arg-type]
+def test_received_values_have_the_rows_of_the_forward_that_reads_them() -> None:
+    assert made().received(1) is None
+    model = made(received=torch.zeros(64 * 8, dtype=torch.uint8))
+    sizes = [model.received(2), model.received(2, hidden_wanted=True), model.received(5)]
+    assert [received.shape for received in sizes if received is not None] == [(8,), (16,), (40,)]
+
+
+def eager(call: Callable[..., Any], **callables: Any) -> ModelForward:
+    model = EagerModel({"forward": call, "logits": logits, **callables})
+    return ModelForward(BASE, LoadedModel(torch.nn.Identity(), model, {}), None)
+
+
+def test_further_tensors_come_behind_the_result() -> None:
+    found = eager(lambda x: (x, x + 1, x + 2)).run(5, (HIDDEN_TD,))
     assert torch.equal(found.tensor, HIDDEN_TD)
-    assert [each[0, 0].item() for each in found.aux_hidden_states] == [1, 2]
-    assert found.of_tokens(slice(1)).aux_hidden_states == ()
+    assert [each[0, 0].item() for each in found.further] == [1, 2]
+    assert found.of_tokens(slice(1)).further == ()
+
+
+def test_an_eager_model_has_the_variants_that_features_add() -> None:
+    model = eager(lambda x: x, adapted=lambda x: x + 1, adapted_logits=lambda x: x * 10)
+    assert model.variants == ("", "adapted")
+    found = {variant: model.run(1, (HIDDEN_TD,), variant=variant) for variant in model.variants}
+    assert not any(output.is_logits for output in found.values())
+    assert torch.equal(model.logits_of(found[""]), HIDDEN_TD)
+    assert torch.equal(model.logits_of(found["adapted"]), (HIDDEN_TD + 1) * 10)
 
 
 def test_a_step_has_the_threads_that_its_work_is_worth() -> None:

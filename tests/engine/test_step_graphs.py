@@ -175,7 +175,7 @@ def test_what_stands_in_unused_slots_changes_nothing(
 ) -> None:
     core = make_core(make_config(mode))
     with torch.inference_mode():
-        for cache in runner_of(core).step.kv_caches:
+        for cache in runner_of(core).model.kv_caches:
             cache.fill_(float("nan"))
     assert run(core, make_requests(14, 1)) == plain_tokens
 
@@ -195,10 +195,12 @@ def test_padding_rows_change_no_bit(
 
 @pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL, GraphMode.BREAKABLE])
 def test_attention_is_planned_once_a_step(mode: GraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once a layer."""
+    """Not once a layer, by a backend that has a plan."""
     counts: Counter[str] = Counter()
-    core = make_core(make_config(mode))
-    backend = type(get_backend(core.config.attention_backend))
+    config = make_config(mode)
+    backend = type(get_backend(config.attention_backend))
+    monkeypatch.setattr(backend, "work_length", lambda *arguments: 1)
+    core = make_core(config)
 
     def counted(name: str) -> Callable[..., None]:
         function = getattr(backend, name)
@@ -282,10 +284,9 @@ def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) ->
 
 def step_of_slots(slots_T: torch.Tensor) -> ModelStep:
     buffers = SimpleNamespace(beside=lambda variant, num_tokens: (slots_T[:num_tokens],))
-    of_model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= 4)
-    forward: Any = SimpleNamespace(model=of_model, buffers=buffers, kv_caches=[])
-    nothing: Any = None
-    return ModelStep(forward, nothing, nothing, 64)
+    model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= 4)
+    given: Any = (model, buffers, None, None)
+    return ModelStep(*given, 64)
 
 
 @pytest.mark.parametrize(

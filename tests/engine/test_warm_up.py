@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine.attention.backends.triton_backend import BACKEND as TRITON
-from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode, SchedulerConfig, SpeculationConfig
 from compiled_engine.engine import input_batch, step_sampling, warm_up
-from compiled_engine.engine.executor import InProcessExecutor
-from compiled_engine.engine.forward import BatchForward, ModelForward
+from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.input_batch import InputBuffers, launch_prepare
+from compiled_engine.engine.load_model import load_model
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepHooks
 from compiled_engine.engine.step_sampling import PendingSteps, StepAdvance, StepSampling, launch_advance
@@ -25,10 +22,11 @@ from compiled_engine.features.speculation.ngram import Ngrams
 from compiled_engine.features.speculation.verification import Acceptance, launch_verify
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
-from compiled_engine.llm import LLM
-from compiled_engine.parallel.rank_share import local_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.group import FakeGroup
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.sampler import Sampler
 
 SPECULATIONS = {
@@ -54,17 +52,13 @@ class Asked(KernelWorkers):
 
 
 @pytest.fixture(scope="module")
-def llm() -> Any:
+def on_cpu() -> EngineConfig:
     options: dict[str, Any] = {"mode": "eager", "dtype": "bfloat16", "attention_backend": "torch", "num_blocks": 64}
-    with LLM(max_model_len=512, max_num_seqs=5, max_num_batched_tokens=96, progress=False, **options) as llm:
-        yield llm
+    return resolve(EngineOptions(max_model_len=512, max_num_seqs=5, max_num_batched_tokens=96, **options))
 
 
-def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
-    """Return the step of a GPU's runner, for the model of an engine on a CPU."""
-    executor = llm.core.executor
-    assert isinstance(executor, InProcessExecutor)
-    runner: Runner = executor.runner
+def step_of(config: EngineConfig) -> ModelStep:
+    """Return the step of a GPU's runner, for a model on a CPU."""
     scheduler, speculation, device = config.scheduler, config.speculation, config.device
     in_each, vocab_size = speculation.num_tokens, config.model.vocab_size
     states = RequestStates(
@@ -77,8 +71,8 @@ def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
         has_history=in_each > 0,
     )
     sampler = Sampler(states.fields, vocab_size)
-    planned = planned_together(cases_of(local_model(config), config.cache.block_size, device, config.cache.kv_dtype))
-    assert planned is not None
+    model = ModelForward(config, load_model(config, None, FakeGroup(), SilentProgress()), None)
+    assert model.work_length(1, 1) > 0
     most_tokens, most_rows = (
         scheduler.max_num_batched_tokens,
         scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
@@ -89,26 +83,25 @@ def step_of(llm: LLM, config: EngineConfig) -> ModelStep:
         states.block_table_SB.shape[1],
         states.writes,
         device,
-        TRITON.work_length(most_tokens, most_rows, planned),
+        model.work_length(most_tokens, most_rows),
         numbered=in_each > 0,
     )
     pending = PendingSteps(buffers, device, StepClock(device))
     advance = StepAdvance(states, buffers)
     acceptance = Acceptance((), device)
     advance.of_several = lambda tokens_R, num_rows: launch_verify(states, buffers, tokens_R, num_rows, acceptance)
-    sampling = StepSampling(runner.model, sampler, buffers, pending, advance)
-    forward = BatchForward(runner.model, buffers, runner.step.kv_caches, "triton", planned)
+    sampling = StepSampling(model, sampler, buffers, pending, advance)
     ngrams = [Ngrams(speculation, states, buffers)] if in_each else []
-    return ModelStep(forward, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
+    return ModelStep(model, buffers, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 def test_the_warm_up_launches_only_what_was_asked_for(
-    speculation: str, llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
+    speculation: str, on_cpu: EngineConfig, hopper: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
 
-    config = replace(llm.config, speculation=SPECULATIONS[speculation], attention_backend="triton")
+    config = replace(on_cpu, speculation=SPECULATIONS[speculation], attention_backend="triton")
     on_gpu = replace(config, device=torch.device("cuda", 0))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
@@ -121,7 +114,7 @@ def test_the_warm_up_launches_only_what_was_asked_for(
         launched.add((fn.module, fn.name, compile["specialization_data"]))
         return True
 
-    step, workers = step_of(llm, config), Asked()
+    step, workers = step_of(config), Asked()
     compile_kernels(config, step, workers, SilentProgress())
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     warm_up.warm_up(config, step, SilentProgress())
@@ -130,10 +123,10 @@ def test_the_warm_up_launches_only_what_was_asked_for(
 
 
 def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
-    llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
+    on_cpu: EngineConfig, hopper: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes the forward of few tokens that ends at hidden states, which short prompts use."""
-    config = replace(llm.config, attention_backend="triton")
+    config = replace(on_cpu, attention_backend="triton")
     on_gpu = replace(config, device=torch.device("cuda", 0))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
@@ -146,7 +139,7 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
         return run(self, num_tokens, *arguments, hidden_wanted=hidden_wanted, **more)
 
     monkeypatch.setattr(ModelForward, "run", noted)
-    step = step_of(llm, config)
+    step = step_of(config)
     compile_kernels(config, step, Asked(), SilentProgress())
     asked = set(runs)
     runs.clear()
@@ -157,19 +150,19 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     assert (1, True) in asked
 
 
-def test_a_batch_without_a_graph_of_its_number_of_drafts_is_warmed_up(llm: LLM) -> None:
+def test_a_batch_without_a_graph_of_its_number_of_drafts_is_warmed_up(on_cpu: EngineConfig) -> None:
     """Four requests of five rows fit into a step, but the largest graph of as many rows has three."""
     graph = GraphConfig(GraphMode.FULL, (1, 3, 8), (), (), ())
     scheduler = SchedulerConfig(8, 20, 128, "fcfs")
     speculation = replace(SPECULATIONS["adaptive ngram"], num_tokens=4)
-    config = replace(llm.config, speculation=speculation, graph=graph, scheduler=scheduler)
+    config = replace(on_cpu, speculation=speculation, graph=graph, scheduler=scheduler)
     shapes = [BatchShape(5 * count, 5 * count, 128, 5) for count in (1, 2, 3, 4)]
     assert not_captured(config, shapes) == shapes[3:]
 
 
 @pytest.mark.parametrize("speculation", ["none", "adaptive ngram"])
 def test_a_batch_that_is_captured_is_not_warmed_up_twice(
-    speculation: str, llm: LLM, hopper: object, monkeypatch: pytest.MonkeyPatch
+    speculation: str, on_cpu: EngineConfig, hopper: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The captures load what the warm-up leaves out: of decodes, all that tells short contexts and drafts apart."""
     import triton
@@ -177,7 +170,7 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     short = ((1, 256), (2, 256), (4, 256))
     graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 5), (), short, short)
     speculated = SPECULATIONS[speculation]
-    config = replace(llm.config, speculation=speculated, attention_backend="triton", graph=graph)
+    config = replace(on_cpu, speculation=speculated, attention_backend="triton", graph=graph)
     shapes = start_up_batches(replace(config, device=torch.device("cuda", 0)))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: shapes)
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
@@ -190,7 +183,7 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
         return True
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-    step = step_of(llm, config)
+    step = step_of(config)
     warm_up.warm_up(replace(config, graph=GraphConfig(GraphMode.NONE)), step, SilentProgress())
     all_batches = set(launched)
     launched.clear()

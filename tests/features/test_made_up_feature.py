@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
-from compiled_engine.engine.step_hooks import MakeFeatures, RunnerParts, StepFeature, Tail
+from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
 from compiled_engine.features.registry import make_features, plan_features, step_features
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
@@ -128,7 +128,7 @@ def start(*, has_feature: bool) -> EngineCore:
         )
     )
     clock = StepClock(config.device)
-    make = MakeFeatures(with_rows) if has_feature else make_features()
+    make = replace(make_features(), of_runner=with_rows) if has_feature else make_features()
     executor = InProcessExecutor(config, SilentProgress(), Timeline(), clock, make, ())
     features = plan_features(config, executor)
     return EngineCore(config, executor, clock, features=[*features, StepTokens()] if has_feature else features)

@@ -115,7 +115,7 @@ def test_every_mode_gives_the_same_greedy_tokens_in_fp32(
 ) -> None:
     with engine(mode, graph_mode) as llm:
         with torch.inference_mode():
-            for cache in runner_of(llm).step.kv_caches:
+            for cache in runner_of(llm).model.kv_caches:
                 cache.fill_(float("nan"))  # what stands in unused slots must not matter
         assert tokens_of(workload(llm, held_out_ids)) == eager_tokens
         metrics = llm.metrics()

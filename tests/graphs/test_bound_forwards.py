@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, HeadConfig
+from compiled_engine.config import EngineConfig
 from compiled_engine.graphs import compiled_model
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
@@ -21,13 +21,13 @@ from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_
 from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
 from compiled_engine.graphs.compiler.stage_plan import Border, StagePlan, stage_plan
 from compiled_engine.graphs.compiler.stitch import forward_source, stitch
+from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import stages_of
 from compiled_engine.passes.framework.graph_inputs import Source
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, SplittingOp
 from compiled_engine.passes.framework.manager import ContractError, PassReport
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.registry import register_pass, unregister_pass
-from compiled_engine.pooling import Pooling
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
 
@@ -52,17 +52,17 @@ PIECES: dict[str, Callable[..., Any]] = {
 }
 
 
-def model_of(*ranges: CompiledRange, direct: tuple[str, ...] = (), pools: bool = False) -> CompiledModel:
+def model_of(*ranges: CompiledRange, direct: tuple[str, ...] = ()) -> CompiledModel:
     lookup = Lookup(Path("nowhere"), "key", "hit", None, WorkFolder(None, "test_"))
-    return CompiledModel(ranges, PIECES, frozenset(direct), lookup, CompileCounts(0, 0), pools)
+    return CompiledModel(ranges, PIECES, frozenset(direct), lookup, CompileCounts(0, 0))
 
 
-def range_of(name: str, compile_range: CompileRange, piece: str) -> CompiledRange:
-    return CompiledRange(name, compile_range, plan_calling(piece), ("result",), ())
+def range_of(name: str, compile_range: CompileRange, piece: str, result: str = "result") -> CompiledRange:
+    return CompiledRange(name, compile_range, plan_calling(piece), (result,), ())
 
 
 MODEL = model_of(
-    range_of("forward", SMALL, "small"),
+    range_of("forward", SMALL, "small", "logits_TV"),
     range_of("forward", WHOLE, "whole"),
     range_of("adapted", WHOLE, "with_adapters"),
     range_of("logits", WHOLE, "head"),
@@ -76,36 +76,25 @@ OF_SMALL, OF_WHOLE, OF_HEAD, OF_ADAPTERS = 2.0, 3.0, 4.0, 5.0
 # Which code runs
 
 
-def test_small_batches_have_logits_at_once_and_others_hidden_states() -> None:
-    forwards = MODEL.bind(PARAMETERS)
-    found = {number: forwards.for_logits(number) for number in (1, 4, 5, 64)}
-    assert [number for number, forward in found.items() if forward is not None] == [1, 4]
-    assert found[4] is not None
-    assert float(found[4](X)) == OF_SMALL
-    assert {float(forwards.for_hidden(number)(X)) for number in (1, 4, 5, 64)} == {OF_WHOLE}
-    assert (float(forwards.hidden(X)), float(forwards.logits(X))) == (OF_WHOLE, OF_HEAD)
-    assert float(forwards.pooler(X)) == float(forwards.combine(X)) == 1.0
+def test_small_batches_have_a_function_of_their_own_which_may_end_at_logits() -> None:
+    small, whole = MODEL.bind("forward", PARAMETERS)
+    assert (small.compile_range, small.ends_at_logits, float(small.call(X))) == (SMALL, True, OF_SMALL)
+    assert (whole.compile_range, whole.ends_at_logits, float(whole.call(X))) == (WHOLE, False, OF_WHOLE)
+    to_hidden = model_of(range_of("forward", SMALL, "small"), range_of("forward", WHOLE, "whole"))
+    assert [bound.ends_at_logits for bound in to_hidden.bind("forward", PARAMETERS)] == [False, False]
 
 
-def test_a_model_that_pools_has_hidden_states_of_small_batches_too() -> None:
-    forwards = replace(MODEL, pools=True).bind(PARAMETERS)
-    assert [forwards.for_logits(number) for number in (1, 4, 5)] == [None] * 3
-    found = [float(forwards.for_hidden(number)(X)) for number in (1, 4, 5)]
-    assert found == [OF_SMALL, OF_SMALL, OF_WHOLE]
-
-
-def test_steps_with_adapters_have_forwards_of_their_own_and_the_same_logits() -> None:
-    forwards = MODEL.bind(PARAMETERS, variant="adapted")
-    assert (float(forwards.hidden(X)), float(forwards.logits(X))) == (OF_ADAPTERS, OF_HEAD)
-    assert forwards.for_logits(1) is None
-    assert MODEL.variants == ("adapted",)
-    assert model_of(range_of("forward", WHOLE, "whole")).variants == ()
+def test_other_callables_have_names() -> None:
+    (adapted,), (logits,) = MODEL.bind("adapted", PARAMETERS), MODEL.bind("logits", PARAMETERS)
+    assert (float(adapted.call(X)), float(logits.call(X))) == (OF_ADAPTERS, OF_HEAD)
+    assert (MODEL.variants, MODEL.ends) == (("adapted",), ("logits",))
+    alone = model_of(range_of("forward", WHOLE, "whole"))
+    assert (alone.variants, alone.ends) == ((), ())
 
 
 def test_ranges_are_found_by_their_callable() -> None:
     names = [[compiled.compile_range for compiled in MODEL.of(name)] for name in ("forward", "logits", "pooler")]
     assert names == [[SMALL, WHOLE], [WHOLE], []]
-    assert [compiled.callable for compiled in MODEL.of_others()] == ["logits"]
     assert [parameter.name for parameter in MODEL.parameters] == ["w"]
 
 
@@ -198,25 +187,34 @@ def test_attention_is_handed_over_and_other_ops_are_called() -> None:
     assert [arguments[1:] for arguments in handed] == [(x, 3), (x,)]
 
 
+def hidden_of(model: CompiledModel, *arguments: Any, **how: Any) -> torch.Tensor:
+    found: torch.Tensor = model.bind("forward", PARAMETERS, **how)[-1].call(*arguments)
+    return found
+
+
 @pytest.mark.usefixtures("_attends")
 def test_stages_hand_on_what_the_next_one_reads_and_number_their_caches_from_nought() -> None:
     x, caches = torch.arange(6.0).view(3, 2), [torch.full((1,), 5.0), torch.full((1,), 7.0)]
     whole = CompiledRange("forward", WHOLE, replace(PLAN, outputs=(9,)), ("result",), ())
     logits, adapted = range_of("logits", WHOLE, "head"), range_of("adapted", WHOLE, "with_adapters")
     model = replace(model_of(whole, logits, adapted), pieces=PIECES | pieces_of_plan())
-    expected = model.bind(PARAMETERS).hidden(x.clone(), caches)
+    expected = hidden_of(model, x.clone(), caches)
     assert torch.equal(expected, ((x + 7) * 10 * 2 + 6) * -1 - 7)
-    first, second = (model.for_stage(stage) for stage in stages_of((1, 1), 2))
+    first, second = (stage_model(model, stage, 6, X.device) for stage in stages_of((1, 1), 2))
     assert [[part.callable for part in stage.ranges] for stage in (first, second)] == [
         *(["forward"], ["forward", "logits"]),
     ]
-    assert (first.received_row_bytes, second.received_row_bytes) == (0, 2 * 4 + 2 * 3 * 8)
-    packed = first.bind(PARAMETERS).hidden(x.clone(), caches[:1])
-    assert (packed.dtype, packed.numel()) == (torch.uint8, 3 * second.received_row_bytes)
-    buffer = torch.cat([packed, packed])  # may be longer than what a step sends
-    assert torch.equal(second.bind(PARAMETERS, received=buffer).hidden(x, caches[1:]), expected)
+    row_bytes = [stage.bind("forward", PARAMETERS)[-1].received_row_bytes for stage in (first, second)]
+    assert row_bytes == [0, 2 * 4 + 2 * 3 * 8]
+    packed = hidden_of(first, x.clone(), caches[:1])
+    assert (packed.dtype, packed.numel()) == (torch.uint8, 3 * row_bytes[1])
+    assert first.received is None
+    assert second.received is not None
+    assert second.received.numel() == 6 * row_bytes[1]
+    second.received[: len(packed)] = packed
+    assert torch.equal(hidden_of(second, x, caches[1:]), expected)
     (alone,) = stages_of((2,), 2)
-    assert model.for_stage(alone) is model
+    assert stage_model(model, alone, 6, X.device) is model
 
 
 def test_a_border_is_the_bytes_of_all_values_in_order() -> None:
@@ -266,7 +264,6 @@ def test_the_timeline_says_whether_it_was_found(status: str, name: str, looked_u
     assert {name} == {span.name for span in timeline.spans if span.parent is None}
     assert (found.counts, found.lookup.status) == (CompileCounts(0, 0), status)
     assert found.direct == {"whole"}
-    assert not found.pools
 
 
 @pytest.mark.parametrize(("verify", "root"), [(False, Path("/cache")), (True, None)])
@@ -281,24 +278,6 @@ def test_a_strict_engine_holds_passes_that_were_run_before_to_their_contracts(lo
         compile_model(config_with(strict=True), no_model, SilentProgress(), Timeline())
     looked_up["passes"] = (PassReport("silu_mul", True, True, matches=2, contract=2),)
     compile_model(config_with(strict=True), no_model, SilentProgress(), Timeline())
-
-
-@pytest.mark.parametrize(
-    ("changes", "pools"),
-    [
-        ({}, False),
-        ({"pooling": Pooling("embed", ("lasttoken",), (), "none")}, True),
-        ({"head": HeadConfig(8, 1, 9)}, True),
-    ],
-)
-def test_a_model_that_pools_or_drafts_ends_at_hidden_states(
-    changes: dict[str, Any], pools: bool, looked_up: dict[str, Any]
-) -> None:
-    config = config_with()
-    found = compile_model(
-        replace(config, model=replace(config.model, **changes)), no_model, SilentProgress(), Timeline()
-    )
-    assert found.pools is pools
 
 
 def test_pieces_are_loaded_as_they_were_compiled(
@@ -357,10 +336,10 @@ def test_calls_that_repeat_one_another_are_left_out_where_that_is_asked_for() ->
     model = replace(model_of(CompiledRange("forward", WHOLE, again, ("a", "b"), ())), pieces={"small": piece})
     for distinct, number in ((False, 2), (True, 1)):
         calls.clear()
-        model.bind(PARAMETERS, distinct=distinct).hidden(X)
+        hidden_of(model, X, distinct=distinct)
         assert len(calls) == number
     calls.clear()
-    model.bind(PARAMETERS).hidden(X)
+    hidden_of(model, X)
     assert len(calls) == 2
 
 

@@ -194,22 +194,21 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     model = build_model(config.model)
     weights = materialize(model, warm.parameters, config.device)
     fill_with_random_weights(weights, seed=0)
-    bound = warm.bind(weights.tensors)
-    forward = bound.hidden
+    (*_, forward), (logits,) = warm.bind("forward", weights.tensors), warm.bind("logits", weights.tensors)
     for num_tokens in (1, 2, 17, 256):
         block_size = config.cache.block_size
         ids = torch.randint(0, 101, (num_tokens,)).tolist()
         step = step_of(ids, [range(num_tokens)], [range(16)], block_size, config.device)
         inputs = attention_inputs_of(step, config.attention_backend)
         results = []
-        for function in (forward, model):
+        for function in (forward.call, model):
             caches = [torch.zeros(shape) for shape in config.model.kv_shapes(16, block_size)]
             with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
                 results.append((function(*arguments_of(step, inputs, caches)), caches))
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5)
         with torch.inference_mode():
-            assert torch.equal(bound.logits(results[0][0]), model.logits(results[0][0]))
+            assert torch.equal(logits.call(results[0][0]), model.logits(results[0][0]))
     assert warm.ranges[-1].name == "logits/1-256"
     assert warm.direct.issuperset(warm.ranges[-1].plan.piece_keys())
 

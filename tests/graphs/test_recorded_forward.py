@@ -14,7 +14,7 @@ from small_batch_linear_cases import Case, arguments_of
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
-from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel, Forwards
+from compiled_engine.graphs.compiled_model import BoundRange, CompileCounts, CompiledModel
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange
 from compiled_engine.graphs.compiler.plan import Plan, PlannedStep
 from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, recorded
@@ -34,9 +34,9 @@ def plan_calling(piece: str) -> Plan:
     return Plan(("x_TD",), inputs, (PlannedStep(piece, None, ({"value": 0}, {"value": 1}), (2,)),), (2,))
 
 
-def model_of(*ranges: CompiledRange, direct: tuple[str, ...] = (), pools: bool = False) -> CompiledModel:
+def model_of(*ranges: CompiledRange, direct: tuple[str, ...] = ()) -> CompiledModel:
     lookup = Lookup(Path("nowhere"), "key", "hit", None, WorkFolder(None, "test_"))
-    return CompiledModel(ranges, PIECES, frozenset(direct), lookup, CompileCounts(0, 0), pools)
+    return CompiledModel(ranges, PIECES, frozenset(direct), lookup, CompileCounts(0, 0))
 
 
 def range_of(name: str, compile_range: CompileRange, piece: str) -> CompiledRange:
@@ -212,13 +212,12 @@ def test_only_small_forwards_that_call_from_python_are_recorded(caplog: pytest.L
         *(range_of("forward", SMALL, "small"), range_of("forward", other, "head"), range_of("forward", WHOLE, "whole")),
         direct=("small", "whole"),
     )
-    plain = Forwards(hidden=Doubles(), logits=Doubles(), small=((SMALL, Doubles()), (other, Doubles())), pools=True)
+    plain = [BoundRange(SMALL, Doubles(), True), BoundRange(other, Doubles()), BoundRange(WHOLE, Doubles())]
     with caplog.at_level(logging.WARNING, "compiled_engine"):
         found = recorded(model, plain)
-    assert isinstance(found.small[0][1], RecordedForward)
-    assert [compile_range for compile_range, _ in found.small] == [SMALL, other]
-    assert (found.small[1], found.hidden, found.logits) == (plain.small[1], plain.hidden, plain.logits)
-    assert found.pools
+    assert isinstance(found[0].call, RecordedForward)
+    assert (found[0].compile_range, found[0].ends_at_logits) == (SMALL, True)
+    assert found[1:] == (*plain[1:],)
     assert ["5-8 tokens" in message for message in caplog.messages] == [True]
 
 

@@ -40,7 +40,6 @@ FEATURES = (
     "passes.linear.adapters",
     "pooling",
     "recurrence",
-    "engine.eager_forward",
     "sampling.token_mask",
 )
 # Packages whose modules are the core's or a feature's.

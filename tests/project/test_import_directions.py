@@ -95,9 +95,9 @@ ON_PAPER = (
 )
 ON_DEVICE = (
     "cache_memory",
-    "eager_forward",
     "forward",
     "input_batch",
+    "load_model",
     "request_states",
     "runner",
     "step_graphs",

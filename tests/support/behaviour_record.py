@@ -39,8 +39,9 @@ from folders import REPOSITORY
 from message_record import recorded_loads, recorded_properties
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.forward import load_model
+from compiled_engine.engine.load_model import load_model
 from compiled_engine.graphs.compiled_model import compile_model
+from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stages import stages_of
@@ -135,7 +136,8 @@ def _parameters(config: EngineConfig) -> Iterator[tuple[str, dict[str, str]]]:
     for stage in stages:
         for rank in range(size):
             group: Any = _Alone(rank, size)
-            _, named = load_model(config, compiled.for_stage(stage), group, SilentProgress())
+            of_stage = stage_model(compiled, stage, config.scheduler.max_num_batched_tokens, config.device)
+            named = load_model(config, of_stage, group, SilentProgress()).tensors
             yield f"stage {stage.index}, rank {rank}", {name: _described(named[name]) for name in sorted(named)}
 
 

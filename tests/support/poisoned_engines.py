@@ -128,7 +128,7 @@ def poison_caches(llm: LLM) -> None:
     executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
     runner = executor.runner
-    tensors = list(runner.step.kv_caches)
+    tensors = list(runner.model.kv_caches)
     for feature in runner._hooks.features:
         tensors += getattr(feature, "kv_caches", ())  # a draft model's
     rows = [feature for feature in runner._hooks.features if isinstance(feature, StateRows)]

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import AdapterConfig
-from compiled_engine.engine.eager_forward import adapted_parameters
 from compiled_engine.engine.step_hooks import RunnerParts
+from compiled_engine.features.adapters.eager_adapters import adapted_parameters
 from compiled_engine.models.checkpoint.adapter_files import LONGEST_HEADER
 from compiled_engine.models.checkpoint.adapter_folder import (
     Adapter,

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import nn
 
 from compiled_engine.attention.inputs import NO_SECOND_TEXT, SECOND_TEXT
 from compiled_engine.engine.forward import ForwardOutput
@@ -23,6 +24,7 @@ from compiled_engine.engine.messages import NewRequest
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
 from compiled_engine.engine.step_sampling import Deferred, StepAdvance
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
+from compiled_engine.graphs.compiler.signature import POOLER
 from compiled_engine.pooling import LAST, Pooling
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.rows.staged_writes import download, upload
@@ -97,7 +99,8 @@ class StepPooling:
     def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: StepAdvance) -> None:
         model = parts.config.model
         self._kinds, self._states, self._buffers = pooling.kinds, parts.states, parts.buffers
-        self._by_token, self.advance, self._pooler = by_token.rows, advance, parts.model.pooler
+        self._by_token, self.advance = by_token.rows, advance
+        self._pooler = parts.model.ends.get(POOLER, nn.Identity())
         self._whole = not model.causal
         if pooling.every_token and not self._whole:
             shape = (model.hidden_size,)

@@ -8,18 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from compiled_engine.attention.backend import get_backend
-from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.config import EngineConfig, GraphMode
-from compiled_engine.engine import cache_memory
-from compiled_engine.engine.forward import (
-    BatchForward,
-    ForwardOutput,
-    ModelForward,
-    compile_in_turn,
-    load_model,
-    threads_for_step,
-)
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import (
     NO_GENERATION,
     InputBatch,
@@ -29,6 +19,7 @@ from compiled_engine.engine.input_batch import (
     make_batch,
     prepare,
 )
+from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts
 from compiled_engine.features.speculation.draft_rows import keep_drafts
@@ -37,9 +28,8 @@ from compiled_engine.features.speculation.drafting_rows import DraftingRows, Dra
 from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
 from compiled_engine.graphs.compiled_model import CompiledModel
-from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import LOGITS, tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
-from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.sampling.sampler import SamplerClass
 
 
@@ -74,25 +64,20 @@ class DraftModel(Drafter):
         if config.compile.enabled:
             self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
         with timeline.span("load weights"):
-            model, named = load_model(config, self.compiled, group, progress)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-        scheduler, recorded = config.scheduler, config.graph.mode is GraphMode.RECORDED
+            loaded = load_model(config, self.compiled, group, progress)
+        scheduler = config.scheduler
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        self.model = ModelForward(model, self.compiled, named, parts.on_attention, most_tokens, recorded)
-        self.kv_caches = cache_memory.allocate(config, 1)
-        cases = cases_of(local_model(config), config.cache.block_size, config.device, config.cache.kv_dtype)
-        backend, case = config.attention_backend, planned_together(cases)
+        self.model = ModelForward(config, loaded, parts.on_attention)
 
-        def forward_of(num_tokens: int, num_rows: int, *, numbered: bool) -> BatchForward:
-            length = get_backend(backend).work_length(num_tokens, num_rows, case) if case else 0
-            table_length, asked = states.block_table_SB.shape[1], tensors_beside_steps(config)
-            writes, device = states.writes, config.device
-            buffers = InputBuffers(num_tokens, num_rows, table_length, writes, device, length, asked, numbered=numbered)
-            return BatchForward(self.model, buffers, self.kv_caches, backend, case)
+        def buffers_of(num_tokens: int, num_rows: int, *, numbered: bool) -> InputBuffers:
+            length, asked = self.model.work_length(num_tokens, num_rows), tensors_beside_steps(config)
+            table_length, writes, device = states.block_table_SB.shape[1], states.writes, config.device
+            return InputBuffers(num_tokens, num_rows, table_length, writes, device, length, asked, numbered=numbered)
 
-        self.prompts = forward_of(most_tokens, most_requests + 1, numbered=False)
-        self.first = forward_of(FIRST * most_requests, FIRST * most_requests, numbered=True)
-        self.further = forward_of(most_requests, most_requests, numbered=True)
+        # The inputs of the passes.
+        self.prompts = buffers_of(most_tokens, most_requests + 1, numbered=False)
+        self.first = buffers_of(FIRST * most_requests, FIRST * most_requests, numbered=True)
+        self.further = buffers_of(most_requests, most_requests, numbered=True)
         self._room = states.writes.field(most_requests)
         self._staged_room = NO_ROWS
         self._rows_of_steps = DraftingSteps(states)
@@ -105,12 +90,9 @@ class DraftModel(Drafter):
         return FeatureGraphs(keys, dict.fromkeys(self._num_drafts_of, self))
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of num_blocks blocks."""
-        self.kv_caches[:] = cache_memory.allocate(self.config, num_blocks)
+        self.model.allocate(num_blocks)
 
     def close(self) -> None:
-        """Drop the last references to the weights and the cache."""
-        self.kv_caches.clear()
         self.model.close()
 
     def begin(self, step: SchedulerOutput) -> None:
@@ -146,7 +128,7 @@ class DraftModel(Drafter):
             counts=counts_R[of_prompts].tolist(),
             samples=[False] * len(of_prompts),
         )
-        return make_batch(chunks, states, self.prompts.buffers, None)
+        return make_batch(chunks, states, self.prompts, None)
 
     def _key(self, num_requests: int, longest: int, num_drafts: int) -> GraphKey | None:
         key = self._dispatcher.dispatch(FIRST * num_requests, num_requests, FIRST, longest)
@@ -163,8 +145,8 @@ class DraftModel(Drafter):
         padded_rows_R[: len(rows_R)] = rows_R
         numbers = np.tile(np.arange(1 - FIRST, 1, dtype=np.int32), padded)
         starts = np.arange(FIRST * padded + 1, dtype=np.int32)
-        self.first.buffers.stage_batch(np.repeat(padded_rows_R, FIRST), starts, numbers)
-        self.further.buffers.stage_decodes(StagedDecodes([], NO_GENERATION, padded, [], rows_R, None))
+        self.first.stage_batch(np.repeat(padded_rows_R, FIRST), starts, numbers)
+        self.further.stage_decodes(StagedDecodes([], NO_GENERATION, padded, [], rows_R, None))
         room = np.zeros(padded, np.int32)
         room[: len(room_R)] = room_R
         if not np.array_equal(room, self._staged_room):
@@ -173,8 +155,8 @@ class DraftModel(Drafter):
 
     def failed(self) -> None:
         self._drafting = None
-        for each in (self.prompts, self.first, self.further):
-            each.buffers.forget_staged()
+        for buffers in (self.prompts, self.first, self.further):
+            buffers.forget_staged()
         self._staged_room, self._staged = NO_ROWS, None
 
     def draft(self, drafting: Drafting) -> None:
@@ -185,15 +167,15 @@ class DraftModel(Drafter):
                 return
             num_rows = drafting.num_tokens if draft == 0 else count
             if num_rows:
-                with threads_for_step(num_rows, self._num_parameters, self.config.device):
+                with self.model.threads(num_rows):
                     self._pass(draft, num_rows, count, longest, rows[:count])
 
     def read_prompts(self, drafting: Drafting) -> None:
         """Launch the pass over prompts, if the step computes any."""
         if (batch := drafting.prompts) is not None:
-            prepare(batch, self._states, self.prompts.buffers)
-            with threads_for_step(batch.num_tokens, self._num_parameters, self.config.device):
-                self.prompts(batch, hidden_wanted=True)
+            prepare(batch, self._states, self.prompts)
+            with self.model.threads(batch.num_tokens):
+                self.model.forward(batch, self.prompts, hidden_wanted=True)
 
     def _pass(
         self,
@@ -210,28 +192,29 @@ class DraftModel(Drafter):
         Returns the logits, None for no requests. rows: the requests' rows in the states, for their filters; None:
         sample by temperature alone.
         """
-        forward, query_len = (self.further, 1) if draft else (self.first, FIRST)
+        buffers, query_len = (self.further, 1) if draft else (self.first, FIRST)
         batch = single_tokens(num_rows, query_len, longest)
-        prepare(batch, self._states, forward.buffers)
-        output = forward(batch, hidden_wanted=not count, distinct=distinct)
+        prepare(batch, self._states, buffers)
+        output = self.model.forward(batch, buffers, hidden_wanted=not count, distinct=distinct)
         if not count:
             return None
         last = slice(query_len - 1, query_len * count, query_len)
         logits_RV = self._logits(output, last)
-        positions_R = forward.buffers.sample_positions_R[last].contiguous()
+        positions_R = buffers.sample_positions_R[last].contiguous()
         tokens_R = self._sample(logits_RV, count, positions_R, rows)
-        keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, draft)
+        keep_drafts(self._states, self.further, self._room.tensor, tokens_R, draft)
         return logits_RV
 
     def _logits(self, output: ForwardOutput, last: slice) -> torch.Tensor:
-        logits_RV = output.tensor[last] if output.is_logits else self.model.logits(output.tensor[last].contiguous())
+        rows_R = output.tensor[last]
+        logits_RV = rows_R if output.is_logits else self.model.ends[LOGITS](rows_R.contiguous())
         return logits_RV.float() if logits_RV.device.type == "cpu" else logits_RV
 
     def _sample(
         self, logits_RV: torch.Tensor, count: int, positions_R: torch.Tensor, rows: np.ndarray | None
     ) -> torch.Tensor:
         """Sample drafts like step_sampling.py samples tokens, so that filters apply to drafts too."""
-        index_R = self.further.buffers.rows_R[:count]
+        index_R = self.further.rows_R[:count]
         if rows is not None and self._sampler.sampler_class(rows) is SamplerClass.GENERAL:
             return self._sampler.sample(logits_RV.contiguous(), rows, index_R, positions_R)
         tokens_R = torch.empty(count, dtype=torch.int64, device=logits_RV.device)
@@ -242,8 +225,8 @@ class DraftModel(Drafter):
         """Fill the passes' buffers with padding for `count` requests."""
         self._stage_rows(None, count)
         self._states.writes.apply()
-        prepare(single_tokens(FIRST * count, FIRST, longest), self._states, self.first.buffers)
-        prepare(single_tokens(count, 1, longest), self._states, self.further.buffers)
+        prepare(single_tokens(FIRST * count, FIRST, longest), self._states, self.first)
+        prepare(single_tokens(count, 1, longest), self._states, self.further)
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Run a pass over padding, without side effects.
@@ -258,20 +241,20 @@ class DraftModel(Drafter):
                 self._fill(count, longest)
                 self._pass(draft, num_requests, count, longest, distinct=distinct)
             return
-        batch = empty_batch(self.prompts.buffers, num_tokens, num_requests, host_3)
+        batch = empty_batch(self.prompts, num_tokens, num_requests, host_3)
         self._states.writes.apply()
-        prepare(batch, self._states, self.prompts.buffers)
-        self.prompts(batch, hidden_wanted=True, distinct=distinct)
+        prepare(batch, self._states, self.prompts)
+        self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self) -> None:
         """Launch all kernels of the passes except for the model's, over padding."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
-            batch = empty_batch(self.prompts.buffers, num_tokens, 1, host_3)
+            batch = empty_batch(self.prompts, num_tokens, 1, host_3)
             self._states.writes.apply()
-            prepare(batch, self._states, self.prompts.buffers)
+            prepare(batch, self._states, self.prompts)
         tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)
-        keep_drafts(self._states, self.further.buffers, self._room.tensor, tokens_R, 0)
+        keep_drafts(self._states, self.further, self._room.tensor, tokens_R, 0)
         self.failed()  # in a dry run, staged values do not reach the device
 
     # Capturable ------------------------------------------------------------------------------------------------------
@@ -295,5 +278,5 @@ class DraftModel(Drafter):
         return logits_RV
 
     def tensor_ids(self) -> tuple[int, ...]:
-        inputs = (each.buffers.input_ids_T for each in (self.first, self.further))
-        return tuple(map(id, (*inputs, *self.kv_caches[:1], *self.kv_caches[-1:])))
+        inputs, caches = (each.input_ids_T for each in (self.first, self.further)), self.model.kv_caches
+        return tuple(map(id, (*inputs, *caches[:1], *caches[-1:])))

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.forward import BatchForward, ModelForward
-from compiled_engine.engine.input_batch import InputBatch
+from compiled_engine.engine.forward import ModelForward
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers
 from compiled_engine.engine.step_hooks import ModelBeside, StepFeature
 from compiled_engine.engine.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
 from compiled_engine.graphs.compiled_model import CompiledModel
@@ -47,7 +47,7 @@ class Drafter(StepFeature, ABC):
 
     config: EngineConfig  # of the draft model or head
     query_lens: tuple[int, ...]  # numbers of rows that a request may have in a pass, besides one
-    prompts: BatchForward  # the forward over prompts, whose kernels the other passes use too
+    prompts: InputBuffers  # of the pass over prompts, whose kernels the other passes use too
     compiled: CompiledModel | None
     model: ModelForward
     _replay: Callable[[GraphKey, int], torch.Tensor] | None = None  # replays a graph, once these are captured
@@ -102,7 +102,7 @@ class Drafter(StepFeature, ABC):
 
     def compile_kernels(self) -> None:
         for shape in self._batches()[1:]:
-            compile_forward(self.config, self.prompts, shape)
+            compile_forward(self.config, self.model, self.prompts, shape)
         self.launch_inputs()
 
     def start_up(self, progress: Progress) -> int:

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 
-from compiled_engine.attention.backend import get_backend
-from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
+from compiled_engine.attention.inputs import arguments_of, attention_inputs_of
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.forward import BatchForward, ForwardOutput
+from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import (
     NO_GENERATION,
     InputBatch,
@@ -27,6 +26,7 @@ from compiled_engine.engine.input_batch import (
     prepare,
     step_of_batch,
 )
+from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts
@@ -34,12 +34,12 @@ from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_dra
 from compiled_engine.features.speculation.draft_sharpness import sharpness_of
 from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Drafting, single_tokens
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
-from compiled_engine.features.speculation.eagle_head import load_head
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
 from compiled_engine.features.speculation.graph_keys import head_keys, prefill_head_keys
-from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import COMBINE, LOGITS, tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
+from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.rank_share import local_model
 
@@ -170,6 +170,21 @@ def launch_begin_drafts(
     )
 
 
+def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
+    """Return the embedding of the engine's model, for a head (`config`) without its own; None if the head has one.
+
+    Raises ValueError if no parameter of the model has the right shape.
+    """
+    head = local_model(config)
+    if has_embedding(head):
+        return None
+    shape = head.vocab_size, head.hidden_size
+    found = next((parameter for parameter in model.parameters() if tuple(parameter.shape) == shape), None)
+    if found is None:
+        raise ValueError(f"{head.path} has no {EMBEDDING}, and the model has none of {list(shape)} that it could use")
+    return found.data
+
+
 class EagleDrafter(Drafter):
     """Prefills an EAGLE-3 head and drafts with it.
 
@@ -187,19 +202,11 @@ class EagleDrafter(Drafter):
         """Compile and load the head. config: its own. Raises what the compiler and the loader raise."""
         engine, states, buffers = parts.config, parts.states, parts.buffers
         self.config, self._states, self._sampler, self._steps = config, states, parts.sampler, buffers
-        self._loaded = load_head(config, parts)
-        self.compiled, self.model, self.kv_caches = self._loaded.compiled, self._loaded.model, self._loaded.kv_caches
-        self._token_ids_V = self._loaded.token_ids_V.to(config.device)
+        self._load(config, parts)
         self._lengths = engine.speculation.lengths
         self.query_lens = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        cases = cases_of(local_model(config), config.cache.block_size, device, config.cache.kv_dtype)
-        self._backend, self._case = get_backend(config.attention_backend), planned_together(cases)
-
-        def work_length(num_tokens: int, num_rows: int) -> int:
-            return self._backend.work_length(num_tokens, num_rows, self._case) if self._case else 0
-
         asked = tensors_beside_steps(config)
         own = InputBuffers(
             most_requests,
@@ -207,16 +214,15 @@ class EagleDrafter(Drafter):
             states.block_table_SB.shape[1],
             states.writes,
             device,
-            work_length(most_requests, most_requests),
+            self.model.work_length(most_requests, most_requests),
             asked,
             numbered=True,
         )
-        self.prompts = BatchForward(self.model, own, self.kv_caches, config.attention_backend, self._case)
-        self._own = own
+        self.prompts = self._own = own
         self._asked = tuple(tensor.name for tensor in asked)
         rows = buffers.rows_R.shape[0]
         size = config.model.hidden_size
-        self._work_W = torch.zeros(work_length(most_tokens, rows), dtype=torch.int32, device=device)
+        self._work_W = torch.zeros(self.model.work_length(most_tokens, rows), dtype=torch.int32, device=device)
         self._token_ids_T = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         self._features_TD = torch.zeros(most_tokens, size, dtype=dtype, device=device)
         self._kept_SD = torch.zeros(states.num_computed_S.shape[0], size, dtype=dtype, device=device)
@@ -234,6 +240,19 @@ class EagleDrafter(Drafter):
         self._num_drafts_of = head_keys(self._dispatcher, self._lengths)
         self._prefill_head_keys: dict[GraphKey, GraphKey] = {}
 
+    def _load(self, config: EngineConfig, parts: RunnerParts) -> None:
+        group, progress, timeline = parts.group, parts.progress, parts.timeline
+        embedding_VD, self.compiled = embedding_of(parts.module, config), None
+        if config.compile.enabled:
+            self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
+        shared = {} if embedding_VD is None else {EMBEDDING: embedding_VD}
+        with timeline.span("load weights"):
+            loaded = load_model(config, self.compiled, group, progress, shared)
+            token_ids_V = draft_tokens(config.model)
+        self.model = ModelForward(config, loaded, parts.on_attention)
+        # The model's token id for each token id of the head, int64.
+        self._token_ids_V = token_ids_V.to(config.device)
+
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         read = [key for key in keys if not key.unnumbered]
         self._prefill_head_keys = prefill_head_keys(read, self.config.scheduler.max_model_len)
@@ -241,10 +260,10 @@ class EagleDrafter(Drafter):
         return FeatureGraphs(keys, dict.fromkeys((*self._prefill_head_keys.values(), *self._num_drafts_of), self))
 
     def allocate(self, num_blocks: int) -> None:
-        self._loaded.allocate(num_blocks)
+        self.model.allocate(num_blocks)
 
     def close(self) -> None:
-        self._loaded.close()
+        self.model.close()
 
     def failed(self) -> None:
         self._own.forget_staged()
@@ -254,7 +273,7 @@ class EagleDrafter(Drafter):
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
         if batch.numbered:
-            self.combine_hidden_states(output.aux_hidden_states)
+            self.combine_hidden_states(output.further)
 
     def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Compute the head's input features of a step's tokens.
@@ -262,7 +281,8 @@ class EagleDrafter(Drafter):
         aux_hidden_states: inputs of the model's layers that the head reads, [T, target_size] each. May be captured with
         the forward that returns them.
         """
-        self._features_TD[: len(aux_hidden_states[0])].copy_(self.model.combine(torch.cat(aux_hidden_states, dim=-1)))
+        features_TD = self._features_TD[: len(aux_hidden_states[0])]
+        features_TD.copy_(self.model.ends[COMBINE](torch.cat(aux_hidden_states, dim=-1)))
 
     def after_step(self, batch: InputBatch) -> None:
         """Prefill the head with the tokens of a step, unless it skips the head; after decodes, with one graph."""
@@ -294,10 +314,9 @@ class EagleDrafter(Drafter):
 
     def _forward(self, num_tokens: int, step: dict[str, torch.Tensor], *, distinct: bool) -> torch.Tensor:
         named = {name: step[name] for name in (*(name for name in step if name not in self._asked), *self._asked)}
-        inputs: AttentionInputs = attention_inputs_of(named, self.config.attention_backend)
-        if self._case is not None:
-            self._backend.plan(inputs, self._case)
-        return self.model.run(num_tokens, arguments_of(named, inputs, self.kv_caches), distinct=distinct).tensor
+        inputs = attention_inputs_of(named, self.config.attention_backend)
+        self.model.plan(inputs)
+        return self.model.run(num_tokens, arguments_of(named, inputs, self.model.kv_caches), distinct=distinct).tensor
 
     # Draft ----------------------------------------------------------------------------------------------------------
 
@@ -353,7 +372,7 @@ class EagleDrafter(Drafter):
                 step = step_of_batch(batch, own)
                 step |= {"input_ids_T": given.token_ids_T[:count], FEATURES: hidden_RD}
                 hidden_RD = self._forward(count, step, distinct=distinct)
-            logits_RV = self.model.logits(hidden_RD)
+            logits_RV = self.model.ends[LOGITS](hidden_RD)
             tokens_R = torch.empty(count, dtype=torch.int64, device=logits_RV.device)
             self._sampler.sample_drafts(
                 logits_RV, self._token_ids_V, self._sharpness.tensor, rows_R, given.positions_R[:count], tokens_R
@@ -396,7 +415,7 @@ class EagleDrafter(Drafter):
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.kv_caches[:1])))
+        return tuple(map(id, (self._token_ids_T, self._features_TD, self._own.rows_R, *self.model.kv_caches[:1])))
 
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Prefill the head with a step of padding, and draft for its requests if they decode.

@@ -1,0 +1,174 @@
+"""Loads a rank's model: compiles it or not, and reads the rank's slices of the checkpoint.
+
+A compiled model and an eager one have the same callables under the same names (graphs/compiler/signature.py). Passes
+add to a compiled model what features need; for an eager one, features do it themselves (`EagerFeature`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from compiled_engine.attention.op import OnAttention
+from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.graphs.compiled_model import BoundRange, CompiledModel, compile_model
+from compiled_engine.graphs.compiler.signature import FORWARD, VARIANTS, callables_of
+from compiled_engine.graphs.compiler.stitch import Forward
+from compiled_engine.graphs.cuda_graphs.capture import AttentionsOfEagerCode
+from compiled_engine.models.checkpoint.build_model import build_model, build_tensors, shards_of
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.rank_share import local_model
+from compiled_engine.parallel.shards import add_collectives
+from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.framework.parameter import KEPT, Parameter
+from compiled_engine.passes.registry import registered_passes
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+
+EVERY_BATCH = CompileRange(1, 1 << 31)
+
+
+class EagerFeature(Protocol):
+    """The part of a feature in an eager model, where it does with module hooks what passes do in a compiled one."""
+
+    def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
+        """Describe the tensors to allocate for the feature; the model's may be among them."""
+        ...
+
+    def callables(
+        self, model: nn.Module, callables: Mapping[str, Forward], tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Forward]:
+        """Return the model's callables, some of them changed, and others that the feature adds.
+
+        tensors: all parameters by name, those of `parameters` included.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EagerModel:
+    """The callables of a model that is not compiled, to be bound like those of a CompiledModel."""
+
+    callables: Mapping[str, Forward]
+    received: ClassVar[None] = None  # the model is not divided into parts
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(name for name in VARIANTS if name in self.callables)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The callables besides the forwards."""
+        return tuple(name for name in self.callables if name not in (FORWARD, *VARIANTS))
+
+    def bind(
+        self,
+        name: str,
+        parameters: Mapping[str, torch.Tensor],
+        on_attention: OnAttention | None = None,
+        *,
+        distinct: bool = False,
+    ) -> tuple[BoundRange, ...]:
+        """Return the callable, which has its parameters and all layers. on_attention: see CompiledModel.bind."""
+        call = self.callables[name]
+        return (BoundRange(EVERY_BATCH, call if on_attention is None else _in_parts(call, on_attention)),)
+
+
+def _in_parts(call: Forward, on_attention: OnAttention) -> Forward:
+    def in_parts(*arguments: Any) -> Any:
+        with AttentionsOfEagerCode(on_attention):
+            return call(*arguments)
+
+    return in_parts
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A rank's model with its weights on the device."""
+
+    module: nn.Module
+    callables: CompiledModel | EagerModel
+    tensors: dict[str, torch.Tensor]  # every parameter and buffer by name, packed ones included
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters on the device."""
+        return sum(each.numel() for each in self.module.parameters() if not each.is_meta)
+
+
+def compile_in_turn(
+    config: EngineConfig,
+    group: Group,
+    model_to_trace: Callable[[ModelConfig], nn.Module],
+    progress: Progress,
+    timeline: Timeline,
+) -> CompiledModel:
+    """Compile the model with compile_model, on the first rank before the others.
+
+    The first rank builds a missing cache entry, compiling kernels in parallel; then the others load it. Without a
+    cache, all ranks compile at the same time.
+    """
+    finds = group.rank > 0 and config.compile.cache_dir is not None
+    if finds:
+        group.all_reduce_min(1)
+    compiled = compile_model(config, model_to_trace, progress, timeline)
+    if not finds:
+        group.all_reduce_min(1)
+    return compiled
+
+
+def load_model(
+    config: EngineConfig,
+    compiled: CompiledModel | None,
+    group: Group,
+    progress: Progress,
+    shared: Mapping[str, torch.Tensor] | None = None,
+    features: Sequence[EagerFeature] = (),
+) -> LoadedModel:
+    """Load the model's weights onto the device.
+
+    compiled: the compiled model of this rank's stage; None if the model runs eagerly. Tensors that the compiled model
+    does not take stay on the meta device. shared: another model's tensors to use as parameters, by name. features: the
+    parts of features in an eager model. Raises what materialize and load_weights raise.
+    """
+    cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
+    model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))
+    shared = shared or {}
+    parameters = compiled.parameters if compiled else _eager_parameters(config, model, features)
+    weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)
+    for name, tensor in shared.items():
+        owner, _, attribute = name.rpartition(".")
+        weights.tensors[name] = tensor
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+    whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
+    load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
+    kept = {parameter.name: weights.tensors[parameter.name] for parameter in parameters if parameter.role == KEPT}
+    for graph_pass in registered_passes():
+        if kept and graph_pass.name in config.compile.passes:
+            graph_pass.keep(kept)
+    return LoadedModel(model, compiled or _eager_model(config, model, weights.tensors, features), weights.tensors)
+
+
+def _eager_parameters(
+    config: EngineConfig, model: nn.Module, features: Sequence[EagerFeature]
+) -> tuple[Parameter, ...]:
+    of_features = (parameter for feature in features for parameter in feature.parameters(model))
+    return (*parameters_of(model, shards_of(config)), *of_features)
+
+
+def _eager_model(
+    config: EngineConfig, model: nn.Module, tensors: Mapping[str, torch.Tensor], features: Sequence[EagerFeature]
+) -> EagerModel:
+    add_collectives(model, shards_of(config))
+    added = {*VARIANTS, *VARIANTS.values()}  # by features
+    methods = {name: getattr(model, name) for name in callables_of(config) if name not in (FORWARD, *added)}
+    callables: Mapping[str, Forward] = {FORWARD: model, **methods}
+    for feature in features:
+        callables = feature.callables(model, callables, tensors)
+    return EagerModel(callables)

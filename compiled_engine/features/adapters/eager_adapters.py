@@ -1,0 +1,84 @@
+"""Adds LoRA adapters to an eager model, by module hooks.
+
+The hook of a linear adds B(Ax) of the token's adapter, with the op that the pass `adapters` emits. Linears are not
+merged, so each has its own adapter slots, under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.compiler.signature import ADAPTED_LOGITS, FORWARD, LOGITS
+from compiled_engine.graphs.compiler.stitch import Forward
+from compiled_engine.models.checkpoint.build_model import shards_of
+from compiled_engine.passes.framework.parameter import Parameter
+from compiled_engine.passes.linear.adapter_add import adapter_add
+from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, RANKS, slots_of
+
+
+def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
+    """Describe the weights that adapters may change, and their slots, like a compiled plan."""
+    assert config.adapters is not None
+    shards, found = shards_of(config), list[Parameter]()
+    for name, linear in _linears(model):
+        weight = Parameter.of(f"{name}.weight", linear.weight, shard=shards.get(f"{name}.weight"))
+        found += [weight, *slots_of(weight, linear.in_features, linear.weight.dtype, config.adapters)]
+    return tuple(found)
+
+
+class EagerAdapters:
+    """The `EagerFeature` that adds the variant ADAPTED, whose hooks add adapters; other variants run without them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._slots_T: torch.Tensor | None = None  # during a call of a callable with adapters
+
+    def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
+        return adapted_parameters(self._config, model)
+
+    def callables(
+        self, model: nn.Module, callables: Mapping[str, Forward], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, Forward]:
+        for name, linear in _linears(model):
+            slots = [tensors[f"{name}.weight{suffix}"] for suffix in (MATRIX_A, MATRIX_B, RANKS)]
+            # Before the all-reduce of a sharded input, which completes both.
+            linear.register_forward_hook(partial(self._add, slots), prepend=True)
+        names = {FORWARD: ADAPTED, LOGITS: ADAPTED_LOGITS}
+        adapted = {names[name]: self._adapted(call) for name, call in callables.items() if name in names}
+        return {**callables, **adapted}
+
+    def _adapted(self, call: Forward) -> Callable[..., Any]:
+        """Return `call` with an additional last argument, the adapter slot of each token or row."""
+
+        def with_slots(*arguments: Any) -> Any:
+            *others, self._slots_T = arguments
+            try:
+                return call(*others)
+            finally:
+                self._slots_T = None
+
+        return with_slots
+
+    def _add(
+        self, slots: Sequence[torch.Tensor], linear: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor | None:
+        if self._slots_T is None:
+            return None
+        y_TN, x_TK = output.flatten(0, -2), arguments[0].flatten(0, -2)  # transformers has a batch dimension
+        added: torch.Tensor = adapter_add(y_TN, x_TK, *slots, self._slots_T, [y_TN.shape[1]])
+        return added.view(output.shape)
+
+
+def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linears that process tokens, by name; a pooler's head processes pooled values."""
+    heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
+    of_heads = {id(module) for head in heads for module in head.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module) not in of_heads:
+            yield name, module

@@ -1,0 +1,37 @@
+"""The part of a compiled model that a pipeline stage runs; all stages load the same cache entry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from compiled_engine.graphs.compiled_model import BoundRange, CompiledModel
+from compiled_engine.graphs.compiler.compiled_range import CompiledRange
+from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS
+from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
+from compiled_engine.parallel.stages import Stage
+
+
+def stage_model(compiled: CompiledModel, stage: Stage, most_tokens: int, device: torch.device) -> CompiledModel:
+    """Return the stage's part of the model, for steps of up to most_tokens tokens. Raises ValueError, see stage_plan.
+
+    Its forwards take the whole model's arguments, and read the previous stage's activations from `received`, on this
+    device. In a stage that is not the last they return activations for the next one, in place of hidden states and of
+    logits.
+    """
+    if stage.count == 1:
+        return compiled
+    plans = [(each, stage_plan(each.plan, stage)) for each in compiled.of(FORWARD)]
+    row_bytes = max(plan.received.row_bytes if plan.received else 0 for _, plan in plans)
+    received = torch.zeros(most_tokens * row_bytes, dtype=torch.uint8, device=device) if row_bytes else None
+
+    def between_borders(r: CompiledRange, bound: BoundRange) -> BoundRange:
+        if r.staged is None:
+            return bound
+        forward = StageForward(bound.call, r.staged, received)
+        return replace(bound, call=forward, received_row_bytes=forward.received_row_bytes)
+
+    logits = compiled.of(LOGITS) if stage.is_last else ()
+    ranges = (*(replace(each, staged=plan) for each, plan in plans), *logits)
+    return replace(compiled, ranges=ranges, wrap=between_borders, received=received)
