@@ -58,8 +58,8 @@ class CompiledModel:
     direct: frozenset[str]  # pieces that Inductor did not compile
     lookup: Lookup
     counts: CompileCounts
-    # Of a part of the compiled model: a function that adds to each bound range what lets the parts run apart, and the
-    # values that come from another part, uint8; None without any.
+    # Set if this is a part of the model that runs apart: a function that completes its bound ranges, and the tensor in
+    # which they find values of another part, uint8 (None: they read none).
     wrap: Callable[[CompiledRange, BoundRange], BoundRange] | None = None
     received: torch.Tensor | None = None
 

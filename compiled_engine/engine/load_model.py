@@ -75,7 +75,7 @@ class EagerModel:
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:
-        """Return the callable, which has its parameters and all layers. on_attention: see CompiledModel.bind."""
+        """Return the callable, which has its parameters and all layers. on_attention: see `stitch`."""
         call = self.callables[name]
         return (BoundRange(EVERY_BATCH, call if on_attention is None else _in_parts(call, on_attention)),)
 
@@ -108,12 +108,14 @@ def compile_in_turn(
     model_to_trace: Callable[[ModelConfig], nn.Module],
     progress: Progress,
     timeline: Timeline,
-) -> CompiledModel:
-    """Compile the model with compile_model, on the first rank before the others.
+) -> CompiledModel | None:
+    """Compile the model with compile_model, on the first rank before the others; None if it is to run eagerly.
 
     The first rank builds a missing cache entry, compiling kernels in parallel; then the others load it. Without a
     cache, all ranks compile at the same time.
     """
+    if not config.compile.enabled:
+        return None
     finds = group.rank > 0 and config.compile.cache_dir is not None
     if finds:
         group.all_reduce_min(1)

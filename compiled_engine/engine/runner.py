@@ -34,7 +34,6 @@ from compiled_engine.engine.step_sampling import (
     StepSampling,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
-from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
@@ -122,20 +121,19 @@ class Runner:
             return build_model(model)
 
         self._is_new, on_gpu, group = False, config.device.type == "cuda", self._group
-        self._compiled: CompiledModel | None = None
-        if config.compile.enabled:
-            compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
-            self._compiled = self._make_features.own_part(config, compiled)
-        with timeline.span("load weights"):
-            of_eager = self._make_features.of_eager_model(config)
-            loaded = load_model(config, self._compiled, self._group, progress, features=of_eager)
-        self._capture = capture = CudaCapture(config.device) if config.graph.captures else None
-        on_attention = capture.on_attention if capture else None
         # Padding tokens have a separate row.
         most_tokens, most_rows = (
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
         )
+        self._compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
+        if self._compiled is not None:
+            self._compiled = self._make_features.own_part(config, self._compiled)
+        with timeline.span("load weights"):
+            of_eager = self._make_features.of_eager_model(config)
+            loaded = load_model(config, self._compiled, self._group, progress, features=of_eager)
+        self._capture = capture = CudaCapture(config.device) if config.graph.captures else None
+        on_attention = capture.on_attention if capture else None
         self.model = ModelForward(config, loaded, on_attention, self._share.layers)
         # The replay of a graph computes nothing on the CPU.
         self._threads: Callable[[int], AbstractContextManager[object]] = nullcontext if capture else self.model.threads

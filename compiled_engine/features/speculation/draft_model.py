@@ -27,7 +27,6 @@ from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Draft
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
-from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.compiler.signature import LOGITS, tensors_beside_steps
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.sampling.sampler import SamplerClass
@@ -60,9 +59,7 @@ class DraftModel(Drafter):
         self.config, self._states, self._sampler = config, states, parts.sampler
         self._lengths = parts.config.speculation.lengths  # the numbers of drafts that steps may have, ascending
         self._num_drafts = self._lengths[-1]
-        self.compiled: CompiledModel | None = None
-        if config.compile.enabled:
-            self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
+        self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
         with timeline.span("load weights"):
             loaded = load_model(config, self.compiled, group, progress)
         scheduler = config.scheduler

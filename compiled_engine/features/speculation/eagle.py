@@ -242,9 +242,8 @@ class EagleDrafter(Drafter):
 
     def _load(self, config: EngineConfig, parts: RunnerParts) -> None:
         group, progress, timeline = parts.group, parts.progress, parts.timeline
-        embedding_VD, self.compiled = embedding_of(parts.module, config), None
-        if config.compile.enabled:
-            self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
+        embedding_VD = embedding_of(parts.module, config)
+        self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
         shared = {} if embedding_VD is None else {EMBEDDING: embedding_VD}
         with timeline.span("load weights"):
             loaded = load_model(config, self.compiled, group, progress, shared)
