@@ -36,7 +36,7 @@ FEATURES = {
     ),
     "speculation": (
         r"draft|eagle|specul|aux_(hidden|layers)|sharpness|model \. head(?![a-z_])",
-        ("features.speculation", "models.textbook.eagle3", "attention.backends", "attention.case"),
+        ("features.speculation", "models.textbook.eagle3"),
     ),
 }
 NOT_COUNTED = (
@@ -44,6 +44,7 @@ NOT_COUNTED = (
     *("passes", "models.checkpoint", "models.foreign", "models.bundled"),
     *("server", "cli", "bench", "tune", "features.registry", "features.request_registry"),
     *("sampling.params", "sampling.other_params"),
+    *("attention.backends", "attention.case"),  # kernels, for any request with several rows
 )
 
 
