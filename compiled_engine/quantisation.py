@@ -15,13 +15,20 @@ import torch
 
 
 class Element(NamedTuple):
-    """An element format: its torch dtype, and the largest value."""
+    """An element format. The value of a code is the code itself, or the difference of an integer code and its zero."""
 
-    dtype: torch.dtype
-    largest: float
+    dtype: torch.dtype  # of stored codes
+    largest: float  # magnitude of the value of a tile's largest element
+    zero: int | None = None  # the integer code of 0, for all tiles
+    has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
+    per_byte: int = 1  # codes in a byte, the first in the lowest bits
 
 
-ELEMENTS = {"e4m3": Element(torch.float8_e4m3fn, 448.0)}
+ELEMENTS = {
+    "e4m3": Element(torch.float8_e4m3fn, 448.0),
+    "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
+    "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
+}
 # Target that stands for all linears.
 LINEAR = "Linear"
 # Schemes for quantising weights while they are loaded.
@@ -53,12 +60,24 @@ class Rounding(NamedTuple):
         return Rounding(element, rows, columns)
 
     @property
+    def format(self) -> Element:
+        return ELEMENTS[self.element]
+
+    @property
     def dtype(self) -> torch.dtype:
-        return ELEMENTS[self.element].dtype
+        return self.format.dtype
 
     @property
     def largest(self) -> float:
-        return ELEMENTS[self.element].largest
+        return self.format.largest
+
+    @property
+    def is_integer(self) -> bool:
+        return self.format.zero is not None or self.format.has_zeros
+
+    def stored(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Return the shape of the stored codes for a matrix of this size, whose bytes must be full."""
+        return num_rows, num_columns // self.format.per_byte
 
     def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the shape of the scales for a matrix of this size."""

@@ -32,9 +32,11 @@ from compiled_engine.passes.framework.parameter import (
     KV_SCALES,
     QUANTISED,
     SCALES,
+    ZEROS,
     Parameter,
 )
 from compiled_engine.process.progress import Progress
+from compiled_engine.quantisation import LinearScheme
 
 log = logging.getLogger("compiled_engine")
 
@@ -192,6 +194,8 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 STANDARD_DEVIATION = 0.02
 CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
+# Of four bits: the deviation of codes that are all equally likely, and the smaller of the two zero points.
+INTEGERS_DEVIATION, ZERO = 4.6, 7
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -216,12 +220,19 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 target.normal_(mean, STANDARD_DEVIATION, generator=generator)
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
-            dtype = torch.float32 if leaf.role in QUANTISED else target.dtype
+            rounding = LinearScheme.parse(leaf.scheme).weight if leaf.scheme else None
+            is_integer = rounding is not None and rounding.is_integer
+            dtype = torch.float32 if leaf.role in QUANTISED and target.dtype != torch.uint8 else target.dtype
             whole = torch.empty(shape, dtype=dtype, device=target.device)
-            if leaf.role == CODES:
+            if leaf.role == ZEROS:
+                whole.random_(ZERO, ZERO + 2, generator=generator)
+            elif leaf.role == CODES and is_integer:
+                whole.random_(256, generator=generator)
+            elif leaf.role == CODES:
                 whole.normal_(0.0, CODES_DEVIATION, generator=generator)
             elif leaf.role in (SCALES, INPUT_SCALE):
-                size = STANDARD_DEVIATION / CODES_DEVIATION if leaf.role == SCALES else INPUT_SCALE_SIZE
+                deviation = INTEGERS_DEVIATION if is_integer else CODES_DEVIATION
+                size = STANDARD_DEVIATION / deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:
                 whole.normal_(mean, STANDARD_DEVIATION, generator=generator)

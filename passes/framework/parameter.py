@@ -17,8 +17,9 @@ from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework import rounding
 
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
-# Roles of the parts of a checkpoint's quantised weight: codes, their scales, and the scale of the linear's inputs.
-CODES, SCALES, INPUT_SCALE = QUANTISED = ("codes", "scales", "input_scale")
+# Roles of the parts of a checkpoint's quantised weight: codes, their scales and zero points, and the scale of the
+# linear's inputs.
+CODES, SCALES, ZEROS, INPUT_SCALE = QUANTISED = ("codes", "scales", "zeros", "input_scale")
 # Role of the scales of an FP8 KV cache: not a tensor of the model, filled by the loader.
 KV_SCALES = "kv_scales"
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
@@ -49,8 +50,8 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     # WEIGHT: read from the checkpoint. BUFFER: has the model's values. KEPT: starts as zeros and is filled by its pass.
-    # CODES, SCALES and INPUT_SCALE: parts of a checkpoint's quantised weight, named `weight name.role`. KV_SCALES: of a
-    # layer's keys and values, [2, K].
+    # CODES, SCALES, ZEROS and INPUT_SCALE: parts of a checkpoint's quantised weight, named `weight name.role`.
+    # KV_SCALES: of a layer's keys and values, [2, K].
     role: str = WEIGHT
     members: tuple[Parameter, ...] = ()
     make: Steps = ()

@@ -39,15 +39,16 @@ def reference(
 ) -> torch.Tensor:
     """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
 
-    scheme: text, see LinearScheme. input_scale_1: for static inputs. zeros_RC: always None, as only symmetric codes are
-    supported. input_scales_CT: scales of x if x is codes (see round_inputs), for results of `dtype` and without a norm.
-    Other arguments and the order of steps: see small_batch_linear.
+    scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored. zeros_RC: zero points, uint8, for
+    schemes that have them. input_scale_1: for static inputs. input_scales_CT: scales of x if x is codes (see
+    round_inputs), for results of `dtype` and without a norm. Other arguments and the order of steps: see
+    small_batch_linear.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
     y_TN = quantised_kernels.product(
-        x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
+        x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
     )
     if silu_mul:
         y_TN = silu_mul_reference(y_TN, activation)
@@ -77,9 +78,9 @@ def launch(
     parsed = _parsed(scheme)
     if input_scales_CT is not None:
         out = getattr(torch, dtype)
-        return quantised_kernels.multiply(x_TK, input_scales_CT, codes_NK, scales_RC, parsed, *after, out)
+        return quantised_kernels.multiply(x_TK, input_scales_CT, codes_NK, scales_RC, None, parsed, *after, out)
     norm = norm_weight_K, eps, norm_offset, norm_wide
-    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, input_scale_1, parsed, *after, *norm)
+    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, parsed, *after, *norm)
 
 
 def _fake(
@@ -163,8 +164,8 @@ def gated_launch(
     """Compute `gated_reference` with kernels. The rounding kernel computes the activation unless the product's does."""
     parsed, out, columns = round_inputs.rounding_of(rounding), getattr(torch, dtype), codes_NK.shape[0] // 2
     by_kernel = round_inputs.why_not_by_kernel(columns, parsed, x_TK.device) is None
-    weight = codes_NK, scales_RC, _parsed(scheme), bias_N, None
-    product_ends = quantised_kernels.ends_in_activation(x_TK, codes_NK, weight[2], bias_N, out)
+    weight = codes_NK, scales_RC, None, _parsed(scheme), bias_N, None
+    product_ends = quantised_kernels.ends_in_activation(x_TK, codes_NK, weight[3], bias_N, out)
     y_TM = quantised_kernels.multiply(x_TK, input_scales_CT, *weight, product_ends or not by_kernel, activation, out)
     if not by_kernel:
         return round_inputs.by_formula(y_TM, parsed, static_1)
