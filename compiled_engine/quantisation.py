@@ -31,6 +31,10 @@ ELEMENTS = {
 }
 # Target that stands for all linears.
 LINEAR = "Linear"
+# Targets of output projections, and of the routers of experts: formats leave them unquantised unless they are named.
+HEAD = "re:.*lm_head$"
+ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
+_REORDERED = ", columns reordered"
 # Schemes for quantising weights while they are loaded.
 ONLINE = {
     "fp8": "e4m3 1x*, inputs e4m3 1x*",
@@ -89,15 +93,19 @@ class LinearScheme(NamedTuple):
 
     weight: Rounding
     inputs: Rounding | None
+    # A tile has any columns of the weight, as the checkpoint says for each linear, instead of neighbouring ones.
+    reordered: bool = False
 
     def __str__(self) -> str:
-        return str(self.weight) if self.inputs is None else f"{self.weight}, inputs {self.inputs}"
+        inputs = "" if self.inputs is None else f", inputs {self.inputs}"
+        return f"{self.weight}{inputs}{_REORDERED * self.reordered}"
 
     @staticmethod
     def parse(text: str) -> LinearScheme:
         """Parse the result of `str`."""
-        weight, _, inputs = text.partition(", inputs ")
-        return LinearScheme(Rounding.parse(weight), Rounding.parse(inputs) if inputs else None)
+        weight, _, inputs = text.removesuffix(_REORDERED).partition(", inputs ")
+        rounded = Rounding.parse(inputs) if inputs else None
+        return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
         """Return the scheme with smaller tiles that divide num_rows and num_columns (0: any columns).
@@ -109,7 +117,7 @@ class LinearScheme(NamedTuple):
         inputs = self.inputs
         if inputs is not None and inputs.columns:
             inputs = inputs._replace(columns=math.gcd(inputs.columns, num_columns))
-        return LinearScheme(self.weight._replace(rows=rows, columns=columns), inputs)
+        return LinearScheme(self.weight._replace(rows=rows, columns=columns), inputs, self.reordered)
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,8 @@ class Quantisation:
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...]  # targets that are not quantised, despite rules
     scale_name: str = "weight_scale"  # the checkpoint's name for the scale of a module's weight
+    # How the checkpoint packs integers, see models/checkpoint/packed_weights.py; "" for none.
+    layout: str = ""
 
     def __post_init__(self) -> None:
         where = "quantization_ignore" if self.is_online else "quantization_config"

@@ -18,6 +18,7 @@ from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scale
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
+from compiled_engine.models.checkpoint.packed_weights import PackedWeight, read_packed
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
@@ -47,7 +48,8 @@ class _Copy:
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
-    encoded: Placement | None = None  # the placement, if the values must be decoded
+    encoded: Placement | None = None  # the placement, if the values must be decoded or unpacked
+    packed: PackedWeight | None = None  # takes the place of the first source
 
 
 def load_weights(
@@ -86,6 +88,7 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
+    tensors, packed = read_packed(tensors, config.quantisation, config.path)
     if config.merged_adapter is not None:
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
@@ -104,7 +107,7 @@ def load_weights(
         for batch in weights.batches():
             placed = [(part, target) for leaf, target in batch for part in parts[leaf.name]]
             placed.sort(key=lambda item: order[item[0].source])
-            _copy([_copy_of(part, tensors, target) for part, target in placed], advance)
+            _copy([_copy_of(part, tensors, packed, target) for part, target in placed], advance)
             for target, scales_2K in (
                 (target, kv_scales[leaf.name]) for leaf, target in batch if leaf.name in kv_scales
             ):
@@ -163,22 +166,32 @@ def _require_equal(
             raise ValueError(f"{path}: tie_word_embeddings is true, but {part.source} and {twin.source} differ")
 
 
-def _copy_of(part: Placement, tensors: Mapping[str, torch.Tensor], target: torch.Tensor) -> _Copy:
-    place = part.place_in(target)
-    if part.decode:
-        return _Copy(tuple(tensors[name] for name in part.sources), place, part)
-    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place)
+def _copy_of(
+    part: Placement,
+    tensors: Mapping[str, torch.Tensor],
+    packed: Mapping[str, PackedWeight],
+    target: torch.Tensor,
+) -> _Copy:
+    place, of_source = part.place_in(target), packed.get(part.source)
+    if part.decode or (of_source is not None and of_source.stored is None):
+        return _Copy(tuple(tensors[name] for name in part.sources), place, part, of_source)
+    source = tensors[part.source] if of_source is None else of_source.stored
+    return _Copy((part.view(source).reshape(place.shape),), place)
 
 
 def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
     plain: list[tuple[torch.Tensor, torch.Tensor]] = []
     for copy in copies:
         target, device = copy.target, copy.target.device
-        source, *_ = copy.sources
+        source, *beside = copy.sources
         if copy.encoded is not None and copy.encoded.decode == "mxfp4":
             decode_mxfp4(copy.sources, target.mT if copy.encoded.transposed else target)
         elif copy.encoded is not None:
-            decode_scaled(copy.encoded, copy.sources, target)
+            codes = (copy.packed or source).to(device)
+            if copy.encoded.decode:
+                decode_scaled(copy.encoded, (codes, *beside), target)
+            else:
+                target.copy_(copy.encoded.view(codes))
         elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
             plain.append((source, target))
             continue

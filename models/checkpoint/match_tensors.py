@@ -49,7 +49,7 @@ def match_tensors(
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or of a dtype that is not supported.
     """
     stored, wrong = find_stored(tensors, config.quantisation)
-    beside = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
+    beside = {name for each in stored.values() for name in each.beside}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in beside}
     if config.quantisation is not None:
         shapes = {name: shape for name, shape in shapes.items() if not KV_SCALES.match(name)}
@@ -65,7 +65,8 @@ def match_tensors(
     if config.transformers is not None:
         problems = _misfits(read, own, shapes) | problems
     used = {name: p.decode == "mxfp4" for p in placements if p.source not in stored for name in p.sources}
-    used |= {name: False for name in beside if name in tensors}
+    floats = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
+    used |= {name: False for name in floats if name in tensors}
     problems["of a dtype that is not supported"] = [
         f"{name} ({tensors[name].dtype})"
         for name, in_bytes in used.items()

@@ -16,6 +16,7 @@ from compiled_engine.kv_format import is_coded
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
 from compiled_engine.passes.framework.parameter import (
     CODES,
+    COLUMNS,
     INPUT_SCALE,
     KEPT,
     KV_SCALES,
@@ -75,7 +76,9 @@ class RandomInputs:
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
-            if parameter.torch_dtype == torch.uint8:  # packed codes, all patterns; zero points of four bits
+            if parameter.role == COLUMNS:  # the same, so that linears may be merged
+                value = torch.arange(shape[1] - 1, -1, -1).view(shape)
+            elif parameter.torch_dtype == torch.uint8:  # packed codes, all patterns; zero points of four bits
                 value = self._integers(16 if parameter.role == ZEROS else 256, value.numel()).view(shape)
             elif parameter.role == CODES:
                 largest = torch.finfo(parameter.torch_dtype).max

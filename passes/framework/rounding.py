@@ -138,11 +138,16 @@ def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
     return scales_RC.unflatten(0, (*weight.shape[:-2], -1))
 
 
-def the_same(values_S: torch.Tensor, names: str) -> torch.Tensor:
-    """Return the common value of input scales, [1]. Raises ValueError if they differ. names: their linears."""
-    if (values_S != values_S[0]).any():
+def the_same(values: torch.Tensor, names: str) -> torch.Tensor:
+    """Return the common input scale of merged linears, [1] of [S], or their common order of columns, [1, K] of [S, K].
+
+    Raises ValueError if they differ. names: the parameters of the linears.
+    """
+    if (values != values[0]).any():
+        found = f"the scales of the inputs of {names} are {values.tolist()}"
+        if values.dim() > 1:
+            found = f"the orders of the columns of {names} differ"
         raise ValueError(
-            f"the scales of the inputs of {names} are {values_S.tolist()}; they can be merged where these are the same:"
-            " start with disable_passes=('merge_linears',)"
+            f"{found}; they can be merged where these are the same: start with disable_passes=('merge_linears',)"
         )
-    return values_S[:1]
+    return values[:1]

@@ -36,17 +36,21 @@ def reference(
     norm_wide: bool = False,
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
+    columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
 
     scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored. zeros_RC: zero points, uint8, for
     schemes that have them. input_scale_1: for static inputs. input_scales_CT: scales of x if x is codes (see
-    round_inputs), for results of `dtype` and without a norm. Other arguments and the order of steps: see
+    round_inputs), for results of `dtype` and without a norm. columns_1K: the column of x for each column of the codes,
+    for reordered schemes. Other arguments and the order of steps: see
     small_batch_linear.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    if columns_1K is not None:
+        x_TK = x_TK[:, columns_1K[0]]
     y_TN = quantised_kernels.product(
         x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
     )
@@ -72,6 +76,7 @@ def launch(
     norm_wide: bool = False,
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
+    columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `reference` with the kernels of quantised_kernels."""
     after = bias_N, residual_TM, silu_mul, activation
@@ -80,6 +85,10 @@ def launch(
         out = getattr(torch, dtype)
         return quantised_kernels.multiply(x_TK, input_scales_CT, codes_NK, scales_RC, None, parsed, *after, out)
     norm = norm_weight_K, eps, norm_offset, norm_wide
+    if columns_1K is not None:
+        if norm_weight_K is not None:
+            x_TK, norm = rms_norm.launch(x_TK, norm_weight_K, *norm[1:]), (None, 0.0, 0.0, False)
+        x_TK = x_TK[:, columns_1K[0]]
     return quantised_kernels.launch(x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, parsed, *after, *norm)
 
 
@@ -100,6 +109,7 @@ def _fake(
     norm_wide: bool = False,
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
+    columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     shape = x_TK.shape[0], codes_NK.shape[0] // (2 if silu_mul else 1)
     return x_TK.new_empty(shape, dtype=x_TK.dtype if input_scales_CT is None else getattr(torch, dtype))
@@ -109,7 +119,7 @@ quantised_linear = define_op(
     "quantised_linear(Tensor x_TK, Tensor codes_NK, Tensor scales_RC, Tensor? zeros_RC, Tensor? input_scale_1, "
     "Tensor? bias_N, str scheme, Tensor? norm_weight_K=None, float eps=0.0, Tensor? residual_TM=None, "
     'bool silu_mul=False, str activation="silu", float norm_offset=0.0, bool norm_wide=False, '
-    'Tensor? input_scales_CT=None, str dtype="") -> Tensor',
+    'Tensor? input_scales_CT=None, str dtype="", Tensor? columns_1K=None) -> Tensor',
     cpu=reference,
     cuda=launch,
     fake=_fake,

@@ -22,7 +22,7 @@ from compiled_engine.passes.framework.graph_inputs import is_parameter, paramete
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, ZEROS, Parameter
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, SCALES, WEIGHT, ZEROS, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
 from compiled_engine.passes.linear.quantised_kernels import (
     DECODED,
@@ -108,7 +108,11 @@ def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
 def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
     """Return why a weight that the rules name is decoded when it is loaded; None if it stays quantised."""
     columns, per_byte = weight.shape[1], scheme.weight.format.per_byte
-    return f"{columns} columns do not fill bytes of {per_byte} codes" if columns % per_byte else None
+    if columns % per_byte:
+        return f"{columns} columns do not fill bytes of {per_byte} codes"
+    if scheme.reordered and weight.shard is not None and weight.shard.divides_input:
+        return "its columns are divided among ranks, and reordered"
+    return None
 
 
 def is_looked_up(weight: fx.Node) -> bool:
@@ -155,8 +159,12 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
         if scheme.inputs is not None and scheme.inputs.static:
             own = Parameter(f"{weight.name}.{INPUT_SCALE}", (1,), "float32", INPUT_SCALE, scheme=text)
             input_scale = _placeholder(graph, own, like)
+        columns = None
+        if scheme.reordered:
+            own = Parameter(f"{weight.name}.{COLUMNS}", (1, weight.shape[1]), "int32", COLUMNS, scheme=text)
+            columns = _placeholder(graph, own, like)
     with graph.inserting_before(linear.node):
-        quantised = Quantised(nodes[1], zeros, input_scale, scheme)
+        quantised = Quantised(nodes[1], zeros, input_scale, scheme, columns)
         new = emit_linear(graph, linear.x, nodes[0], linear.bias, quantised)
     linear.node.replace_all_uses_with(new)
     graph.erase_node(linear.node)

@@ -18,7 +18,7 @@ from torch import fx
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, ZEROS, Parameter, compute
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, SCALES, ZEROS, Parameter, compute
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.linears import Linear, linear_of
@@ -71,8 +71,17 @@ class _Checkpoint:
             codes, scales = rounded(values, _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
         values = _values(self._stored(name)[0], self._zeros(name), rounding, self._whole(name))
-        scales = at_each_element(self._stored(name)[1], rounding, *values.shape)
-        return self._of_rank(values * scales, self.weights[name].shard)
+        values *= at_each_element(self._stored(name)[1], rounding, *values.shape)
+        if self._scheme(name).reordered:
+            found = torch.empty_like(values)
+            for place, column in enumerate(self.columns(name).tolist()):
+                found[:, column] = values[:, place]
+            values = found
+        return self._of_rank(values, self.weights[name].shard)
+
+    def columns(self, name: str) -> torch.Tensor:
+        """Return the column of the weight that each column of the codes stands for."""
+        return self._random(f"{name} columns", self._whole(name)[1:]).argsort().int()
 
     def input_scale(self, name: str) -> torch.Tensor:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
@@ -82,6 +91,8 @@ class _Checkpoint:
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)
+        if leaf.role == COLUMNS:
+            return self.columns(name)[None]
         if leaf.role == CODES:
             return self._of_rank(self._stored(name)[0], leaf.shard)
         if leaf.role in (SCALES, ZEROS):
@@ -177,6 +188,7 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
             arguments.get("input_scale_1"),
             None if new.bias is None else bias_N,
             str(new.quantised.scheme),
+            columns_1K=arguments.get("columns_1K"),
         )
         error_T = (found_TN.float() - expected_TN).abs().amax(1)
     except RuntimeError as error:

@@ -40,6 +40,7 @@ BLOCK = "e4m3 16x32, inputs e4m3 1x32"
 ODD = "e4m3 24x40, inputs e4m3 1x40"
 # Four bits, without and with zero points; groups that end inside the parts of ranks.
 GROUPS, ZEROS, ODD_ZEROS = "int4 1x32", "uint4 1x32", "uint4 1x40"
+REORDERED = "uint4 1x32, columns reordered"
 
 
 def stored(scheme: str, ignore: tuple[str, ...] = IGNORE) -> Quantisation:
@@ -79,6 +80,7 @@ CASES = [
     (LLAMA, 4, stored(ODD_ZEROS)),
     (PHI3, 2, stored("uint4 1x*")),
     (QWEN3, 2, online(GROUPS)),
+    (LLAMA, 1, stored(REORDERED)),
 ]
 
 
@@ -124,6 +126,16 @@ def test_a_layer_that_stays_is_told_and_its_like_merge_among_themselves() -> Non
     assert by_name["quantise"].matches == 13
     assert any(note.startswith("model.layers.0.self_attn.k_proj: stays") for note in by_name["quantise"].notes)
     assert any("their schemes differ" in reason for reason in by_name["merge_linears"].near_misses)
+
+
+def test_reordered_columns_that_ranks_divide_are_decoded() -> None:
+    """Their groups are spread over all ranks; the other linears stay quantised."""
+    graphs, whole = traced(BIASED, 2)
+    _, reports = apply_passes(quantised(BIASED, 2, stored(REORDERED)), graphs, SMALL, whole)
+    report = next(report for report in reports if report.name == "quantise")
+    assert report.matches == report.contract == report.verified == 2 * 5
+    stay = [note.split(":")[0] for note in report.notes if "divided among ranks, and reordered" in note]
+    assert stay == [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
 
 
 def test_a_linear_that_is_not_found_is_an_error() -> None:
@@ -279,6 +291,9 @@ MUTATIONS = (
     Mutation("zero points of another linear", ZEROS, of_another("zeros_RC")),
     Mutation("zero points of another rank", ZEROS, describe("zeros_RC", sections=(Section(64, 1),)), 2),
     Mutation("packed columns of another rank", ZEROS, describe("codes_NK", O_PROJ, sections=(Section(32, 1),)), 2),
+    Mutation("columns in the weight's order", REORDERED, none("columns_1K")),
+    Mutation("columns of another linear", REORDERED, of_another("columns_1K")),
+    Mutation("columns off by one", REORDERED, of_neighbours("columns_1K")),
     Mutation(
         "integers made with larger groups", GROUPS, describe("scales_RC", make=(("scales", "int4 1x64"),)), 1, True
     ),
