@@ -39,6 +39,7 @@ _REORDERED = ", columns reordered"
 ONLINE = {
     "fp8": "e4m3 1x*, inputs e4m3 1x*",
     "fp8_block": "e4m3 128x128, inputs e4m3 1x128",
+    "int4": "int4 1x128",
 }
 
 

@@ -179,10 +179,15 @@ def _quantisation(
         raise ValueError(f"quantization is {asked!r}, but {path} is quantised already, with {method}; allowed: None")
     if asked not in ONLINE:
         raise ValueError(
-            f"quantization is {asked!r}, but {path} is not quantised; allowed: None, or {' or '.join(ONLINE)}, which "
+            f"quantization is {asked!r}, but {path} is not quantised; allowed: None, or {_one_of_online()}, which "
             "quantise weights while they are loaded"
         )
     return online(asked, ignore or DEFAULT_IGNORE)
+
+
+def _one_of_online() -> str:
+    *others, last = ONLINE
+    return f"{', '.join(others)} or {last}"
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:

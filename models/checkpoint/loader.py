@@ -173,9 +173,9 @@ def _copy_of(
     target: torch.Tensor,
 ) -> _Copy:
     place, of_source = part.place_in(target), packed.get(part.source)
-    if part.decode or (of_source is not None and of_source.stored is None):
-        return _Copy(tuple(tensors[name] for name in part.sources), place, part, of_source)
     source = tensors[part.source] if of_source is None else of_source.stored
+    if part.decode or source is None:
+        return _Copy(tuple(tensors[name] for name in part.sources), place, part, of_source)
     return _Copy((part.view(source).reshape(place.shape),), place)
 
 

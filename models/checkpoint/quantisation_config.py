@@ -183,9 +183,11 @@ def _list(config: JsonFields, name: str) -> list[str]:
 
 def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
     """Return the section for these rules; `read_quantisation` reads the same rules from it."""
+    groups = {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)}
+    formats = {group["format"] for group in groups.values()}
     return {
-        "config_groups": {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)},
-        "format": "float-quantized",
+        "config_groups": groups,
+        "format": formats.pop() if len(formats) == 1 else _MIXED,
         "global_compression_ratio": None,
         "ignore": list(quantisation.ignore),
         "kv_cache_scheme": None,
@@ -198,19 +200,20 @@ def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
 
 def _group(rule: Rule) -> dict[str, Any]:
     scheme = LinearScheme.parse(rule.scheme)
+    weights = _arguments(scheme.weight, of_inputs=False)
     return {
-        "format": "float-quantized",
+        "format": PACKED if scheme.weight.is_integer else _FORMATS[0],
         "input_activations": None if scheme.inputs is None else _arguments(scheme.inputs, of_inputs=True),
         "output_activations": None,
         "targets": list(rule.targets),
-        "weights": _arguments(scheme.weight, of_inputs=False),
+        "weights": weights | ({"actorder": "group"} if scheme.reordered else {}),
     }
 
 
 def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
     rows, columns = rounding.rows, rounding.columns
     if rows and columns:
-        strategy = "group" if of_inputs else "block"
+        strategy = "group" if of_inputs or rounding.is_integer else "block"
     else:
         strategy = "tensor" if not rows else "token" if of_inputs else "channel"
     return {
@@ -218,10 +221,10 @@ def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
         "block_structure": [rows, columns] if strategy == "block" else None,
         "dynamic": of_inputs and not rounding.static,
         "group_size": columns if strategy == "group" else None,
-        "num_bits": 8,
+        "num_bits": 4 if rounding.is_integer else 8,
         "observer": None if of_inputs and not rounding.static else "minmax",
         "observer_kwargs": {},
         "strategy": strategy,
-        "symmetric": True,
-        "type": "float",
+        "symmetric": not rounding.format.has_zeros,
+        "type": "int" if rounding.is_integer else "float",
     }

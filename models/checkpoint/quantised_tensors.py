@@ -121,8 +121,8 @@ def place_quantised(
             of_tiles = beside.scales if leaf.role == SCALES else beside.zeros
             assert of_tiles is not None
             shape = tuple(tensors[placement.source].shape)
-            values = tensors[of_tiles].float() if leaf.role == SCALES else tensors[of_tiles]
-            tensors[of_tiles] = retile(values, beside.scheme.weight, tile, *shape)
+            read = tensors[of_tiles].float() if leaf.role == SCALES else tensors[of_tiles]
+            tensors[of_tiles] = retile(read, beside.scheme.weight, tile, *shape)
             spans = _in_tiles(placement, tile)
             placed.append(Placement(of_tiles, spans[0], leaf.name, spans[1]))
     if leaf.role == INPUT_SCALE:

@@ -65,8 +65,8 @@ def _rounded(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Quantise values [N, K] to codes, [N, K] or packed; out-of-range values are clamped."""
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
-    if rounding.is_integer:
-        return pack((_rounded(scaled_NK, rounding) + rounding.format.zero).to(rounding.dtype), rounding)
+    if (zero := rounding.format.zero) is not None:
+        return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
     return scaled_NK.clamp(-rounding.largest, rounding.largest).to(rounding.dtype)
 
 

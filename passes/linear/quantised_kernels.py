@@ -166,8 +166,8 @@ def multiply(
         after = bias_N, residual_TM, silu_mul, activation
         return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
     if kernel == INTEGERS:
-        weight, after = (codes_NK, scales_RC, zeros_RC), (bias_N, residual_TM, silu_mul, activation)
-        return integer_product.launch(x_TK, *weight, *after, scheme)
+        weight = codes_NK, scales_RC, zeros_RC
+        return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)
     if kernel == DECODED:
         weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
         y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)

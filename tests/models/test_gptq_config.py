@@ -9,7 +9,7 @@ import pytest
 from packed_checkpoints import PACKINGS
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
+from compiled_engine.models.checkpoint.quantisation_config import as_compressed_tensors, read_quantisation
 from compiled_engine.quantisation import Quantisation
 
 SCHEMES = {
@@ -78,6 +78,12 @@ def test_groups_of_one_checkpoint_may_differ_in_their_format() -> None:
     found = read(PACKED | {"format": "mixed-precision", "config_groups": groups})
     assert (str(found.scheme_of(UP)), str(found.scheme_of("a.down_proj"))) == ("int4 1x32", "e4m3 1x*")
     assert found.layout == "pack-quantized"
+
+
+@pytest.mark.parametrize("name", [name for name in PACKINGS if name.startswith("compressed-tensors")])
+def test_what_is_written_states_the_same_rules(name: str) -> None:
+    found = read(PACKINGS[name].config([HEAD, "re:.*gate$"]))
+    assert read(as_compressed_tensors(found)) == found
 
 
 @pytest.mark.parametrize(
