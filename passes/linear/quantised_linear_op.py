@@ -50,7 +50,7 @@ def reference(
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
     if columns_1K is not None:
-        x_TK = x_TK[:, columns_1K[0]]
+        x_TK = x_TK.index_select(1, columns_1K[0])
     y_TN = quantised_kernels.product(
         x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
     )
@@ -88,7 +88,7 @@ def launch(
     if columns_1K is not None:
         if norm_weight_K is not None:
             x_TK, norm = rms_norm.launch(x_TK, norm_weight_K, *norm[1:]), (None, 0.0, 0.0, False)
-        x_TK = x_TK[:, columns_1K[0]]
+        x_TK = x_TK.index_select(1, columns_1K[0])
     return quantised_kernels.launch(x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, parsed, *after, *norm)
 
 

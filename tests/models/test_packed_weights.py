@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from packed_checkpoints import PACKINGS, Packing, Tensors, groups_of, pack_weight, round_weight
+from quantised_checkpoints import load_all
+from safetensors.torch import save_file
+from test_quantise_folder import load
 
 from compiled_engine.models.checkpoint import packed_weights
 from compiled_engine.models.checkpoint.json_fields import JsonFields
@@ -16,6 +21,7 @@ from compiled_engine.models.checkpoint.packed_weights import read_packed
 from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, encoded, find_stored
 from compiled_engine.models.foreign.placement import whole
+from compiled_engine.models.textbook.experts import Experts
 from compiled_engine.quantisation import Quantisation
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -180,3 +186,33 @@ def test_codes_that_are_stored_as_the_engine_keeps_them_are_not_copied() -> None
         if found.stored is not None:
             assert torch.equal(found.stored, found.to(CPU))
             assert found.stored.data_ptr() == found.words.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, zero points", "gptq, reordered", "awq"])
+def test_experts_are_decoded(name: str, tmp_path: Path) -> None:
+    """Each matrix of each expert, in its place among the textbook's stacked ones."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 40, "num_attention_heads": 4, "num_experts": 3}
+    make_checkpoint(tmp_path, "qwen3_moe", **sizes, num_experts_per_tok=2, tie_word_embeddings=False)
+    tensors, values = load_all(tmp_path), {}
+    for path in [name for name in tensors if name.endswith("_proj.weight")]:
+        packed, values[path] = pack_weight(tensors.pop(path), PACKINGS[name])
+        tensors |= {f"{path.removesuffix('.weight')}.{kind}": tensor for kind, tensor in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section_of(PACKINGS[name])}))
+    model, checked = load(tmp_path), 0
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            for stored_name, parameter, placed in module.checkpoint_tensors():
+                part = module.get_parameter(parameter)
+                for dim, (start, end) in enumerate(placed):
+                    part = part.narrow(dim, start, end - start)
+                assert torch.equal(part.squeeze(0), values[f"{path}.{stored_name}"])
+                checked += 1
+    assert checked == 3 * 3 * 3
+
+
+def section_of(packing: Packing) -> dict[str, object]:
+    """The section of config.json; routers stay in fp32."""
+    ignored = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(3))]
+    return packing.config(ignored)
