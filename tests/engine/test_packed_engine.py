@@ -17,7 +17,7 @@ from test_quantised_engine import IDS, ODD, ONE_LAYER, OPTIONS, PROMPTS, compare
 from compiled_engine import LLM, LoRARequest, SamplingParams
 
 IGNORED = ["lm_head", "model.layers.2.mlp.down_proj"]
-COMPILED = ("gptq, reordered", "awq")
+COMPILED = "gptq, reordered"
 DECODED = pytest.mark.shown_by(
     "engine/test_packed_engine.py::test_each_layout_is_decoded",
     "passes/test_quantise.py::test_every_pass_keeps_its_contract_and_its_verifier",
@@ -31,7 +31,7 @@ def test_each_layout_is_decoded(name: str, bundled_model_path: Path, bundled_tok
     compare(tmp_path, oracle, prompts, exact=True, mode="eager", strict_passes=False)
 
 
-@pytest.mark.parametrize("name", [name if name in COMPILED else pytest.param(name, marks=DECODED) for name in PACKINGS])
+@pytest.mark.parametrize("name", [name if name == COMPILED else pytest.param(name, marks=DECODED) for name in PACKINGS])
 def test_each_layout_computes_what_its_codes_stand_for(
     name: str, bundled_model_path: Path, bundled_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -40,7 +40,7 @@ def test_each_layout_computes_what_its_codes_stand_for(
     compare(tmp_path, oracle, prompts, exact=True, compile_ranges=())
 
 
-KINDS = ("compressed-tensors, zero points", *COMPILED)
+KINDS = ("compressed-tensors, zero points", COMPILED, "awq")
 ZEROS, REORDERED, AWQ = (PACKINGS[name] for name in KINDS)
 # Columns of a row-parallel linear's share do not end with groups of 128.
 SIZES = ODD | {"hidden_size": 216, "vocab_size": 136}
@@ -109,7 +109,10 @@ def unpacked_gptq(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor
     return values_NK
 
 
-@pytest.mark.product(one_in=1000)
+@pytest.mark.shown_by(
+    "passes/test_parameter.py::test_packed_codes_have_the_shape_and_shard_of_their_weight",
+    "engine/test_adapters_beside.py::test_with_codes_a_request_is_near_its_merged_model",
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_adapters_beside_packed_weights(num_ranks: int, tmp_path: Path) -> None:
     """An adapter adds to the linears of the decoded model, whatever the order of their columns."""
