@@ -60,6 +60,8 @@ def match_tensors(
         kept = model.state_dict().keys()
         own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
         placements, problems = _of_transformers(config, config.transformers, own, shapes, cache_dir)
+    extra = problems.get("unexpected", [])
+    problems["unexpected"] = [name for name in extra if not _is_zero_bias(name, tensors, stored)]
     placements = [encoded(placement, stored) for placement in placements]
     read, twins = _tied_apart(placements, own)
     if config.transformers is not None:
@@ -77,6 +79,12 @@ def match_tensors(
         lines = (f"{len(names)} {kind}: {name_some(names)}" for kind, names in found.items())
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     return Matched(read, twins, stored)
+
+
+def _is_zero_bias(name: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> bool:
+    """Return whether a tensor is the bias of zeros that writers of GPTQ gave each linear, with or without a bias."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in stored and not tensors[name].any()
 
 
 def _of_transformers(

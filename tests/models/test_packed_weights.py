@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from packed_checkpoints import PACKINGS, Packing, Tensors, groups_of, pack_weight, round_weight
+from packed_checkpoints import PACKINGS, Packing, Tensors, groups_of, pack_weight, round_weight, write_packed
 from quantised_checkpoints import load_all
 from safetensors.torch import save_file
 from test_quantise_folder import load
@@ -216,3 +216,18 @@ def section_of(packing: Packing) -> dict[str, object]:
     """The section of config.json; routers stay in fp32."""
     ignored = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(3))]
     return packing.config(ignored)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_that_the_model_lacks_must_be_zero(value: float, tmp_path: Path) -> None:
+    """Some writers of GPTQ gave each linear a bias."""
+    make_checkpoint(tmp_path / "plain", "llama", hidden_size=64, num_attention_heads=4, tie_word_embeddings=False)
+    write_packed(tmp_path / "plain", tmp_path / "gptq", GPTQ, ["lm_head"])
+    tensors = load_all(tmp_path / "gptq")
+    tensors[f"{NAME}.bias"] = torch.full((tensors[f"{NAME}.scales"].shape[1],), value)
+    save_file(tensors, tmp_path / "gptq" / "model.safetensors")
+    if value:
+        with pytest.raises(ValueError, match=f"1 unexpected: {NAME}.bias"):
+            load(tmp_path / "gptq")
+    else:
+        load(tmp_path / "gptq")
