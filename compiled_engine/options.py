@@ -158,9 +158,9 @@ class EngineOptions:
     )
     quantization: str | None = declare(
         None,
-        one_of("fp8", "fp8_block", "compressed-tensors", "modelopt", "mxfp4"),
-        "quantise linears [while they are loaded](quantisation.md): `fp8` or `fp8_block`; or require that the "
-        "checkpoint is quantised, by its format: `compressed-tensors`, `modelopt` or `mxfp4`",
+        one_of("fp8", "fp8_block", "int4", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4"),
+        "quantise linears [while they are loaded](quantisation.md): `fp8`, `fp8_block` or `int4`; or require that the "
+        "checkpoint is quantised, by its format: `compressed-tensors`, `gptq`, `awq`, `modelopt` or `mxfp4`",
         default_is="what the checkpoint states",
     )
     quantization_ignore: tuple[str, ...] = declare(

@@ -15,19 +15,31 @@ import torch
 
 
 class Element(NamedTuple):
-    """An element format: its torch dtype, and the largest value."""
+    """An element format. The value of a code is the code itself, or the difference of an integer code and its zero."""
 
-    dtype: torch.dtype
-    largest: float
+    dtype: torch.dtype  # of stored codes
+    largest: float  # magnitude of the value of a tile's largest element
+    zero: int | None = None  # the integer code of 0, for all tiles
+    has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
+    per_byte: int = 1  # codes in a byte, the first in the lowest bits
 
 
-ELEMENTS = {"e4m3": Element(torch.float8_e4m3fn, 448.0)}
+ELEMENTS = {
+    "e4m3": Element(torch.float8_e4m3fn, 448.0),
+    "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
+    "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
+}
 # Target that stands for all linears.
 LINEAR = "Linear"
+# Targets of output projections, and of the routers of experts: formats leave them unquantised unless they are named.
+HEAD = "re:.*lm_head$"
+ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
+_REORDERED = ", columns reordered"
 # Schemes for quantising weights while they are loaded.
 ONLINE = {
     "fp8": "e4m3 1x*, inputs e4m3 1x*",
     "fp8_block": "e4m3 128x128, inputs e4m3 1x128",
+    "int4": "int4 1x128",
 }
 
 
@@ -53,12 +65,24 @@ class Rounding(NamedTuple):
         return Rounding(element, rows, columns)
 
     @property
+    def format(self) -> Element:
+        return ELEMENTS[self.element]
+
+    @property
     def dtype(self) -> torch.dtype:
-        return ELEMENTS[self.element].dtype
+        return self.format.dtype
 
     @property
     def largest(self) -> float:
-        return ELEMENTS[self.element].largest
+        return self.format.largest
+
+    @property
+    def is_integer(self) -> bool:
+        return self.format.zero is not None or self.format.has_zeros
+
+    def stored(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        """Return the shape of the stored codes for a matrix of this size, whose bytes must be full."""
+        return num_rows, num_columns // self.format.per_byte
 
     def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the shape of the scales for a matrix of this size."""
@@ -70,15 +94,19 @@ class LinearScheme(NamedTuple):
 
     weight: Rounding
     inputs: Rounding | None
+    # A tile has any columns of the weight, as the checkpoint says for each linear, instead of neighbouring ones.
+    reordered: bool = False
 
     def __str__(self) -> str:
-        return str(self.weight) if self.inputs is None else f"{self.weight}, inputs {self.inputs}"
+        inputs = "" if self.inputs is None else f", inputs {self.inputs}"
+        return f"{self.weight}{inputs}{_REORDERED * self.reordered}"
 
     @staticmethod
     def parse(text: str) -> LinearScheme:
         """Parse the result of `str`."""
-        weight, _, inputs = text.partition(", inputs ")
-        return LinearScheme(Rounding.parse(weight), Rounding.parse(inputs) if inputs else None)
+        weight, _, inputs = text.removesuffix(_REORDERED).partition(", inputs ")
+        rounded = Rounding.parse(inputs) if inputs else None
+        return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
         """Return the scheme with smaller tiles that divide num_rows and num_columns (0: any columns).
@@ -90,7 +118,7 @@ class LinearScheme(NamedTuple):
         inputs = self.inputs
         if inputs is not None and inputs.columns:
             inputs = inputs._replace(columns=math.gcd(inputs.columns, num_columns))
-        return LinearScheme(self.weight._replace(rows=rows, columns=columns), inputs)
+        return LinearScheme(self.weight._replace(rows=rows, columns=columns), inputs, self.reordered)
 
 
 @dataclass(frozen=True)
@@ -113,6 +141,8 @@ class Quantisation:
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...]  # targets that are not quantised, despite rules
     scale_name: str = "weight_scale"  # the checkpoint's name for the scale of a module's weight
+    # How the checkpoint packs integers, see models/checkpoint/packed_weights.py; "" for none.
+    layout: str = ""
 
     def __post_init__(self) -> None:
         where = "quantization_ignore" if self.is_online else "quantization_config"

@@ -49,10 +49,10 @@ def ablation(
 
     Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
     output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory. The variants
-    "compiled in fp8" and "compiled in fp8_block", on a GPU "compiled + full in fp8", quantise linears while they are
-    loaded; "compiled, int8 cache" and "compiled, fp8_e4m3 cache" have caches of 8 bits. They are measured only if they
-    are named, and compared with the whole engine on a text: the loss, and how far distributions are from its own
-    (Kullback-Leibler divergence, in nats a token).
+    "compiled in fp8", "compiled in fp8_block" and "compiled in int4", on a GPU "compiled + full in fp8", quantise
+    linears while they are loaded; "compiled, int8 cache" and "compiled, fp8_e4m3 cache" have caches of 8 bits. They are
+    measured only if they are named, and compared with the whole engine on a text: the loss, and how far distributions
+    are from its own (Kullback-Leibler divergence, in nats a token).
 
     A variant that fails is marked in the result, the others are kept, and the exit code is 1. Ctrl-C ends the
     measurement in the same way, with the repeats before it.

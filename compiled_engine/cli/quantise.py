@@ -1,4 +1,4 @@
-"""`compiled-engine quantise`: write a checkpoint with FP8 linears."""
+"""`compiled-engine quantise`: write a checkpoint with quantised linears."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from compiled_engine.process.progress import Progress
 
 Scheme = Annotated[
-    str, typer.Option(help="fp8: one scale per row. fp8_block: one scale per 128 x 128 weights.", show_default=False)
+    str,
+    typer.Option(
+        help="fp8: one scale per row. fp8_block: one scale per 128 x 128 weights. int4: four bits, one scale per 128 "
+        "columns of a row.",
+        show_default=False,
+    ),
 ]
 
 
@@ -48,7 +53,7 @@ def quantise(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint with the weights of its linears and experts in FP8, in the format of compressed-tensors.
+    """Write a checkpoint with quantised linears, and experts in FP8, in the format of compressed-tensors.
 
     The weights are those that the engine's option --quantization makes while it loads. Memory for about one tensor is
     needed, and no GPU. The folder appears under its name once it is complete.

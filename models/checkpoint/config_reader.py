@@ -25,12 +25,12 @@ from compiled_engine.models.checkpoint.pooling_folder import (
     stated_length,
     why_pooling,
 )
-from compiled_engine.models.checkpoint.quantisation_config import HEAD, MXFP4, ROUTER, SECTION, read_quantisation
+from compiled_engine.models.checkpoint.quantisation_config import MXFP4, SECTION, read_quantisation
 from compiled_engine.models.checkpoint.safetensors_files import find_shards, map_tensors
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
 from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.foreign.description import UnknownArchitectureError
-from compiled_engine.quantisation import ONLINE, Quantisation, online
+from compiled_engine.quantisation import HEAD, ONLINE, ROUTER, Quantisation, online
 
 DTYPES = {
     "float32": torch.float32,
@@ -179,10 +179,15 @@ def _quantisation(
         raise ValueError(f"quantization is {asked!r}, but {path} is quantised already, with {method}; allowed: None")
     if asked not in ONLINE:
         raise ValueError(
-            f"quantization is {asked!r}, but {path} is not quantised; allowed: None, or {' or '.join(ONLINE)}, which "
+            f"quantization is {asked!r}, but {path} is not quantised; allowed: None, or {_one_of_online()}, which "
             "quantise weights while they are loaded"
         )
     return online(asked, ignore or DEFAULT_IGNORE)
+
+
+def _one_of_online() -> str:
+    *others, last = ONLINE
+    return f"{', '.join(others)} or {last}"
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:

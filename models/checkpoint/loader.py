@@ -18,6 +18,7 @@ from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scale
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
+from compiled_engine.models.checkpoint.packed_weights import PackedWeight, read_packed
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
@@ -32,9 +33,11 @@ from compiled_engine.passes.framework.parameter import (
     KV_SCALES,
     QUANTISED,
     SCALES,
+    ZEROS,
     Parameter,
 )
 from compiled_engine.process.progress import Progress
+from compiled_engine.quantisation import LinearScheme
 
 log = logging.getLogger("compiled_engine")
 
@@ -45,7 +48,8 @@ class _Copy:
 
     sources: tuple[torch.Tensor, ...]
     target: torch.Tensor
-    encoded: Placement | None = None  # the placement, if the values must be decoded
+    encoded: Placement | None = None  # the placement, if the values must be decoded or unpacked
+    packed: PackedWeight | None = None  # takes the place of the first source
 
 
 def load_weights(
@@ -84,6 +88,7 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
+    tensors, packed = read_packed(tensors, config.quantisation, config.path)
     if config.merged_adapter is not None:
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
@@ -102,7 +107,7 @@ def load_weights(
         for batch in weights.batches():
             placed = [(part, target) for leaf, target in batch for part in parts[leaf.name]]
             placed.sort(key=lambda item: order[item[0].source])
-            _copy([_copy_of(part, tensors, target) for part, target in placed], advance)
+            _copy([_copy_of(part, tensors, packed, target) for part, target in placed], advance)
             for target, scales_2K in (
                 (target, kv_scales[leaf.name]) for leaf, target in batch if leaf.name in kv_scales
             ):
@@ -161,22 +166,32 @@ def _require_equal(
             raise ValueError(f"{path}: tie_word_embeddings is true, but {part.source} and {twin.source} differ")
 
 
-def _copy_of(part: Placement, tensors: Mapping[str, torch.Tensor], target: torch.Tensor) -> _Copy:
-    place = part.place_in(target)
-    if part.decode:
-        return _Copy(tuple(tensors[name] for name in part.sources), place, part)
-    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place)
+def _copy_of(
+    part: Placement,
+    tensors: Mapping[str, torch.Tensor],
+    packed: Mapping[str, PackedWeight],
+    target: torch.Tensor,
+) -> _Copy:
+    place, of_source = part.place_in(target), packed.get(part.source)
+    source = tensors[part.source] if of_source is None else of_source.stored
+    if part.decode or source is None:
+        return _Copy(tuple(tensors[name] for name in part.sources), place, part, of_source)
+    return _Copy((part.view(source).reshape(place.shape),), place)
 
 
 def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
     plain: list[tuple[torch.Tensor, torch.Tensor]] = []
     for copy in copies:
         target, device = copy.target, copy.target.device
-        source, *_ = copy.sources
+        source, *beside = copy.sources
         if copy.encoded is not None and copy.encoded.decode == "mxfp4":
             decode_mxfp4(copy.sources, target.mT if copy.encoded.transposed else target)
         elif copy.encoded is not None:
-            decode_scaled(copy.encoded, copy.sources, target)
+            codes = (copy.packed or source).to(device)
+            if copy.encoded.decode:
+                decode_scaled(copy.encoded, (codes, *beside), target)
+            else:
+                target.copy_(copy.encoded.view(codes))
         elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
             plain.append((source, target))
             continue
@@ -192,6 +207,8 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 STANDARD_DEVIATION = 0.02
 CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
+# Of four bits: the deviation of codes that are all equally likely, and the smaller of the two zero points.
+INTEGERS_DEVIATION, ZERO = 4.6, 7
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -216,12 +233,19 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 target.normal_(mean, STANDARD_DEVIATION, generator=generator)
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
-            dtype = torch.float32 if leaf.role in QUANTISED else target.dtype
+            rounding = LinearScheme.parse(leaf.scheme).weight if leaf.scheme else None
+            is_integer = rounding is not None and rounding.is_integer
+            dtype = torch.float32 if leaf.role in QUANTISED and target.dtype != torch.uint8 else target.dtype
             whole = torch.empty(shape, dtype=dtype, device=target.device)
-            if leaf.role == CODES:
+            if leaf.role == ZEROS:
+                whole.random_(ZERO, ZERO + 2, generator=generator)
+            elif leaf.role == CODES and is_integer:
+                whole.random_(256, generator=generator)
+            elif leaf.role == CODES:
                 whole.normal_(0.0, CODES_DEVIATION, generator=generator)
             elif leaf.role in (SCALES, INPUT_SCALE):
-                size = STANDARD_DEVIATION / CODES_DEVIATION if leaf.role == SCALES else INPUT_SCALE_SIZE
+                deviation = INTEGERS_DEVIATION if is_integer else CODES_DEVIATION
+                size = STANDARD_DEVIATION / deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:
                 whole.normal_(mean, STANDARD_DEVIATION, generator=generator)

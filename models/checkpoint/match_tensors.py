@@ -49,7 +49,7 @@ def match_tensors(
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or of a dtype that is not supported.
     """
     stored, wrong = find_stored(tensors, config.quantisation)
-    beside = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
+    beside = {name for each in stored.values() for name in each.beside}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in beside}
     if config.quantisation is not None:
         shapes = {name: shape for name, shape in shapes.items() if not KV_SCALES.match(name)}
@@ -60,12 +60,15 @@ def match_tensors(
         kept = model.state_dict().keys()
         own |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
         placements, problems = _of_transformers(config, config.transformers, own, shapes, cache_dir)
+    extra = problems.get("unexpected", [])
+    problems["unexpected"] = [name for name in extra if not _is_zero_bias(name, tensors, stored)]
     placements = [encoded(placement, stored) for placement in placements]
     read, twins = _tied_apart(placements, own)
     if config.transformers is not None:
         problems = _misfits(read, own, shapes) | problems
     used = {name: p.decode == "mxfp4" for p in placements if p.source not in stored for name in p.sources}
-    used |= {name: False for name in beside if name in tensors}
+    floats = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
+    used |= {name: False for name in floats if name in tensors}
     problems["of a dtype that is not supported"] = [
         f"{name} ({tensors[name].dtype})"
         for name, in_bytes in used.items()
@@ -76,6 +79,12 @@ def match_tensors(
         lines = (f"{len(names)} {kind}: {name_some(names)}" for kind, names in found.items())
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     return Matched(read, twins, stored)
+
+
+def _is_zero_bias(name: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> bool:
+    """Return whether a tensor is the bias of zeros that writers of GPTQ gave each linear, with or without a bias."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in stored and not tensors[name].any()
 
 
 def _of_transformers(

@@ -1,5 +1,6 @@
-"""Convert quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt, all with FP8
-values. Rules can also be written in the format of compressed-tensors."""
+"""Convert quantization_config of config.json to rules: compressed-tensors, with FP8 values or integers of four bits,
+DeepSeek's fp8 and modelopt; GPTQ and AWQ are in gptq_config.py. Rules can also be written in the format of
+compressed-tensors."""
 
 from __future__ import annotations
 
@@ -8,28 +9,37 @@ import re
 from pathlib import Path
 from typing import Any
 
+from compiled_engine.models.checkpoint.gptq_config import read_awq, read_gptq
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rounding, Rule
+from compiled_engine.models.checkpoint.packed_weights import PACKED
+from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
 # Fields of that section that list module names.
 MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 # Has no rules: it is decoded while it is loaded.
 MXFP4 = "mxfp4"
-# Modules that these formats leave unquantised unless they are named.
-HEAD = "re:.*lm_head$"
-ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
-_INSTEAD = ": a checkpoint in FP8, or one in bfloat16 with quantization='fp8'"
+_INSTEAD = (
+    ": a checkpoint in FP8, or in four bits of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
+    "quantization='fp8'"
+)
 _TOKEN = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
 _CHANNELS = Rounding("e4m3", 1, 0)
 _TENSOR = Rounding("e4m3", 0, 0)
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
+# Formats of compressed-tensors, with the default first, and that of a checkpoint whose groups state their own.
+_FORMATS, _MIXED = ("float-quantized", "naive-quantized", PACKED), "mixed-precision"
+# Orders of columns for calibration -> whether the columns of a group are then not neighbours.
+_ORDERS = {"none": False, "false": False, "weight": False, "static": False}
+_ORDERS |= {"true": True, "group": True, "dynamic": True}
 # Preset schemes of compressed-tensors, named in config_groups.
 _PRESETS = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
     "FP8_DYNAMIC": LinearScheme(_CHANNELS, _TOKEN),
     "FP8_BLOCK": _BLOCKS,
+    "W4A16": LinearScheme(Rounding("int4", 1, 128), None),
+    "W4A16_ASYM": LinearScheme(Rounding("uint4", 1, 128), None),
 }
 _MODELOPT = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
@@ -49,32 +59,58 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
         return _modelopt(section)
     if SECTION not in fields or config.values.get("quant_method") == MXFP4:
         return None
-    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "modelopt": _modelopt,
+        "gptq": lambda config: read_gptq(config, _INSTEAD),
+        "awq": lambda config: read_awq(config, _INSTEAD),
+    }
     return readers[config.one_of("quant_method", readers, instead=f", {MXFP4}{_INSTEAD}")](config)
 
 
 def _compressed_tensors(config: JsonFields) -> Quantisation:
     for name in ("sparsity_config", "transform_config"):
         config.require(name, not config.values.get(name), f"empty{_INSTEAD}")
-    _require_format(config)
-    rules = []
+    stated = _format(config, (*_FORMATS, _MIXED))
+    rules, formats = [], set()
     for name, value in config.section("config_groups").values.items():
         if name in _PRESETS and isinstance(value, list):
             rules.append(Rule(tuple(map(str, value)), str(_PRESETS[name])))
+            formats.add(PACKED if _PRESETS[name].weight.is_integer else _FORMATS[0])
             continue
         group = config.section("config_groups").section(name)
-        if "format" in group:
-            _require_format(group)
+        form = _format(group, _FORMATS) if "format" in group or stated == _MIXED else stated
+        formats.add(form)
         group.require("output_activations", not group.values.get("output_activations"), "null")
-        scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
+        if form == PACKED:
+            scheme = _integers(group)
+        else:
+            scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
     some = "an object of at least one group, or empty together with kv_cache_scheme"
     config.require("config_groups", bool(rules or config.values.get("kv_cache_scheme")), some)
-    return Quantisation("compressed-tensors", tuple(rules), tuple(_list(config, "ignore")))
+    layout = PACKED if PACKED in formats else ""
+    return Quantisation("compressed-tensors", tuple(rules), tuple(_list(config, "ignore")), layout=layout)
 
 
-def _require_format(fields: JsonFields) -> None:
-    fields.one_of("format", ("float-quantized", "naive-quantized"), "float-quantized", instead=_INSTEAD)
+def _format(fields: JsonFields, allowed: tuple[str, ...]) -> str:
+    return fields.one_of("format", allowed, _FORMATS[0], instead=_INSTEAD)
+
+
+def _integers(group: JsonFields) -> LinearScheme:
+    """Return the scheme of a group of packed weights; their inputs are not rounded."""
+    group.require("input_activations", not group.values.get("input_activations"), f"null{_INSTEAD}")
+    weights = group.section("weights")
+    weights.require_values(_INSTEAD, num_bits=4, type="int", dynamic=False)
+    strategy = weights.one_of("strategy", ("group", "channel"), "group", instead=_INSTEAD)
+    columns = weights.integer("group_size") if strategy == "group" else 0
+    weights.require("group_size", columns % 2 == 0, "an even number")
+    order = str(weights.values.get("actorder")).lower()
+    weights.require("actorder", order in _ORDERS, "null, weight, static, group or dynamic")
+    reordered = bool(columns) and _ORDERS[order]
+    element = "int4" if weights.boolean("symmetric", True) else "uint4"
+    return LinearScheme(Rounding(element, 1, columns), None, reordered)
 
 
 def _weights(fields: JsonFields) -> Rounding:
@@ -147,9 +183,11 @@ def _list(config: JsonFields, name: str) -> list[str]:
 
 def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
     """Return the section for these rules; `read_quantisation` reads the same rules from it."""
+    groups = {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)}
+    formats = {group["format"] for group in groups.values()}
     return {
-        "config_groups": {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)},
-        "format": "float-quantized",
+        "config_groups": groups,
+        "format": formats.pop() if len(formats) == 1 else _MIXED,
         "global_compression_ratio": None,
         "ignore": list(quantisation.ignore),
         "kv_cache_scheme": None,
@@ -162,19 +200,20 @@ def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
 
 def _group(rule: Rule) -> dict[str, Any]:
     scheme = LinearScheme.parse(rule.scheme)
+    weights = _arguments(scheme.weight, of_inputs=False)
     return {
-        "format": "float-quantized",
+        "format": PACKED if scheme.weight.is_integer else _FORMATS[0],
         "input_activations": None if scheme.inputs is None else _arguments(scheme.inputs, of_inputs=True),
         "output_activations": None,
         "targets": list(rule.targets),
-        "weights": _arguments(scheme.weight, of_inputs=False),
+        "weights": weights | ({"actorder": "group"} if scheme.reordered else {}),
     }
 
 
 def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
     rows, columns = rounding.rows, rounding.columns
     if rows and columns:
-        strategy = "group" if of_inputs else "block"
+        strategy = "group" if of_inputs or rounding.is_integer else "block"
     else:
         strategy = "tensor" if not rows else "token" if of_inputs else "channel"
     return {
@@ -182,10 +221,10 @@ def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
         "block_structure": [rows, columns] if strategy == "block" else None,
         "dynamic": of_inputs and not rounding.static,
         "group_size": columns if strategy == "group" else None,
-        "num_bits": 8,
+        "num_bits": 4 if rounding.is_integer else 8,
         "observer": None if of_inputs and not rounding.static else "minmax",
         "observer_kwargs": {},
         "strategy": strategy,
-        "symmetric": True,
-        "type": "float",
+        "symmetric": not rounding.format.has_zeros,
+        "type": "int" if rounding.is_integer else "float",
     }

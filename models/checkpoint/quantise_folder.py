@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
@@ -27,6 +28,7 @@ from compiled_engine.models.checkpoint.file_names import PICKLE_PATTERNS, name_s
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.linear_names import require_linears
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.packed_weights import CODES
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors
 from compiled_engine.models.checkpoint.safetensors_files import (
@@ -43,7 +45,7 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, matches
 
 # Matches all expert matrices, whether a checkpoint holds them one by one or stacked.
 EXPERTS = r"re:.*\.experts\..*"
-_WEIGHT, _SCALES = ".weight", ".weight_scale"
+_WEIGHT, _SCALES = ".weight", "_scale"
 _MODULE_FOLDER = re.compile(r"\d+_\w+")  # a module of sentence-transformers
 _NOT_COPIED = ("*.safetensors", INDEX, "config.json", *PICKLE_PATTERNS, "*.gguf", "*.h5", "*.msgpack")
 _CHUNK_ROWS = 1024
@@ -108,6 +110,8 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
             kept[module] = rules.why_not(module)
         elif reason is not None:
             kept[module] = reason
+        elif (obstacle := _obstacle(module, tensors[f"{module}{_WEIGHT}"], scheme)) is not None:
+            kept[module] = obstacle
         else:
             schemes[file_names[id(tensors[f"{module}{_WEIGHT}"])]] = scheme
     if not schemes:
@@ -153,10 +157,20 @@ def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
+def _obstacle(module: str, weight: torch.Tensor, scheme: LinearScheme) -> str | None:
+    """Return why the format cannot hold a weight, or the engine would decode it; None if it is quantised."""
+    columns = scheme.weight.columns
+    if not scheme.weight.is_integer:
+        return None
+    if matches(EXPERTS, module):
+        return "experts are not computed in four bits"
+    return f"its {weight.shape[1]} columns are no multiple of {columns}" if weight.shape[1] % columns else None
+
+
 def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return quantised values [N, K] and fp32 scales [R, C], computed some rows at a time to save memory."""
+    """Return codes, [N, K] or packed, and fp32 scales [R, C], computed some rows at a time to save memory."""
     rounding = scheme.weight
-    codes_NK = torch.empty(weight_NK.shape, dtype=rounding.dtype)
+    codes_NK = torch.empty(rounding.stored(*weight_NK.shape), dtype=rounding.dtype)
     scales_RC = torch.empty(rounding.grid(*weight_NK.shape))
     tile = rounding.rows or len(weight_NK)
     rows = max(1, _CHUNK_ROWS // tile) * tile
@@ -214,11 +228,32 @@ def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> 
     shape = tuple(tensor.shape)
     if scheme is None:
         return {name: Described("", shape, tensor.nbytes)}
-    grid = scheme.weight.grid(*shape)
+    num_rows, num_columns = shape
+    grid = scheme.weight.grid(num_rows, num_columns)
+    if scheme.weight.is_integer:
+        words = num_rows, -(-num_columns // CODES)
+        return {
+            f"{name}_packed": Described("I32", words, 4 * math.prod(words)),
+            f"{name}{_SCALES}": Described("BF16", grid, 2 * math.prod(grid)),
+            f"{name}_shape": Described("I64", (2,), 16),
+        }
     return {
         name: Described("F8_E4M3", shape, tensor.numel()),
-        f"{name.removesuffix(_WEIGHT)}{_SCALES}": Described("F32", grid, 4 * math.prod(grid)),
+        f"{name}{_SCALES}": Described("F32", grid, 4 * math.prod(grid)),
     }
+
+
+def _quantised(name: str, weight_NK: torch.Tensor, scheme: LinearScheme) -> dict[str, torch.Tensor]:
+    """Return the tensors of `_described`. Raises ValueError for weights that are not finite."""
+    codes, scales = quantise_weight(weight_NK, scheme)
+    if not scales.isfinite().all():
+        raise ValueError(f"{name} has values that are not finite, which no scale covers")
+    if scheme.weight.is_integer:
+        # Searched scales are exact in bfloat16. Words are filled up with zeros.
+        words = F.pad(codes, (0, -codes.shape[1] % 4)).view(torch.int32)
+        shape = torch.tensor(weight_NK.shape)
+        return {f"{name}_packed": words, f"{name}{_SCALES}": scales.bfloat16(), f"{name}_shape": shape}
+    return {name: codes, f"{name}{_SCALES}": scales}
 
 
 def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advance) -> list[str]:
@@ -236,11 +271,12 @@ def _write_shard(plan: QuantisePlan, source: Path, target: Path, advance: Advanc
                 if name not in plan.schemes:
                     writer.write(name, tensor)
                 else:
-                    codes, scales = quantise_weight(tensor, plan.schemes[name])
-                    if not scales.isfinite().all():
-                        raise ValueError(f"{source}: {name} has values that are not finite, which no scale covers")
-                    writer.write(name, codes)
-                    writer.write(f"{name.removesuffix(_WEIGHT)}{_SCALES}", scales)
+                    try:
+                        quantised = _quantised(name, tensor, plan.schemes[name])
+                    except ValueError as error:
+                        raise ValueError(f"{source}: {error}") from error
+                    for own, values in quantised.items():
+                        writer.write(own, values)
                 advance(tensor.nbytes)
     return list(described)
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compiled_engine.models.checkpoint.packed_weights import NAMES
 from compiled_engine.models.foreign.placement import Placement, Span
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, QUANTISED, Parameter
-from compiled_engine.passes.framework.rounding import retile
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, QUANTISED, SCALES, Parameter
+from compiled_engine.passes.framework.rounding import retile, unpack
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
@@ -26,6 +27,13 @@ class Stored:
     scales: str
     input_scale: str | None
     scheme: LinearScheme
+    zeros: str | None = None
+    columns: str | None = None
+
+    @property
+    def beside(self) -> list[str]:
+        """The names of all tensors."""
+        return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
 
 def find_stored(
@@ -49,7 +57,8 @@ def find_stored(
         static = scheme.inputs is not None and scheme.inputs.static
         scales = f"{module}.{quantisation.scale_name}"
         input_scale = f"{module}.{INPUT_SCALE_NAME}" if static else None
-        found[name] = Stored(scales, input_scale, scheme)
+        zeros, columns = _names_beside(module, scheme, quantisation)
+        found[name] = Stored(scales, input_scale, scheme, zeros, columns)
         grids: dict[str, tuple[int, ...]] = {scales: scheme.weight.grid(*tensor.shape)}
         for beside, grid in (grids | ({input_scale: (1,)} if input_scale else {})).items():
             if beside not in tensors:
@@ -60,21 +69,31 @@ def find_stored(
     return found, problems
 
 
+def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation) -> tuple[str | None, str | None]:
+    """Return the names of the zero points and of the order of the columns, which `read_packed` has checked."""
+    if not quantisation.layout:
+        return None, None
+    names = NAMES[quantisation.layout]
+    zeros = f"{module}.{names.zeros}" if scheme.weight.format.has_zeros else None
+    return zeros, f"{module}.{names.groups}" if scheme.reordered else None
+
+
 def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
     """Return the placement, with values to be decoded if its source is quantised."""
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
-    return replace(placement, decode=str(beside.scheme.weight), beside=(beside.scales,))
+    others = [name for name in (beside.scales, beside.zeros, beside.columns) if name is not None]
+    return replace(placement, decode=str(beside.scheme._replace(inputs=None)), beside=tuple(others))
 
 
 def place_quantised(
     leaf: Parameter, of_weight: Sequence[Placement], stored: Mapping[str, Stored], tensors: dict[str, torch.Tensor]
 ) -> list[Placement]:
-    """Return the placements for one `leaf` of a quantised weight: its 8-bit values, scales or input scale.
+    """Return the placements for one `leaf` of a quantised weight, such as its codes or scales.
 
-    of_weight: placements of the whole weight. Scales in `tensors` are replaced by scales for the leaf's tiles. Raises
-    ValueError, with names, if the checkpoint contradicts the model's rules.
+    of_weight: placements of the whole weight. Scales and zero points in `tensors` are replaced by those for the leaf's
+    tiles. Raises ValueError, with names, if the checkpoint contradicts the model's rules.
     """
     assert leaf.role in QUANTISED
     name = leaf.name.rpartition(".")[0]
@@ -85,26 +104,46 @@ def place_quantised(
     placed = []
     for placement in of_weight:
         beside = stored[placement.source]
+        tile = LinearScheme.parse(leaf.scheme).weight
         if leaf.role == CODES:
-            placed.append(replace(placement, target=leaf.name, decode="", beside=()))
+            spans = _in_tiles(placement, Rounding("", 1, tile.format.per_byte))
+            placed.append(Placement(placement.source, spans[0], leaf.name, spans[1]))
         elif leaf.role == INPUT_SCALE:
             assert beside.input_scale is not None
             placed.append(Placement(beside.input_scale, (), leaf.name, ((0, 1),)))
+        elif leaf.role == COLUMNS:
+            assert beside.columns is not None
+            whole = (0, leaf.shape[1])
+            if placement.taken[-1] != whole:
+                raise ValueError(f"{name} holds a part of the columns of {placement.source}, which are reordered")
+            placed.append(Placement(beside.columns, (whole,), leaf.name, ((0, 1), whole)))
         else:
-            tile = LinearScheme.parse(leaf.scheme).weight
+            of_tiles = beside.scales if leaf.role == SCALES else beside.zeros
+            assert of_tiles is not None
             shape = tuple(tensors[placement.source].shape)
-            tensors[beside.scales] = retile(tensors[beside.scales].float(), beside.scheme.weight, tile, *shape)
-            spans = [_in_tiles(part, tile, placement) for part in (placement.taken, placement.placed)]
-            placed.append(Placement(beside.scales, spans[0], leaf.name, spans[1]))
+            read = tensors[of_tiles].float() if leaf.role == SCALES else tensors[of_tiles]
+            tensors[of_tiles] = retile(read, beside.scheme.weight, tile, *shape)
+            spans = _in_tiles(placement, tile)
+            placed.append(Placement(of_tiles, spans[0], leaf.name, spans[1]))
     if leaf.role == INPUT_SCALE:
         values = {p.source: float(tensors[p.source]) for p in placed}
         if len(set(values.values())) > 1:
             raise ValueError(f"{name} has one scale for its inputs, but the checkpoint holds {values}")
         return placed[:1]
+    if leaf.role == COLUMNS:
+        first, *others = (p.source for p in placed)
+        if different := [source for source in others if not torch.equal(tensors[first], tensors[source])]:
+            raise ValueError(f"{name} has one order of its columns, but {first} and {different[0]} differ")
+        return placed[:1]
     return placed
 
 
-def _in_tiles(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> tuple[Span, ...]:
+def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return the parts `taken` and `placed` of a tensor with an element for each tile."""
+    return _tiles_of(placement.taken, tile, placement), _tiles_of(placement.placed, tile, placement)
+
+
+def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> tuple[Span, ...]:
     *leading, rows, columns = spans
     found = list(leading)
     for (start, end), size in ((rows, tile.rows), (columns, tile.columns)):
@@ -115,12 +154,26 @@ def _in_tiles(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 
 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Dequantise a part of values [N, K] into a tensor, on its device and in its dtype."""
-    codes, scales = sources
-    rounding = Rounding.parse(part.decode)
-    scales_RC = scales.reshape(rounding.grid(*codes.shape)).to(target.device, torch.float32)
+    """Dequantise a part of values [N, K] into a tensor, on its device and in its dtype.
+
+    sources: codes, scales, then zero points and the order of the columns, if the scheme has them.
+    """
+    scheme = LinearScheme.parse(part.decode)
+    rounding, device = scheme.weight, target.device
+    codes, scales, *others = (source.to(device) for source in sources)
+    values_NK = unpack(codes, rounding).float()
+    shape = tuple(values_NK.shape)
     (first_row, last_row), (first, last) = part.taken
-    rows = torch.arange(first_row, last_row, device=target.device) // (rounding.rows or codes.shape[0])
-    columns = torch.arange(first, last, device=target.device) // (rounding.columns or codes.shape[1])
-    values = codes[first_row:last_row, first:last].to(target.device).float() * scales_RC[rows[:, None], columns]
+    rows = torch.arange(first_row, last_row, device=device) // (rounding.rows or shape[0])
+    column_K = torch.arange(shape[1], device=device)
+    if scheme.reordered:
+        column_K[others[-1].long()] = column_K.clone()  # where the codes have each column of the weight
+    columns = column_K[first:last]
+    group_K = columns // (rounding.columns or shape[1])
+    values = values_NK[first_row:last_row, columns]
+    if rounding.format.has_zeros:
+        values -= others[0].reshape(rounding.grid(*shape))[rows[:, None], group_K]
+    elif rounding.format.zero is not None:
+        values -= rounding.format.zero
+    values *= scales.reshape(rounding.grid(*shape)).float()[rows[:, None], group_K]
     target.copy_((values.mT if part.transposed else values).reshape(target.shape))

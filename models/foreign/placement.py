@@ -29,8 +29,8 @@ class Placement:
     target: str
     placed: tuple[Span, ...]
     transposed: bool = False  # the source's last two dimensions are swapped
-    # Encoding of the values: empty for none; "mxfp4", then the whole source and `beside` are decoded; or a Rounding as
-    # text, with its scales in `beside`.
+    # Encoding of the values: empty for none; "mxfp4", then the whole source and `beside` are decoded; or a LinearScheme
+    # as text, with scales, zero points and the order of columns in `beside`.
     decode: str = ""
     beside: tuple[str, ...] = ()
 

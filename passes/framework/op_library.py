@@ -19,6 +19,7 @@ aten = torch.ops.aten
 PLAIN = "plain"
 # Weight format: stored as codes with scales, see LinearScheme.
 QUANTISED = "quantised"
+QUANTISED_PARAMETERS = ("scales_RC", "zeros_RC", "input_scale_1", "columns_1K")
 
 _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
 _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
@@ -31,7 +32,7 @@ class LinearArguments:
     x: str
     weight: str
     bias: str | None = None
-    format: str = PLAIN  # PLAIN, or QUANTISED: the op then also takes scales_RC, zeros_RC, input_scale_1 and scheme
+    format: str = PLAIN  # PLAIN, or QUANTISED: the op then also takes QUANTISED_PARAMETERS and scheme
     transposed: bool = False  # the op takes weight^T
     alone: tuple[tuple[str, Any], ...] = ()  # argument values with which the call is nothing but a linear
 

@@ -15,10 +15,12 @@ import torch
 
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework import rounding
+from compiled_engine.quantisation import LinearScheme
 
 WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
-# Roles of the parts of a checkpoint's quantised weight: codes, their scales, and the scale of the linear's inputs.
-CODES, SCALES, INPUT_SCALE = QUANTISED = ("codes", "scales", "input_scale")
+# Roles of the parts of a checkpoint's quantised weight: codes, their scales and zero points, the order of their
+# columns, and the scale of the linear's inputs.
+CODES, SCALES, ZEROS, COLUMNS, INPUT_SCALE = QUANTISED = ("codes", "scales", "zeros", "columns", "input_scale")
 # Role of the scales of an FP8 KV cache: not a tensor of the model, filled by the loader.
 KV_SCALES = "kv_scales"
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
@@ -49,8 +51,8 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     # WEIGHT: read from the checkpoint. BUFFER: has the model's values. KEPT: starts as zeros and is filled by its pass.
-    # CODES, SCALES and INPUT_SCALE: parts of a checkpoint's quantised weight, named `weight name.role`. KV_SCALES: of a
-    # layer's keys and values, [2, K].
+    # Roles in QUANTISED: parts of a checkpoint's quantised weight, named `weight name.role`.
+    # KV_SCALES: of a layer's keys and values, [2, K].
     role: str = WEIGHT
     members: tuple[Parameter, ...] = ()
     make: Steps = ()
@@ -71,6 +73,28 @@ class Parameter:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape, where packed codes count one by one."""
+        *leading, columns = self.shape
+        return (*leading, columns * self._per_element)
+
+    @property
+    def weight_shard(self) -> Shard | None:
+        """The shard, where packed codes count one by one."""
+        shard, count = self.shard, self._per_element
+        if shard is None or count == 1:
+            return shard
+        *leading, columns = shard.whole
+        sections = shard.sections
+        if shard.divides_input:
+            sections = tuple(Section(section.length * count, section.parts) for section in sections)
+        return replace(shard, whole=(*leading, columns * count), sections=sections)
+
+    @property
+    def _per_element(self) -> int:
+        return LinearScheme.parse(self.scheme).weight.format.per_byte if self.role == CODES and self.scheme else 1
 
     def leaves(self) -> Iterator[Parameter]:
         """Yield the model's tensors that the parameter is packed or made from."""

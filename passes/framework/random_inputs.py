@@ -16,10 +16,12 @@ from compiled_engine.kv_format import is_coded
 from compiled_engine.passes.framework.graph_inputs import Source, source_of
 from compiled_engine.passes.framework.parameter import (
     CODES,
+    COLUMNS,
     INPUT_SCALE,
     KEPT,
     KV_SCALES,
     SCALES,
+    ZEROS,
     Parameter,
     compute,
 )
@@ -74,7 +76,11 @@ class RandomInputs:
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
-            if parameter.role == CODES:
+            if parameter.role == COLUMNS:  # the same, so that linears may be merged
+                value = torch.arange(shape[1] - 1, -1, -1).view(shape)
+            elif parameter.torch_dtype == torch.uint8:  # packed codes, all patterns; zero points of four bits
+                value = self._integers(16 if parameter.role == ZEROS else 256, value.numel()).view(shape)
+            elif parameter.role == CODES:
                 largest = torch.finfo(parameter.torch_dtype).max
                 value = (100 * value).clamp(-largest, largest)  # torch 2.11 converts larger ones to NaN
             elif parameter.role == SCALES:  # over three decades
@@ -87,7 +93,7 @@ class RandomInputs:
                 value *= self._scale if "embed" in name else self._scale / shape[-1] ** 0.5
             else:
                 value = self._scale * value if name.endswith("bias") else 1 + 0.2 * value
-            self._parameters[name] = value.to(parameter.torch_dtype)
+            self._parameters[name] = value.to(self._device, parameter.torch_dtype)
         return self._parameters[name]
 
     def _normal(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -57,8 +57,10 @@ def scaled(
 
 
 def obstacle(rounding: Rounding, device: torch.device) -> str | None:
-    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes any."""
+    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes any in 8 bits."""
     columns = rounding.columns
+    if rounding.is_integer:
+        return "the kernels of experts do not decode integers"
     if columns & (columns - 1) or (columns and not LEAST_COLUMNS <= columns <= MOST_COLUMNS):
         return f"tiles of {columns} columns are no power of two from {LEAST_COLUMNS} to {MOST_COLUMNS}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:

@@ -16,7 +16,7 @@ from torch import fx
 
 from compiled_engine.passes.framework.graph_inputs import is_parameter
 from compiled_engine.passes.framework.matching import arg, aten, emit, emit_named, is_call, named
-from compiled_engine.passes.framework.op_library import PLAIN, QUANTISED, declaration_of
+from compiled_engine.passes.framework.op_library import PLAIN, QUANTISED, QUANTISED_PARAMETERS, declaration_of
 from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.quantisation import LinearScheme
 
@@ -31,11 +31,13 @@ class Quantised:
     zeros: fx.Node | None
     input_scale: fx.Node | None
     scheme: LinearScheme
+    columns: fx.Node | None = None
 
     @property
     def parameters(self) -> dict[str, fx.Node]:
         """The existing tensors, by the op's argument names."""
         found = {"scales_RC": self.scales, "zeros_RC": self.zeros, "input_scale_1": self.input_scale}
+        found["columns_1K"] = self.columns
         return {name: node for name, node in found.items() if node is not None}
 
     @property
@@ -95,8 +97,8 @@ def _match(node: object) -> Linear | str | None:
         return "what is added is not a bias vector"
     quantised = None
     if declared.format == QUANTISED:
-        scales, zeros, input_scale = (arguments[name] for name in ("scales_RC", "zeros_RC", "input_scale_1"))
-        quantised = Quantised(scales, zeros, input_scale, LinearScheme.parse(arguments["scheme"]))
+        scales, zeros, input_scale, columns = (arguments[name] for name in QUANTISED_PARAMETERS)
+        quantised = Quantised(scales, zeros, input_scale, LinearScheme.parse(arguments["scheme"]), columns)
     return Linear(node, arguments[declared.x], weight, bias, declared.format, operand, quantised)
 
 

@@ -141,19 +141,21 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Return the merged scales, zeros and input scale; None for plain weights."""
+    """Return the merged scales, zeros, input scale and order of columns; None for plain weights."""
     if not group:
         return None
     rows = math.gcd(*(each.scheme.weight.rows for each in group))
     repeats = [each.scheme.weight.rows // rows for each in group]
     zeros = [each.zeros for each in group if each.zeros is not None]
     inputs = [each.input_scale for each in group if each.input_scale is not None]
+    columns = [each.columns for each in group if each.columns is not None]
     scheme = group[0].scheme._replace(weight=group[0].scheme.weight._replace(rows=rows))
     return Quantised(
         _pack(graph, [each.scales for each in group], repeats),
         _pack(graph, zeros, repeats) if zeros else None,
         _the_same(_pack(graph, inputs)) if inputs else None,
         scheme,
+        _the_same(_pack(graph, columns)) if columns else None,
     )
 
 
@@ -175,11 +177,11 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """Reduce a placeholder of packed values, which must be equal, to one value."""
+    """Reduce a placeholder of packed rows, which must be equal, to one row."""
     source: Parameter = parameter_of(placeholder)
     placeholder.meta["val"] = placeholder.meta["val"][:1]
     step = ("the_same", source.name)
-    placeholder.meta["source"] = replace(source, shape=(1,), make=(step,))
+    placeholder.meta["source"] = replace(source, shape=(1, *source.shape[1:]), make=(step,))
     return placeholder
 
 

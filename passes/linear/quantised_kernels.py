@@ -2,8 +2,8 @@
 
 Hopper has its own kernels: one at memory bandwidth for few tokens, others for many. On other GPUs torch._scaled_mm
 multiplies many tokens if scales are of whole rows. A Triton kernel covers the other cases, and plain torch what no
-kernel supports. A separate kernel rounds the inputs, and computes the norm before them; inputs may also arrive as
-codes.
+kernel supports. Integer codes have their own Triton kernels. A separate kernel rounds the inputs, and computes the norm
+before them; inputs may also arrive as codes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
-from compiled_engine.passes.linear import quantised_product, round_inputs
+from compiled_engine.passes.linear import integer_product, quantised_product, round_inputs
 from compiled_engine.passes.linear.hopper_codes import hopper_codes, why_not_on_the_left
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
 from compiled_engine.passes.linear.hopper_product import hopper_product
@@ -36,6 +36,7 @@ MOST_BEFORE_CODES = 64
 
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
+INTEGERS, DECODED = "Triton's product of integers", "the library's product of the decoded weight"
 _END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
 
 
@@ -61,6 +62,11 @@ def choose(
     dtype: torch.dtype,
 ) -> Choice:
     """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up."""
+    if scheme.weight.is_integer:
+        obstacle = integer_product.why_not_by_kernels(capability, scheme)
+        if obstacle is not None:
+            return Choice(TORCH, obstacle)
+        return Choice(INTEGERS if num_tokens <= integer_product.MOST_TOKENS else DECODED)
     if capability < CAPABILITY:
         return Choice(TORCH, f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8")
     reason = why_not_by_kernels(k, scheme)
@@ -105,6 +111,7 @@ def launch(
     x_TK: torch.Tensor,
     codes_NK: torch.Tensor,
     scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
     input_scale_1: torch.Tensor | None,
     scheme: LinearScheme,
     bias_N: torch.Tensor | None,
@@ -117,7 +124,7 @@ def launch(
     norm_wide: bool,
 ) -> torch.Tensor:
     """Compute the linear: [T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
-    dtype, k = x_TK.dtype, codes_NK.shape[1]
+    dtype, k = x_TK.dtype, x_TK.shape[1]
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
     if scheme.inputs is not None and round_inputs.why_not_by_kernel(k, scheme.inputs, x_TK.device) is None:
@@ -129,7 +136,7 @@ def launch(
         if scheme.inputs is not None:
             x_TK, inputs_CT = round_inputs.by_formula(x_TK, scheme.inputs, input_scale_1)
     after = bias_N, residual_TM, silu_mul, activation
-    return multiply(x_TK, inputs_CT, codes_NK, scales_RC, scheme, *after, dtype)
+    return multiply(x_TK, inputs_CT, codes_NK, scales_RC, zeros_RC, scheme, *after, dtype)
 
 
 def multiply(
@@ -137,6 +144,7 @@ def multiply(
     inputs_CT: torch.Tensor | None,
     codes_NK: torch.Tensor,
     scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
     scheme: LinearScheme,
     bias_N: torch.Tensor | None,
     residual_TM: torch.Tensor | None,
@@ -157,11 +165,17 @@ def multiply(
         scaling, step = scaling_of(scales_RC, inputs_CT, scheme), quantised_product.step_of(scheme)
         after = bias_N, residual_TM, silu_mul, activation
         return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
-    if kernel == LIBRARY:
+    if kernel == INTEGERS:
+        weight = codes_NK, scales_RC, zeros_RC
+        return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)
+    if kernel == DECODED:
+        weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
+        y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
+    elif kernel == LIBRARY:
         assert inputs_CT is not None
         y_TN = _library_product(x_TK, codes_NK, scales_RC, inputs_CT, bias_N, dtype)
     else:
-        y_TN = product(x_TK, codes_NK, scales_RC, None, bias_N, scheme, inputs_CT, dtype)
+        y_TN = product(x_TK, codes_NK, scales_RC, zeros_RC, None, bias_N, scheme, inputs_CT, dtype)
     if silu_mul:
         y_TN = silu_mul_launch(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
@@ -183,7 +197,8 @@ def _kernel_for(
     dtype: torch.dtype,
 ) -> str:
     capability = capability_of(x_TK.device)
-    return choose(capability, x_TK.shape[0], *codes_NK.shape, silu_mul, bias_N is not None, scheme, dtype).kernel
+    (num_tokens, k), num_rows = x_TK.shape, codes_NK.shape[0]
+    return choose(capability, num_tokens, num_rows, k, silu_mul, bias_N is not None, scheme, dtype).kernel
 
 
 def _on_hopper(
@@ -218,6 +233,7 @@ def product(
     x_TK: torch.Tensor,
     codes_NK: torch.Tensor,
     scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
     input_scale_1: torch.Tensor | None,
     bias_N: torch.Tensor | None,
     scheme: LinearScheme,
@@ -234,7 +250,8 @@ def product(
         codes = rounded_by_torch(x_TK, scheme.inputs, input_scale_1) if inputs_CT is None else (x_TK, inputs_CT.t())
         rounded_TK = decode(*codes, scheme.inputs)
     bias = None if bias_N is None else bias_N.float()
-    return torch.nn.functional.linear(rounded_TK, decode(codes_NK, scales_RC, scheme.weight), bias).to(dtype)
+    values_NK = decode(codes_NK, scales_RC, scheme.weight, zeros_RC)
+    return torch.nn.functional.linear(rounded_TK, values_NK, bias).to(dtype)
 
 
 def _library_product(

@@ -36,18 +36,23 @@ def reference(
     norm_wide: bool = False,
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
+    columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
 
-    scheme: text, see LinearScheme. input_scale_1: for static inputs. zeros_RC: always None, as only symmetric codes are
-    supported. input_scales_CT: scales of x if x is codes (see round_inputs), for results of `dtype` and without a norm.
-    Other arguments and the order of steps: see small_batch_linear.
+    scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored. zeros_RC: zero points, uint8, for
+    schemes that have them. input_scale_1: for static inputs. input_scales_CT: scales of x if x is codes (see
+    round_inputs), for results of `dtype` and without a norm. columns_1K: the column of x for each column of the codes,
+    for reordered schemes. Other arguments and the order of steps: see
+    small_batch_linear.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
+    if columns_1K is not None:
+        x_TK = x_TK.index_select(1, columns_1K[0])
     y_TN = quantised_kernels.product(
-        x_TK, codes_NK, scales_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
+        x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, bias_N, LinearScheme.parse(scheme), input_scales_CT, out
     )
     if silu_mul:
         y_TN = silu_mul_reference(y_TN, activation)
@@ -71,15 +76,20 @@ def launch(
     norm_wide: bool = False,
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
+    columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `reference` with the kernels of quantised_kernels."""
     after = bias_N, residual_TM, silu_mul, activation
     parsed = _parsed(scheme)
     if input_scales_CT is not None:
         out = getattr(torch, dtype)
-        return quantised_kernels.multiply(x_TK, input_scales_CT, codes_NK, scales_RC, parsed, *after, out)
+        return quantised_kernels.multiply(x_TK, input_scales_CT, codes_NK, scales_RC, None, parsed, *after, out)
     norm = norm_weight_K, eps, norm_offset, norm_wide
-    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, input_scale_1, parsed, *after, *norm)
+    if columns_1K is not None:
+        if norm_weight_K is not None:
+            x_TK, norm = rms_norm.launch(x_TK, norm_weight_K, *norm[1:]), (None, 0.0, 0.0, False)
+        x_TK = x_TK.index_select(1, columns_1K[0])
+    return quantised_kernels.launch(x_TK, codes_NK, scales_RC, zeros_RC, input_scale_1, parsed, *after, *norm)
 
 
 def _fake(
@@ -99,6 +109,7 @@ def _fake(
     norm_wide: bool = False,
     input_scales_CT: torch.Tensor | None = None,
     dtype: str = "",
+    columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
     shape = x_TK.shape[0], codes_NK.shape[0] // (2 if silu_mul else 1)
     return x_TK.new_empty(shape, dtype=x_TK.dtype if input_scales_CT is None else getattr(torch, dtype))
@@ -108,7 +119,7 @@ quantised_linear = define_op(
     "quantised_linear(Tensor x_TK, Tensor codes_NK, Tensor scales_RC, Tensor? zeros_RC, Tensor? input_scale_1, "
     "Tensor? bias_N, str scheme, Tensor? norm_weight_K=None, float eps=0.0, Tensor? residual_TM=None, "
     'bool silu_mul=False, str activation="silu", float norm_offset=0.0, bool norm_wide=False, '
-    'Tensor? input_scales_CT=None, str dtype="") -> Tensor',
+    'Tensor? input_scales_CT=None, str dtype="", Tensor? columns_1K=None) -> Tensor',
     cpu=reference,
     cuda=launch,
     fake=_fake,
@@ -163,8 +174,8 @@ def gated_launch(
     """Compute `gated_reference` with kernels. The rounding kernel computes the activation unless the product's does."""
     parsed, out, columns = round_inputs.rounding_of(rounding), getattr(torch, dtype), codes_NK.shape[0] // 2
     by_kernel = round_inputs.why_not_by_kernel(columns, parsed, x_TK.device) is None
-    weight = codes_NK, scales_RC, _parsed(scheme), bias_N, None
-    product_ends = quantised_kernels.ends_in_activation(x_TK, codes_NK, weight[2], bias_N, out)
+    weight = codes_NK, scales_RC, None, _parsed(scheme), bias_N, None
+    product_ends = quantised_kernels.ends_in_activation(x_TK, codes_NK, weight[3], bias_N, out)
     y_TM = quantised_kernels.multiply(x_TK, input_scales_CT, *weight, product_ends or not by_kernel, activation, out)
     if not by_kernel:
         return round_inputs.by_formula(y_TM, parsed, static_1)

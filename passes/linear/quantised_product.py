@@ -54,6 +54,39 @@ class Scaling(NamedTuple):
         }
 
 
+@triton.jit
+def store_outputs(
+    y_TN: tl.tensor,
+    first: tl.tensor,
+    num_outputs: tl.tensor,
+    token_T: tl.tensor,
+    mask_T: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    SILU_MUL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+) -> None:
+    """Store products with the rows of `weight_rows` from output `first` on, after the bias and what is fused."""
+    ROWS: tl.constexpr = y_TN.shape[1]
+    OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
+    output_M = first + tl.arange(0, OUTPUTS)
+    offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
+    mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
+    RESIDUAL: tl.constexpr = residual_ptr is not None
+    residual_TM = None
+    if RESIDUAL:
+        residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
+    if bias_ptr is not None:
+        row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
+        y_TN += tl.load(bias_ptr + row_N).to(tl.float32)[None, :]
+    if SILU_MUL:
+        gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
+        finish(gate_TM, up_TM, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+    else:
+        finish(y_TN, None, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+
+
 @quick_launches
 @triton.jit(do_not_specialize=["num_outputs", "num_tokens"])
 def quantised_product_kernel(
@@ -130,20 +163,7 @@ def quantised_product_kernel(
         y_TN *= tl.load(scales_ptr_N)[None, :]
         if ROUNDED:
             y_TN *= tl.load(input_scales_ptr + token_T, mask=mask_T, other=0.0)[:, None]
-    output_M = first + tl.arange(0, OUTPUTS)
-    offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
-    mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
-    RESIDUAL: tl.constexpr = residual_ptr is not None
-    residual_TM = None
-    if RESIDUAL:
-        residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
-    if bias_ptr is not None:
-        y_TN += tl.load(bias_ptr + row_N).to(tl.float32)[None, :]
-    if SILU_MUL:
-        gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
-        finish(gate_TM, up_TM, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
-    else:
-        finish(y_TN, None, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+    store_outputs(y_TN, first, num_outputs, token_T, mask_T, bias_ptr, residual_ptr, out_ptr, SILU_MUL, ACTIVATION)
 
 
 def step_of(scheme: LinearScheme) -> int:

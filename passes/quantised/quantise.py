@@ -1,8 +1,8 @@
 """Replaces the linears that the model's rules name by quantised ones.
 
-Why: with few tokens a linear costs the read of its weight, which is half in FP8; with many, FP8 products are twice as
-fast. Model files need no change, and their weights never exist on the device: codes and scales are parameters, read
-from the checkpoint or made from its weight while loading.
+Why: with few tokens a linear costs the read of its weight, which is half in FP8 and a quarter in four bits; with many,
+FP8 products are twice as fast. Model files need no change, and their weights never exist on the device: codes and
+scales are parameters, read from the checkpoint or made from its weight while loading.
 
 The pass changes what the graph computes, so it runs before the fusing passes, which see an ordinary linear, and cannot
 be disabled. It runs after tensor_parallel and sees a rank's share. Tiles that share a scale are cut smaller if the
@@ -22,9 +22,10 @@ from compiled_engine.passes.framework.graph_inputs import is_parameter, paramete
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, SCALES, WEIGHT, ZEROS, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
 from compiled_engine.passes.linear.quantised_kernels import (
+    DECODED,
     HOPPER_CODES,
     MOST_BEFORE_CODES,
     MOST_FEW,
@@ -32,7 +33,7 @@ from compiled_engine.passes.linear.quantised_kernels import (
     choose,
 )
 from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
-from compiled_engine.quantisation import LinearScheme, Quantisation
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class Quantise(GraphPass):
@@ -58,8 +59,10 @@ class Quantise(GraphPass):
                 continue
             weight = parameter_of(linear.weight)
             module = weight.name.removesuffix(".weight")
-            scheme, reason = self._quantisation.scheme_of(module), self._quantisation.why_not(module)
+            scheme = scheme_of(self._quantisation, linear.weight)
             if scheme is None:
+                stated = self._quantisation.scheme_of(module)
+                reason = self._quantisation.why_not(module) if stated is None else _obstacle(stated, weight)
                 notes.append(f"{module}: stays {weight.dtype}: {reason}")
                 continue
             scheme = scheme.dividing(*_sizes(weight))
@@ -71,7 +74,8 @@ class Quantise(GraphPass):
 
     def _note(self, module: str, weight: Parameter, scheme: LinearScheme, linear: Linear) -> str:
         rows, k = weight.shape
-        nbytes = rows * k * scheme.weight.dtype.itemsize + 4 * torch.Size(scheme.weight.grid(rows, k)).numel()
+        tiles = math.prod(scheme.weight.grid(rows, k))
+        nbytes = math.prod(scheme.weight.stored(rows, k)) + (4 + scheme.weight.format.has_zeros) * tiles
         x_TK, kernels = linear.x.meta["val"], "plain torch"
         if x_TK.device.type == "cuda":
             capability = capability_of(x_TK.device)
@@ -79,7 +83,7 @@ class Quantise(GraphPass):
                 choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
                 for count in (MOST_BEFORE_CODES, MOST_FEW + 1)
             )
-            most = MOST_BEFORE_CODES if many.kernel == HOPPER_CODES else MOST_FEW
+            most = MOST_BEFORE_CODES if many.kernel in (HOPPER_CODES, DECODED) else MOST_FEW
             kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
         return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
@@ -93,10 +97,22 @@ class Quantise(GraphPass):
 
 
 def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
-    """Return the scheme that the rules give a graph input; None if it is not a linear's matrix, or not named."""
+    """Return the scheme that the rules give a graph input; None if it is not a linear's matrix, is not named, or cannot
+    be stored."""
     if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
         return None
-    return quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
+    scheme = quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
+    return None if scheme is None or _obstacle(scheme, parameter_of(node)) else scheme
+
+
+def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
+    """Return why a weight that the rules name is decoded when it is loaded; None if it stays quantised."""
+    columns, per_byte = weight.shape[1], scheme.weight.format.per_byte
+    if columns % per_byte:
+        return f"{columns} columns do not fill bytes of {per_byte} codes"
+    if scheme.reordered and weight.shard is not None and weight.shard.divides_input:
+        return "its columns are divided among ranks, and reordered"
+    return None
 
 
 def is_looked_up(weight: fx.Node) -> bool:
@@ -123,24 +139,32 @@ def _sizes(weight: Parameter) -> tuple[int, int]:
 def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: bool) -> fx.Node:
     weight, like = parameter_of(linear.weight), linear.weight.meta["val"]
     grid, text = scheme.weight.grid(*weight.shape), str(scheme)
-    codes = Parameter(f"{weight.name}.{CODES}", weight.shape, _name(scheme.weight.dtype), CODES, scheme=text)
+    stored = scheme.weight.stored(*weight.shape)
+    codes = Parameter(f"{weight.name}.{CODES}", stored, _name(scheme.weight.dtype), CODES, scheme=text)
     scales = Parameter(f"{weight.name}.{SCALES}", grid, "float32", SCALES, scheme=text)
     if is_online:
         codes, scales = (
             replace(each, role=WEIGHT, members=(weight,), make=((each.role, text),), scheme="")
             for each in (codes, scales)
         )
-    else:
-        codes = replace(codes, shard=weight.shard)
-        scales = replace(scales, shard=None if weight.shard is None else scales_shard(weight.shard, scheme))
+    elif weight.shard is not None:
+        codes = replace(codes, shard=_shard_of_tiles(weight.shard, 1, scheme.weight.format.per_byte))
+        scales = replace(scales, shard=scales_shard(weight.shard, scheme))
     with graph.inserting_before(linear.weight):
         nodes = [_placeholder(graph, each, like) for each in (codes, scales)]
-        input_scale = None
+        zeros = input_scale = None
+        if scheme.weight.format.has_zeros:
+            own = replace(scales, name=f"{weight.name}.{ZEROS}", dtype="uint8", role=ZEROS)
+            zeros = _placeholder(graph, own, like)
         if scheme.inputs is not None and scheme.inputs.static:
             own = Parameter(f"{weight.name}.{INPUT_SCALE}", (1,), "float32", INPUT_SCALE, scheme=text)
             input_scale = _placeholder(graph, own, like)
+        columns = None
+        if scheme.reordered:
+            own = Parameter(f"{weight.name}.{COLUMNS}", (1, weight.shape[1]), "int32", COLUMNS, scheme=text)
+            columns = _placeholder(graph, own, like)
     with graph.inserting_before(linear.node):
-        quantised = Quantised(nodes[1], None, input_scale, scheme)
+        quantised = Quantised(nodes[1], zeros, input_scale, scheme, columns)
         new = emit_linear(graph, linear.x, nodes[0], linear.bias, quantised)
     linear.node.replace_all_uses_with(new)
     graph.erase_node(linear.node)
@@ -152,10 +176,16 @@ def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
 
     Tiles must end where the shard does.
     """
-    whole = *shard.whole[:-2], *scheme.weight.grid(*shard.whole[-2:])
+    return _shard_of_tiles(shard, scheme.weight.rows, scheme.weight.columns)
+
+
+def _shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
+    """Return the shard of a matrix that has an element for each tile of the weight."""
+    grid = Rounding("", rows, columns).grid(*shard.whole[-2:])
+    whole = *shard.whole[:-2], *grid
     if shard.dim is None:
         return Shard(whole)
-    tile = (scheme.weight.rows, scheme.weight.columns)[shard.dim - len(shard.whole)]
+    tile = (rows, columns)[shard.dim - len(shard.whole)]
     if not tile:  # scales of whole rows are on every rank
         return Shard(whole)
     return Shard(whole, shard.dim, tuple(Section(s.length // tile, s.parts) for s in shard.sections))

@@ -18,7 +18,7 @@ from torch import fx
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, Parameter, compute
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, SCALES, ZEROS, Parameter, compute
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.linears import Linear, linear_of
@@ -65,10 +65,23 @@ class _Checkpoint:
         rounding = self._scheme(name).weight
         if self.quantisation.is_online:
             weight = self.weights[name]
-            codes, scales = rounded(self.read(weight).float(), _ending_with_the_share(rounding, weight), None)
+            values = self.read(weight).float()
+            if rounding.is_integer:
+                return nearest_integers(values, _ending_with_the_share(rounding, weight))
+            codes, scales = rounded(values, _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
-        codes, scales = self._stored(name)
-        return self._of_rank(codes.float() * at_each_element(scales, rounding, *codes.shape), self.weights[name].shard)
+        values = _values(self._stored(name)[0], self._zeros(name), rounding, self._whole(name))
+        values *= at_each_element(self._stored(name)[1], rounding, *values.shape)
+        if self._scheme(name).reordered:
+            found = torch.empty_like(values)
+            for place, column in enumerate(self.columns(name).tolist()):
+                found[:, column] = values[:, place]
+            values = found
+        return self._of_rank(values, self.weights[name].shard)
+
+    def columns(self, name: str) -> torch.Tensor:
+        """Return the column of the weight that each column of the codes stands for."""
+        return self._random(f"{name} columns", self._whole(name)[1:]).argsort().int()
 
     def input_scale(self, name: str) -> torch.Tensor:
         return 0.01 * (1 + self._random(f"{name} inputs", (1,)).abs())
@@ -78,20 +91,29 @@ class _Checkpoint:
         name = leaf.name.rpartition(".")[0]
         if leaf.role == INPUT_SCALE:
             return self.input_scale(name)
+        if leaf.role == COLUMNS:
+            return self.columns(name)[None]
         if leaf.role == CODES:
             return self._of_rank(self._stored(name)[0], leaf.shard)
-        if leaf.role == SCALES:
-            codes, scales = self._stored(name)
+        if leaf.role in (SCALES, ZEROS):
+            of_tiles = self._stored(name)[1] if leaf.role == SCALES else self._zeros(name)
             tile = LinearScheme.parse(leaf.scheme).weight
-            return self._of_rank(retile(scales, self._scheme(name).weight, tile, *codes.shape), leaf.shard)
+            return self._of_rank(retile(of_tiles, self._scheme(name).weight, tile, *self._whole(name)), leaf.shard)
         shape = leaf.shape if leaf.shard is None else leaf.shard.whole
         return self._of_rank(self._random(leaf.name, shape).to(leaf.torch_dtype), leaf.shard)
 
     def _stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the undivided codes, and scales over three decades, as the rules state them."""
+        return random_codes(name, self._whole(name), self._scheme(name).weight, self.device)
+
+    def _zeros(self, name: str) -> torch.Tensor:
+        """Return undivided zero points of four bits."""
+        grid = self._scheme(name).weight.grid(*self._whole(name))
+        return (4 * self._random(f"{name} zeros", grid) + 8).clamp(0, 15).to(torch.uint8)
+
+    def _whole(self, name: str) -> tuple[int, ...]:
         weight = self.weights[name]
-        shape = weight.shape if weight.shard is None else weight.shard.whole
-        return random_codes(name, shape, self._scheme(name).weight, self.device)
+        return weight.shape if weight.shard is None else weight.shard.whole
 
     def _scheme(self, name: str) -> LinearScheme:
         scheme = self.quantisation.scheme_of(name.removesuffix(".weight"))
@@ -116,8 +138,25 @@ def random_codes(
     name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of this shape and scales over three decades that depend on the name alone."""
+    scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
+    if rounding.is_integer:
+        values = random_values(name, rounding.stored(*shape), device)
+        return (64 * values + 128).clamp(0, 255).to(rounding.dtype), scales
     codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
-    return codes.to(rounding.dtype), random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
+    return codes.to(rounding.dtype), scales
+
+
+def _values(codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the values of codes before their scales, by each element's position."""
+    if not rounding.is_integer:
+        return codes.float()
+    columns = torch.arange(shape[1], device=codes.device)
+    per_byte = rounding.format.per_byte
+    bits = 8 // per_byte
+    found = (codes[:, columns // per_byte].int() >> columns % per_byte * bits) % 2**bits
+    if rounding.format.has_zeros:
+        return (found - at_each_element(zeros, rounding, *shape).int()).float()
+    return (found - 2 ** (bits - 1)).float()
 
 
 def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> None:
@@ -149,6 +188,7 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
             arguments.get("input_scale_1"),
             None if new.bias is None else bias_N,
             str(new.quantised.scheme),
+            columns_1K=arguments.get("columns_1K"),
         )
         error_T = (found_TN.float() - expected_TN).abs().amax(1)
     except RuntimeError as error:
@@ -167,6 +207,24 @@ def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
         math.gcd(rounding.rows or 1, *lengths),
         math.gcd(rounding.columns, columns) if divided else rounding.columns,
     )
+
+
+def nearest_integers(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return the values that integer codes stand for, with the scale of each tile that has the smallest error."""
+    rows, columns = rounding.grid(*values.shape)
+    tiles = torch.arange(rows * columns, device=values.device).view(rows, columns)
+    place = at_each_element(tiles, rounding, *values.shape).flatten()
+    largest = values.new_zeros(rows * columns).scatter_reduce_(0, place, values.abs().flatten(), "amax")
+    best, least = torch.zeros_like(values), torch.full_like(largest, math.inf, dtype=torch.float64)
+    for candidate in range(20):
+        size = (1.075 - 0.025 * candidate) / 7.5
+        scales = (largest * size).to(torch.bfloat16).float()[place].view(values.shape)
+        found = torch.minimum(torch.maximum((values / scales).round(), scales.new_tensor(-8)), scales.new_tensor(7))
+        found *= scales
+        errors = torch.zeros_like(least).index_add_(0, place, (found - values).square().flatten().double())
+        best = torch.where((errors < least)[place].view(values.shape), found, best)
+        least = torch.minimum(least, errors)
+    return best
 
 
 def _local(quantisation: Quantisation, weight: Parameter) -> LinearScheme:

@@ -126,11 +126,11 @@ def test_on_a_cpu_there_are_no_variants_with_graphs() -> None:
 
 
 def test_quantised_linears_are_variants_if_they_are_named(tmp_path: Path) -> None:
-    names = ("compiled", "compiled in fp8", "compiled in fp8_block")
+    names = ("compiled", "compiled in fp8", "compiled in fp8_block", "compiled in int4")
     plan = make_plan({}, None, Asked(quick=True, variants=names))
     assert tuple(variant.name for variant in plan.variants) == names
     options = [variant.engine_options(plan.shared).get("quantization") for variant in plan.variants]
-    assert options == [None, "fp8", "fp8_block"]
+    assert options == [None, "fp8", "fp8_block", "int4"]
     assert QUANTISED_NOTE in plan.notes
     assert whole_name([{"name": variant.name, "options": variant.options} for variant in plan.variants]) == "compiled"
     assert not any("quantization" in variant.options for variant in make_plan({}, None, Asked()).variants)

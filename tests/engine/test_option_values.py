@@ -34,7 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "kv_cache_dtype": ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3"),
     "scheduling_policy": ("fcfs", "priority"),
     "load_format": ("auto", "safetensors", "dummy"),
-    "quantization": ("fp8", "fp8_block"),
+    "quantization": ("fp8", "fp8_block", "int4"),
     "model_impl": ("auto", "textbook", "transformers"),
     "runner": ("auto", "generate", "pooling"),
     "convert": ("auto", "none", "embed", "classify"),

@@ -174,7 +174,7 @@ def test_two_ranks_off_the_borders_of_blocks(tmp_path: Path, pytestconfig: pytes
 
 
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "int4"])
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", "float32"), pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)]
 )
@@ -198,7 +198,7 @@ def test_weights_are_quantised_while_they_are_loaded(
 
 
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD), ("fp8_block", EVEN)])
+@pytest.mark.parametrize(("quantization", "sizes"), [("fp8", ODD), ("fp8_block", EVEN), ("int4", EVEN)])
 def test_a_written_folder_computes_what_loading_quantises(
     quantization: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:

@@ -101,12 +101,12 @@ def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it(named: dict[str,
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
-        ({"quant_method": "gptq"}, ("quant_method", "'gptq'", "compressed-tensors, fp8")),
+        ({"quant_method": "quark"}, ("quant_method", "'quark'", "compressed-tensors, fp8")),
         (BLOCK | {"fmt": "e5m2"}, ("fmt", "e4m3", "'e5m2'")),
         (BLOCK | {"scale_fmt": "ue8m0"}, ("scale_fmt", "'ue8m0'", "quantization='fp8'")),
         (BLOCK | {"weight_block_size": [128]}, ("weight_block_size", "[128]")),
         (BLOCK | {"activation_scheme": "static"}, ("activation_scheme", "dynamic")),
-        (CHANNEL | {"format": "pack-quantized"}, ("format", "'pack-quantized'", "a checkpoint in FP8")),
+        (CHANNEL | {"format": "marlin-24"}, ("format", "'marlin-24'", "a checkpoint in FP8")),
         (CHANNEL | {"sparsity_config": {"format": "24"}}, ("sparsity_config", "empty")),
         (CHANNEL | {"config_groups": {}}, ("config_groups", "at least one group")),
         (CHANNEL | {"config_groups": {"a": ROUNDS_OUTPUTS}}, ("config_groups: a: output_activations", "null")),
@@ -130,9 +130,9 @@ sizes = st.integers(0, 300)
 roundings = st.builds(Rounding, st.just("e4m3"), sizes, sizes, st.just(False))
 
 
-@given(roundings, st.none() | roundings | st.just(Rounding("e4m3", 0, 0, True)))
-def test_schemes_are_text_and_back(weight: Rounding, inputs: Rounding | None) -> None:
-    scheme = LinearScheme(weight, inputs)
+@given(roundings, st.none() | roundings | st.just(Rounding("e4m3", 0, 0, True)), st.booleans())
+def test_schemes_are_text_and_back(weight: Rounding, inputs: Rounding | None, reordered: bool) -> None:
+    scheme = LinearScheme(weight, inputs, reordered)
     assert LinearScheme.parse(str(scheme)) == scheme
 
 

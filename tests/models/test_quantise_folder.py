@@ -101,6 +101,53 @@ def test_tensors_and_config_are_as_the_format_describes(scheme: str, dtype: torc
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "fp8", "described"}
 
 
+EVEN = ODD | {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 336, "head_dim": 64}
+
+
+def test_four_bits_are_as_the_format_describes(tmp_path: Path) -> None:
+    """Code by code: no group is farther from its weights than with the scale of its largest value."""
+    make_checkpoint(tmp_path / "plain", "llama", **EVEN, dtype=torch.bfloat16, tie_word_embeddings=False)
+    done = quantise(tmp_path / "plain", tmp_path / "int4", "--scheme", "int4")
+    assert done.exit_code == 0, done.output
+    assert "layers.2.mlp.down_proj (its 336 columns are no multiple of 128)" in done.stdout
+    plain, found = load_all(tmp_path / "plain"), load_all(tmp_path / "int4")
+    linears = {name.removesuffix("_packed") for name in found if name.endswith("_packed")}
+    assert linears == {name for name in plain if "_proj" in name and "down_proj" not in name}
+    decoded = load(tmp_path / "int4")
+    for name in linears:
+        weight, words, scales = plain[name].float(), found[f"{name}_packed"], found[f"{name}_scale"]
+        assert (words.dtype, scales.dtype) == (torch.int32, torch.bfloat16)
+        assert found[f"{name}_shape"].tolist() == list(weight.shape)
+        assert found[f"{name}_shape"].dtype == torch.int64
+        codes = torch.stack([words >> 4 * place & 15 for place in range(8)], -1).flatten(1) - 8
+        groups, scales = weight.unflatten(1, (-1, 128)), scales.float().unsqueeze(-1)
+        values = codes.unflatten(1, (-1, 128)) * scales
+        largest = (groups.abs().amax(-1, keepdim=True) / 7.5).bfloat16().float()
+        simple = (groups / largest).round().clamp(-8, 7) * largest
+        errors, simple_errors = ((each - groups).square().sum(-1) for each in (values, simple))
+        assert (errors <= simple_errors * (1 + 1e-5)).all()
+        assert float(errors.sum()) < 0.97 * float(simple_errors.sum())
+        assert torch.equal(decoded.get_parameter(name).float(), values.flatten(1))
+    section = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
+    (group,) = section["config_groups"].values()
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    assert (weights | {"dynamic": False, "actorder": None}).items() <= group["weights"].items()
+    assert (section["format"], group["format"], group["input_activations"]) == (*["pack-quantized"] * 2, None)
+    assert {"re:.*lm_head$", "model.layers.0.mlp.down_proj"} <= set(section["ignore"])
+
+
+def test_transformers_loads_and_computes_four_bits(bundled_model_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
+    assert quantise(bundled_model_path, tmp_path / "int4", "--scheme", "int4").exit_code == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "int4", dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32)
+    for name, parameter in load(tmp_path / "int4").named_parameters():
+        oracle.get_parameter(name).data.copy_(parameter)
+    ids = torch.arange(5, 4000, 41)[None]
+    found, expected = (each(ids).logits[0].log_softmax(-1) for each in (model, oracle))
+    assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 1e-6
+
+
 def test_shards_keep_their_names_and_have_an_index(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "qwen3", max_shard_size="60KB", tie_word_embeddings=True)
     write_folder(plan_of(tmp_path / "plain"), tmp_path / "fp8", SilentProgress())
@@ -216,7 +263,8 @@ def make_infinite(tensors: dict[str, torch.Tensor]) -> None:
     [
         (["plain", "plain", "--scheme", "fp8"], "plain', which exists; allowed: a path that does not exist"),
         (["plain", "plain/config.json/out", "--scheme", "fp8"], "config.json', a file; allowed: a folder"),
-        (["plain", "out", "--scheme", "int4"], "scheme is 'int4'; allowed: fp8, fp8_block"),
+        (["plain", "out", "--scheme", "int3"], "scheme is 'int3'; allowed: fp8, fp8_block, int4"),
+        (["plain", "out", "--scheme", "int4"], "(its 56 columns are no multiple of 128)"),
         (["plain", "out"], "Missing option '--scheme'."),
         (["nowhere", "out", "--scheme", "fp8"], "nowhere/config.json is missing"),
         (["fp8", "out", "--scheme", "fp8"], "fp8', which is quantised already, with compressed-tensors; allowed: a "),

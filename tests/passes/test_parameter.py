@@ -134,3 +134,24 @@ def test_a_description_comes_back_from_json(parameter: Parameter) -> None:
     found = Parameter.from_json(json.loads(json.dumps(asdict(parameter))))
     assert found == parameter
     assert hash(found) == hash(parameter)
+
+
+def test_packed_codes_have_the_shape_and_shard_of_their_weight() -> None:
+    of_columns = Shard((24, 64), 1, (Section(64, 2),))
+    codes = Parameter("w.codes", (24, 32), "uint8", CODES, shard=of_columns, scheme="uint4 1x32")
+    assert codes.weight_shape == (24, 64)
+    assert codes.weight_shard == Shard((24, 128), 1, (Section(128, 2),))
+    of_rows = Shard((24, 64), 0, (Section(24, 2),))
+    assert replace(codes, shard=of_rows).weight_shard == Shard((24, 128), 0, (Section(24, 2),))
+    assert replace(codes, shard=None).weight_shard is None
+    eight = replace(codes, scheme="e4m3 1x32")
+    assert (eight.weight_shape, eight.weight_shard) == ((24, 32), of_columns)
+    assert replace(codes, role=SCALES).weight_shape == (24, 32)
+
+
+def test_orders_of_columns_that_differ_cannot_be_merged() -> None:
+    assert STEPS["the_same"](torch.tensor([[2, 0, 1], [2, 0, 1]]), "q, k").tolist() == [[2, 0, 1]]
+    with pytest.raises(
+        ValueError, match=r"the orders of the columns of q, k differ; .*disable_passes=\('merge_linears'"
+    ):
+        STEPS["the_same"](torch.tensor([[2, 0, 1], [2, 1, 0]]), "q, k")

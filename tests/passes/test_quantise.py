@@ -21,6 +21,7 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import Section
+from compiled_engine.passes.framework import rounding
 from compiled_engine.passes.framework.graph_inputs import parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
 from compiled_engine.passes.framework.manager import ContractError, run_passes
@@ -37,6 +38,9 @@ TOKEN, STATIC, ALONE = "e4m3 1x*, inputs e4m3 1x*", "e4m3 *x*, inputs e4m3 stati
 BLOCK = "e4m3 16x32, inputs e4m3 1x32"
 # Tiles that end neither with the layers' 64, 96 and 128 rows and columns, nor with the parts of two and four ranks.
 ODD = "e4m3 24x40, inputs e4m3 1x40"
+# Four bits, without and with zero points; groups that end inside the parts of ranks.
+GROUPS, ZEROS, ODD_ZEROS = "int4 1x32", "uint4 1x32", "uint4 1x40"
+REORDERED = "uint4 1x32, columns reordered"
 
 
 def stored(scheme: str, ignore: tuple[str, ...] = IGNORE) -> Quantisation:
@@ -71,6 +75,12 @@ CASES = [
     (BIASED, 2, online(TOKEN)),
     (PHI3, 2, stored(BLOCK)),
     (QWEN3_MOE, 1, stored(BLOCK)),
+    (LLAMA, 1, stored(GROUPS)),
+    (BIASED, 2, stored(ZEROS)),
+    (LLAMA, 4, stored(ODD_ZEROS)),
+    (PHI3, 2, stored("uint4 1x*")),
+    (QWEN3, 2, online(GROUPS)),
+    (LLAMA, 1, stored(REORDERED)),
 ]
 
 
@@ -90,7 +100,7 @@ def test_every_pass_keeps_its_contract_and_its_verifier(
         products = len(calls(module.graph, quantised_linear)) + len(calls(module.graph, quantised_gated_rounded))
         assert products == values
         last = next(report for report in reports if report.name == "quantise_activations")
-        rounds = not compile_range.small and quantisation.rules[0].scheme != ALONE
+        rounds = not compile_range.small and "inputs" in quantisation.rules[0].scheme
         assert last.matches == last.contract == (values if rounds else 0)
         assert (last.verified > 0) == rounds
 
@@ -116,6 +126,16 @@ def test_a_layer_that_stays_is_told_and_its_like_merge_among_themselves() -> Non
     assert by_name["quantise"].matches == 13
     assert any(note.startswith("model.layers.0.self_attn.k_proj: stays") for note in by_name["quantise"].notes)
     assert any("their schemes differ" in reason for reason in by_name["merge_linears"].near_misses)
+
+
+def test_reordered_columns_that_ranks_divide_are_decoded() -> None:
+    """Their groups are spread over all ranks; the other linears stay quantised."""
+    graphs, whole = traced(BIASED, 2)
+    _, reports = apply_passes(quantised(BIASED, 2, stored(REORDERED)), graphs, SMALL, whole)
+    report = next(report for report in reports if report.name == "quantise")
+    assert report.matches == report.contract == report.verified == 2 * 5
+    stay = [note.split(":")[0] for note in report.notes if "divided among ranks, and reordered" in note]
+    assert stay == [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
 
 
 def test_a_linear_that_is_not_found_is_an_error() -> None:
@@ -145,6 +165,10 @@ def set_scheme(edit: Callable[[LinearScheme], LinearScheme]) -> Edit:
 
 def set_tile(rows: int, columns: int) -> Edit:
     return set_scheme(lambda scheme: scheme._replace(weight=scheme.weight._replace(rows=rows, columns=columns)))
+
+
+def set_element(element: str) -> Edit:
+    return set_scheme(lambda scheme: scheme._replace(weight=scheme.weight._replace(element=element)))
 
 
 def set_inputs(columns: int) -> Edit:
@@ -196,6 +220,28 @@ def other_input(graph: fx.Graph) -> None:
     change(first, x_TK=next(n for n in graph.nodes if n.op == "call_function" and n.meta["val"].dim() == 2))
 
 
+def shifted(argument: str, by: int = 1) -> Edit:
+    """The first linear reads each value of an argument plus a number."""
+
+    def apply(graph: fx.Graph) -> None:
+        node = calls(graph, quantised_linear)[0]
+        with graph.inserting_before(node):
+            change(node, **{argument: emit(graph, aten.add.Tensor, named(node)[argument], by)})
+
+    return apply
+
+
+def of_neighbours(argument: str) -> Edit:
+    """The first linear reads the scales or zero points of the next group of columns."""
+
+    def apply(graph: fx.Graph) -> None:
+        node = calls(graph, quantised_linear)[0]
+        with graph.inserting_before(node):
+            change(node, **{argument: emit(graph, aten.roll.default, named(node)[argument], [1], [1])})
+
+    return apply
+
+
 # The second linear of attention, whose input two ranks divide.
 O_PROJ = 3
 
@@ -237,6 +283,20 @@ MUTATIONS = (
     Mutation("another input", TOKEN, other_input),
     Mutation("codes in another scheme", BLOCK, describe("codes_NK", make=(("codes", TOKEN),)), is_online=True),
     Mutation("scales made of another weight", TOKEN, of_another("scales_RC"), is_online=True),
+    Mutation("scales of the next group", GROUPS, of_neighbours("scales_RC")),
+    Mutation("half a group", GROUPS, set_tile(1, 16)),
+    Mutation("zero points of the next group", ZEROS, of_neighbours("zeros_RC")),
+    Mutation("zero points off by one", ZEROS, shifted("zeros_RC")),
+    Mutation("no zero points", ZEROS, set_element("int4")),
+    Mutation("zero points of another linear", ZEROS, of_another("zeros_RC")),
+    Mutation("zero points of another rank", ZEROS, describe("zeros_RC", sections=(Section(64, 1),)), 2),
+    Mutation("packed columns of another rank", ZEROS, describe("codes_NK", O_PROJ, sections=(Section(32, 1),)), 2),
+    Mutation("columns in the weight's order", REORDERED, none("columns_1K")),
+    Mutation("columns of another linear", REORDERED, of_another("columns_1K")),
+    Mutation("columns off by one", REORDERED, of_neighbours("columns_1K")),
+    Mutation(
+        "integers made with larger groups", GROUPS, describe("scales_RC", make=(("scales", "int4 1x64"),)), 1, True
+    ),
 )
 
 
@@ -249,5 +309,18 @@ def test_a_broken_linear_is_caught(mutation: Mutation) -> None:
     result: PassResult = graph_pass.run(graph)
     assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches > 0
     mutation.edit(graph)
+    with pytest.raises(VerificationError, match="quantise"):
+        graph_pass.verify(graph, result, SMALL, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_online", [False, True])
+def test_swapped_halves_of_bytes_are_caught(is_online: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier finds each code by its column, without the engine's own unpacking."""
+    config = quantised(LLAMA, 1, (online if is_online else stored)(GROUPS))
+    graph = traced(LLAMA, 1)[0].for_range(SMALL).graph
+    graph_pass = structure_passes(config, graph, SMALL, None)[-1]
+    result: PassResult = graph_pass.run(graph)
+    unpack = rounding.unpack
+    monkeypatch.setattr(rounding, "unpack", lambda codes, own: unpack(codes << 4 | codes >> 4, own))
     with pytest.raises(VerificationError, match="quantise"):
         graph_pass.verify(graph, result, SMALL, torch.device("cpu"))

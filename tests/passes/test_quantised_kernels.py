@@ -14,7 +14,7 @@ import pytest
 import torch
 from hopper_compilation import stack_bytes
 from interpreting_process import interpret
-from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of
+from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of, assert_kernels_compute_the_reference
 from small_batch_linear_cases import nan_in_new_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -37,7 +37,7 @@ from compiled_engine.passes.linear.quantised_kernels import (
     choose,
     scaling_of,
 )
-from compiled_engine.passes.linear.quantised_linear_op import launch, reference
+from compiled_engine.passes.linear.quantised_linear_op import reference
 from compiled_engine.quantisation import LinearScheme, Rounding
 
 # Tokens, rows, columns: tiles that end in part, more tokens than a tile, a step that ends beyond K, one of either.
@@ -281,20 +281,7 @@ ON_HOPPER = (
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("case", [*CASES, *ON_HOPPER], ids=str)
 def test_kernels_compute_the_reference(case: Case, scheme: str, dtype: torch.dtype) -> None:
-    """Into memory that was NaN, and in a graph that is replayed."""
-    given = arguments_of(case, scheme, dtype, "cuda")
-    expected = reference(**given).float()
-    with nan_in_new_tensors():
-        first = launch(**given)
-    tolerance = 2.0 ** (-7 if dtype == torch.bfloat16 else -9) * float(expected.abs().max())
-    assert float((first.float() - expected).abs().max()) <= tolerance
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [launch(**given) for _ in range(3)]
-    for output in outputs:
-        output.fill_(float("nan"))
-    graph.replay()
-    assert all(torch.equal(output, first) for output in outputs)
+    assert_kernels_compute_the_reference(case, scheme, dtype)
 
 
 @pytest.mark.gpu

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from compiled_engine.passes.framework.rounding import (
     codes_of,
     decode,
+    pack,
     retile,
     round_inputs,
     scales_of,
     spread,
+    unpack,
     weight_codes,
     weight_scales,
 )
@@ -128,3 +130,58 @@ def test_codes_of_turned_inputs_have_rows_that_follow_each_other(rounding: str) 
     assert found.is_contiguous()
     assert torch.equal(found.float(), wanted.float())
     assert torch.equal(scales, wanted_scales)
+
+
+INTEGERS = Rounding("int4", 1, 6)
+
+
+def nearest(values: list[float]) -> tuple[float, float]:
+    """The smallest squared error of a group, over all scales that are tried, and the error of the first."""
+    largest, errors = max(map(abs, values)), []
+    for step in range(20):
+        size = torch.tensor(largest, dtype=torch.float32) * ((1.075 - 0.025 * step) / 7.5)
+        scale = float(size.bfloat16())
+        errors.append(sum((min(max(round(value / scale), -8), 7) * scale - value) ** 2 for value in values))
+    return min(errors), errors[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_rows=SIZES, groups=st.integers(1, 4), seed=st.integers(0, 99))
+def test_integers_have_the_scale_of_the_smallest_error(num_rows: int, groups: int, seed: int) -> None:
+    values = normal(num_rows, 6 * groups, seed=seed)
+    scales = scales_of(values, INTEGERS)
+    assert torch.equal(scales, scales.bfloat16().float())
+    codes = codes_of(values, scales, INTEGERS)
+    assert (codes.dtype, tuple(codes.shape)) == (torch.uint8, (num_rows, 3 * groups))
+    errors = (decode(codes, scales, INTEGERS) - values).square().unflatten(1, (groups, 6)).sum(2)
+    for row in range(num_rows):
+        for group in range(groups):
+            least, _ = nearest(values[row, 6 * group : 6 * group + 6].tolist())
+            assert float(errors[row, group]) <= least * (1 + 1e-4) + 1e-12
+
+
+def test_a_searched_scale_is_nearer_than_that_of_the_largest_value() -> None:
+    values = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 10.0], [0.0] * 6])
+    scales = scales_of(values, INTEGERS)
+    codes = codes_of(values, scales, INTEGERS)
+    assert float((decode(codes, scales, INTEGERS) - values).square().sum()) == pytest.approx(
+        nearest(values[0].tolist())[0]
+    )
+    assert not decode(codes, scales, INTEGERS)[1].any()
+    assert (scales > 0).all()
+
+
+def test_a_byte_holds_neighbouring_columns_the_first_in_its_low_half() -> None:
+    codes = torch.tensor([[1, 2, 15, 0], [8, 7, 3, 4]], dtype=torch.uint8)
+    assert pack(codes, INTEGERS).tolist() == [[0x21, 0x0F], [0x78, 0x43]]
+    assert torch.equal(unpack(pack(codes, INTEGERS), INTEGERS), codes)
+
+
+def test_values_are_codes_less_zeros_times_scales() -> None:
+    """Zero points of four bits and 16, which a format that stores them less one can state."""
+    codes = torch.tensor([[0x21, 0x0F, 0x43, 0x65]], dtype=torch.uint8)
+    scales, zeros = torch.tensor([[0.5, 2.0]]), torch.tensor([[3, 16]], dtype=torch.uint8)
+    expected = [[-1.0, -0.5, 6.0, -1.5, -26.0, -24.0, -22.0, -20.0]]
+    assert decode(codes, scales, Rounding("uint4", 1, 4), zeros).tolist() == expected
+    of_eight = [[-3.5, -3.0, 3.5, -4.0, -10.0, -8.0, -6.0, -4.0]]
+    assert decode(codes, scales, Rounding("int4", 1, 4)).tolist() == of_eight

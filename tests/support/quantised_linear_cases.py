@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.passes.framework.rounding import spread
+from compiled_engine.passes.linear.quantised_linear_op import launch, reference
 from compiled_engine.quantisation import ONLINE, LinearScheme
 
 BY_ROWS, BY_BLOCKS = ONLINE["fp8"], ONLINE["fp8_block"]
@@ -44,11 +46,21 @@ class Case:
         return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
 
 
+# Four bits: groups, whole rows, groups that K does not fill, and zero points.
+INTEGERS = ("int4 1x128", "int4 1x32", "int4 1x*", "uint4 1x64", "uint4 1x96", "uint4 1x*")
+
+
 def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
     """All patterns of e4m3 but NaN."""
     patterns = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
     signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
     return (patterns | signs).view(torch.float8_e4m3fn).to(device)
+
+
+def packed(scheme: LinearScheme, num_rows: int, k: int, generator: torch.Generator, device: str) -> torch.Tensor:
+    """All patterns of a byte."""
+    shape = scheme.weight.stored(num_rows, k)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
 
 
 def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
@@ -62,6 +74,9 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
     generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
     T, N, K = case.num_tokens, case.num_rows, case.k
     outputs = N // 2 if case.silu_mul else N
+
+    integers = parsed.weight.is_integer
+    zeros = torch.randint(0, 17, parsed.weight.grid(N, K), generator=generator, dtype=torch.uint8)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
@@ -79,9 +94,9 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
         x_TK *= 2.0**-7
     return {
         "x_TK": x_TK.to(dtype)[:, :K],
-        "codes_NK": codes((N, K), generator, device),
+        "codes_NK": packed(parsed, N, K, generator, device) if integers else codes((N, K), generator, device),
         "scales_RC": scales(parsed.weight.grid(N, K), generator, device),
-        "zeros_RC": None,
+        "zeros_RC": zeros.to(device) if integers and parsed.weight.format.has_zeros else None,
         "input_scale_1": powers.view(1) if parsed.inputs is not None and parsed.inputs.static else None,
         "bias_N": normal(N) if case.bias else None,
         "scheme": scheme,
@@ -89,3 +104,20 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
         "silu_mul": case.silu_mul,
         "activation": case.activation,
     }
+
+
+def assert_kernels_compute_the_reference(case: Case, scheme: str, dtype: torch.dtype) -> None:
+    """On a GPU, into memory that was NaN, and in a graph that is replayed."""
+    given = arguments_of(case, scheme, dtype, "cuda")
+    expected = reference(**given).float()
+    with nan_in_new_tensors():
+        first = launch(**given)
+    tolerance = 2.0 ** (-7 if dtype == torch.bfloat16 else -9) * float(expected.abs().max())
+    assert float((first.float() - expected).abs().max()) <= tolerance
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [launch(**given) for _ in range(3)]
+    for output in outputs:
+        output.fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(output, first) for output in outputs)

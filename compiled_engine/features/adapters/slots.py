@@ -233,8 +233,9 @@ def _sites(
         for member, weight in enumerate(weights):
             module, end = weight.name.partition(".weight")[0], start + weight.shape[0]
             rows = slice(member * config.max_lora_rank, (member + 1) * config.max_lora_rank)
-            shape = weight.shape if weight.shard is None else weight.shard.whole
+            shard = weight.weight_shard
+            shape = weight.weight_shape if shard is None else shard.whole
             own = tensors.get(weight.name) if weight.role == WEIGHT else None
-            found[module] = _Site(shape, weight.shard, own, a_SRK[:, rows], b_SNR[:, start:end], ranks_SM[:, member])
+            found[module] = _Site(shape, shard, own, a_SRK[:, rows], b_SNR[:, start:end], ranks_SM[:, member])
             start = end
     return found

@@ -1,0 +1,74 @@
+"""Convert the quantization_config of GPTQ and AWQ checkpoints to rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.packed_weights import AWQ, GPTQ, GPTQ_V2, NAMES
+from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
+
+# Fields that GPTQModel lets `dynamic` change for modules.
+_CHANGED = ("bits", "group_size", "sym", "desc_act")
+# Fields about calibration, which change nothing that is read.
+_OF_CALIBRATION = ("damp_percent", "static_groups", "true_sequential", "mse")
+
+
+def read_gptq(config: JsonFields, instead: str) -> Quantisation:
+    """Return the rules of a GPTQ checkpoint. Raises ValueError for other widths and layouts, with `instead`, what else
+    there is to do."""
+    config.require("is_marlin_format", not config.values.get("is_marlin_format"), f"false{instead}")
+    name = "checkpoint_format" if "checkpoint_format" in config else "format"
+    layout = config.one_of(name, (GPTQ, GPTQ_V2), GPTQ, instead=instead)
+    config.require_values(instead, pack_dtype="int32")
+    rules = [Rule((LINEAR,), str(_scheme_of_gptq(config, instead)))]
+    kept = [ROUTER] if config.boolean("lm_head", False) else [HEAD, ROUTER]
+    dynamic = config.section("dynamic")
+    for pattern, changes in dynamic.values.items():
+        target = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"
+        if pattern.startswith("-:"):
+            kept.append(target)
+            continue
+        section = dynamic.section(pattern)
+        for field in section.values:
+            section.require(field, field in (*_CHANGED, *_OF_CALIBRATION), f"absent{instead}")
+        fields = config.replaced(**{field: changes[field] for field in _CHANGED if field in changes})
+        rules.append(Rule((target,), str(_scheme_of_gptq(fields, instead))))
+    return Quantisation("gptq", tuple(rules), tuple(kept), NAMES[layout].scales, layout)
+
+
+def read_awq(config: JsonFields, instead: str) -> Quantisation:
+    """Return the rules of an AWQ checkpoint. Argument and errors: see `read_gptq`."""
+    config = config.replaced(version=str(config.values.get("version") or "gemm").lower())
+    config.one_of("version", ("gemm",), instead=instead)
+    config.require_values(instead, backend="autoawq", zero_point=True)
+    _require_four(config, "bits" if "bits" in config else "w_bit", instead)
+    columns = _group_size(config, "group_size" if "group_size" in config else "q_group_size")
+    scheme = LinearScheme(Rounding("uint4", 1, columns), None)
+    named = config.texts("modules_to_not_convert") if config.values.get("modules_to_not_convert") else []
+    # A name covers all modules below it, and may lack leading parts.
+    kept = [rf"re:(.*\.)?{re.escape(each)}(\..*)?$" for each in named] or [ROUTER]
+    return Quantisation("awq", (Rule((LINEAR,), str(scheme)),), (HEAD, *kept), NAMES[AWQ].scales, AWQ)
+
+
+def _scheme_of_gptq(fields: JsonFields, instead: str) -> LinearScheme:
+    _require_four(fields, "bits", instead)
+    columns = _group_size(fields, "group_size")
+    element = "int4" if fields.boolean("sym", True) else "uint4"
+    reordered = fields.boolean("desc_act", False) and columns > 0
+    return LinearScheme(Rounding(element, 1, columns), None, reordered)
+
+
+def _require_four(fields: JsonFields, name: str, instead: str) -> None:
+    bits: Any = fields.values.get(name)
+    fields.require(name, bits == 4 and type(bits) is int, f"4{instead}")
+
+
+def _group_size(fields: JsonFields, name: str) -> int:
+    """Return the columns of a group, 0 for whole rows."""
+    if fields.values.get(name) == -1:
+        return 0
+    size = fields.integer(name)
+    fields.require(name, size % 2 == 0, "an even number, or -1 for whole rows")
+    return size

@@ -1,0 +1,241 @@
+"""Integer weights that a checkpoint packs into words of 32 bits: check them, and unpack them to the engine's layout.
+
+Four layouts, named by Quantisation.layout, of a linear with N outputs and K inputs in G groups of columns:
+
+- pack-quantized (compressed-tensors): weight_packed [N, K / 8], weight_scale [N, G], weight_zero_point [N / 8, G],
+  weight_g_idx [K], weight_shape [2]. Zero points are packed along the rows.
+- gptq: qweight [K / 8, N], scales [G, N], qzeros [G, N / 8], g_idx [K]. Zero points are stored less one.
+- gptq_v2: the same with the zero points themselves.
+- awq: qweight [K, N / 8], scales [G, N], qzeros [G, N / 8]. The eight codes of a word are in the order of AWQ_ORDER.
+
+A word holds its first code in the lowest four bits. Sources: the packing functions of compressed-tensors
+(pack_to_int32), GPTQModel (BaseQuantLinear, convert_gptq_v1_to_v2_format) and AutoAWQ (WQLinear_GEMM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from compiled_engine.models.checkpoint.file_names import name_some
+from compiled_engine.passes.framework.rounding import pack, unpack
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+
+PACKED, GPTQ, GPTQ_V2, AWQ = "pack-quantized", "gptq", "gptq_v2", "awq"
+# Codes in a word of 32 bits, and the bits of a code.
+CODES, BITS = 8, 4
+# Of AWQ: the column of a word's eight that each four bits hold, from the lowest on.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FOUR_BITS = Rounding("int4", 1, 0)
+
+
+class Names(NamedTuple):
+    """Names of a module's tensors in a layout."""
+
+    words: str
+    scales: str
+    zeros: str
+    groups: str  # the group of each column
+    shape: str | None = None
+
+
+_OF_GPTQ = Names("qweight", "scales", "qzeros", "g_idx")
+NAMES = {
+    PACKED: Names("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    GPTQ: _OF_GPTQ,
+    GPTQ_V2: _OF_GPTQ,
+    AWQ: _OF_GPTQ,
+}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The packed codes of one linear."""
+
+    words: torch.Tensor
+    layout: str
+    num_columns: int
+    columns: torch.Tensor | None  # [K], the weight's column for each column of the codes; None for the same
+
+    @property
+    def stored(self) -> torch.Tensor | None:
+        """The codes as `to` returns them, if the checkpoint stores them so; otherwise None."""
+        return self._bytes_of(self.words) if self.layout == PACKED and self.columns is None else None
+
+    def _bytes_of(self, by_rows: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of words of eight neighbouring columns, which are those of the engine's layout."""
+        return by_rows.view(torch.uint8)[:, : self.num_columns // 2]
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        """Return the codes in the engine's layout, uint8 [N, K / 2], unpacked on the device."""
+        words = self.words.to(device)
+        if self.layout == AWQ:
+            codes_NB = pack(_unpacked(words, _places(AWQ_ORDER)).t().contiguous(), _FOUR_BITS)
+        else:
+            codes_NB = self._bytes_of(words if self.layout == PACKED else words.t().contiguous())
+        if self.columns is None:
+            return codes_NB
+        codes_NK = unpack(codes_NB, _FOUR_BITS)
+        return pack(codes_NK[:, self.columns.to(device)], _FOUR_BITS)
+
+
+def read_packed(
+    tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None, path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
+    """Return the checkpoint's tensors with packed weights in the engine's layout, and the packed codes, by weight.
+
+    Words are replaced by a tensor `weight` [N, K] on the meta device, which only says what the codes stand for. Under
+    their own names, scales become [N, G], zero points uint8 [N, G], and groups the order of the columns, int32 [K], or
+    nothing if columns are not reordered. Raises ValueError, with names and values, if tensors contradict each other or
+    the rules.
+    """
+    if quantisation is None or not quantisation.layout:
+        return dict(tensors), {}
+    names = NAMES[quantisation.layout]
+    found: dict[str, torch.Tensor] = {}
+    packed: dict[str, PackedWeight] = {}
+    problems: list[str] = []
+    beside = {name for name in tensors if name.rpartition(".")[2] in names}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind != names.words:
+            if f"{module}.{names.words}" not in tensors or name not in beside:
+                found[name] = tensor
+            continue
+        scheme = quantisation.scheme_of(module)
+        if scheme is None or not scheme.weight.is_integer:
+            reason = quantisation.why_not(module) if scheme is None else f"the rules ask for {scheme.weight}"
+            problems.append(f"{name} is packed, but {reason}")
+            continue
+        if f"{module}.weight" in tensors:
+            problems.append(f"{name} is a second copy of {module}.weight")
+            continue
+        parts = {part: tensors.get(f"{module}.{part}") for part in names if part is not None}
+        linear = _Linear(module, scheme, quantisation.layout, names, parts)
+        try:
+            found |= linear.tensors()
+            packed[f"{module}.weight"] = linear.codes()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError(f"the tensors in {path} do not fit quantization_config: {name_some(problems, most=3)}")
+    return found, packed
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """The tensors of one packed linear as the checkpoint has them."""
+
+    module: str
+    scheme: LinearScheme
+    layout: str
+    names: Names
+    parts: Mapping[str, torch.Tensor | None]  # by the last part of the name
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of `read_packed` for this linear. Raises ValueError if they contradict each other."""
+        num_rows, num_columns = self._sizes()
+        rounding, by_group = self.scheme.weight, self.layout != PACKED
+        rows, groups = rounding.grid(num_rows, num_columns)
+        scales = self._part(self.names.scales, (groups, rows) if by_group else (rows, groups))
+        found = {
+            f"{self.module}.weight": torch.empty((num_rows, num_columns), dtype=torch.uint8, device="meta"),
+            f"{self.module}.{self.names.scales}": scales.t() if by_group else scales,
+        }
+        zeros = self._zeros(num_rows, groups)
+        if rounding.format.has_zeros and zeros is not None:
+            found[f"{self.module}.{self.names.zeros}"] = zeros
+        columns = self._columns()
+        if columns is not None:
+            found[f"{self.module}.{self.names.groups}"] = columns
+        return found
+
+    def codes(self) -> PackedWeight:
+        words = self._part(self.names.words)
+        return PackedWeight(words, self.layout, self._sizes()[1], self._columns())
+
+    def _part(self, kind: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return one of the tensors, which must exist, of this shape and dtype."""
+        name, tensor = f"{self.module}.{kind}", self.parts[kind]
+        if tensor is None:
+            raise ValueError(f"{name} is missing")
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+        return tensor
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return (N, K)."""
+        words = self._part(self.names.words, dtype=torch.int32)
+        if words.dim() != 2:
+            raise ValueError(f"{self.module}.{self.names.words} must have two dimensions, got {list(words.shape)}")
+        first, second = words.shape
+        if self.layout == AWQ:
+            return second * CODES, first
+        if self.layout != PACKED:
+            return second, first * CODES
+        assert self.names.shape is not None
+        num_rows, num_columns = self._part(self.names.shape, (2,)).tolist()
+        if num_columns % 2:
+            raise ValueError(f"{self.module}.{self.names.shape} must have an even number of columns, got {num_columns}")
+        self._part(self.names.words, (num_rows, -(-num_columns // CODES)))
+        return num_rows, num_columns
+
+    def _zeros(self, num_rows: int, num_groups: int) -> torch.Tensor | None:
+        """Return the zero points, uint8 [N, G]; None if there are none."""
+        kind, has_zeros = self.names.zeros, self.scheme.weight.format.has_zeros
+        if self.layout == PACKED:
+            if not has_zeros:
+                if self.parts[kind] is not None:
+                    raise ValueError(f"{self.module}.{kind} must not exist, as symmetric is true")
+                return None
+            words = self._part(kind, (-(-num_rows // CODES), num_groups), torch.int32)
+            return _unpacked(words.t(), tuple(range(CODES))).t()[:num_rows].contiguous()
+        words = self._part(kind, (num_groups, -(-num_rows // CODES)), torch.int32)
+        order = _places(AWQ_ORDER) if self.layout == AWQ else tuple(range(CODES))
+        zeros = _unpacked(words, order)[:, :num_rows].t().contiguous()
+        if self.layout == GPTQ:
+            if has_zeros and int(zeros.max()) == 2**BITS - 1:
+                # The writers subtract one from 0 and 16 alike.
+                raise ValueError(f"{self.module}.{kind} must hold zero points less one, from 0 to 14, got 15")
+            zeros += 1
+        if not has_zeros and (zeros != 2 ** (BITS - 1)).any():
+            other = int(zeros[zeros != 2 ** (BITS - 1)][0])
+            raise ValueError(f"{self.module}.{kind} must hold the zero point 8 alone, as sym is true, got {other}")
+        return zeros
+
+    def _columns(self) -> torch.Tensor | None:
+        """Return the order of the columns, int32 [K], in which groups are neighbours; None if they already are."""
+        kind, num_columns = self.names.groups, self._sizes()[1]
+        if self.parts[kind] is None and not self.scheme.reordered:
+            return None
+        groups = self._part(kind, (num_columns,)).long()
+        size = self.scheme.weight.columns or num_columns
+        expected = torch.arange(num_columns) // size
+        if not self.scheme.reordered:
+            if not torch.equal(groups, expected):
+                raise ValueError(f"{self.module}.{kind} must hold neighbouring groups of {size}, as config.json says")
+            return None
+        columns = groups.argsort(stable=True)
+        if not torch.equal(groups[columns], expected):
+            raise ValueError(f"{self.module}.{kind} must hold each group {size} times")
+        return columns.int()
+
+
+def _unpacked(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
+    """Return the codes of words [R, C], uint8 [R, 8 C]. places: where in a word, in fours of bits, each code is."""
+    found = torch.empty((*words.shape, CODES), dtype=torch.uint8, device=words.device)
+    in_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, CODES // 2))
+    for code, place in enumerate(places):
+        found[..., code] = in_bytes[..., place // 2] >> BITS * (place % 2) & 15
+    return found.flatten(1)
+
+
+def _places(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the place of each code, for the code of each place."""
+    return tuple(order.index(code) for code in range(len(order)))

@@ -1,0 +1,240 @@
+"""Triton kernels of linears with packed integer codes, whose inputs are not rounded.
+
+With few tokens a linear costs the read of its weight, so one kernel decodes the codes in registers before the tensor
+cores multiply them. With many tokens the products dominate: another kernel decodes the whole weight into memory, and
+the library multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.linear.quantised_product import LEAST_COLUMNS, Tiles, step_of, store_outputs
+from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
+from compiled_engine.quantisation import LinearScheme
+
+# The first compute capability with products of bfloat16.
+CAPABILITY = (8, 0)
+# Most tokens of the kernel that decodes in registers: from here on the products take longer than the decoded weight.
+MOST_TOKENS = 64
+# Bits of 128 in bfloat16 and of 1024 in float16.
+BITS_OF_128, BITS_OF_1024 = tl.constexpr(0x4300), tl.constexpr(0x6400)
+# Of the kernel that decodes a weight: rows and bytes of a program.
+_DECODED_ROWS, _DECODED_BYTES = 4, 512
+
+
+@triton.jit
+def _values(codes: tl.tensor, zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return codes of up to 7 bits minus their zeros, which is exact in each floating-point dtype.
+
+    A conversion from integers is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024, so setting
+    the low bits adds the code.
+    """
+    if dtype == tl.float32:
+        return codes.to(tl.float32) - zeros.to(tl.float32)
+    else:
+        BITS: tl.constexpr = BITS_OF_128 if dtype == tl.bfloat16 else BITS_OF_1024
+        values = (codes.to(tl.int16) | BITS).to(dtype, bitcast=True)
+        return values - (zeros.to(tl.int16) | BITS).to(dtype, bitcast=True)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_outputs", "num_tokens"])
+def integer_product_kernel(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_outputs: tl.tensor,
+    num_tokens: tl.tensor,
+    x_stride: tl.tensor,
+    K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    ZERO: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
+
+    x: [num_tokens, K]; codes: [N, K / 2], a byte has an even column in its low half; scales, zeros: one for each tile,
+    with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual: [num_tokens, num_outputs].
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    HALF: tl.constexpr = BLOCK_K // 2
+    OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
+    first = tl.program_id(0) * OUTPUTS
+    row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
+    token_T = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mask_T = token_T < num_tokens
+    column_K, byte_B = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
+    codes_ptr_NB = codes_ptr + row_N.to(tl.int64)[:, None] * (K // 2) + byte_B[None, :]
+    x_ptr_TK = x_ptr + token_T.to(tl.int64)[:, None] * x_stride + column_K[None, :]
+    tile_N = row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    acc_NT = tl.zeros([ROWS, TOKENS], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            codes_NB = tl.load(codes_ptr_NB + k // 2, eviction_policy="evict_first")
+            x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None], other=0.0)
+        else:
+            codes_NB = tl.load(codes_ptr_NB + k // 2, mask=(k // 2 + byte_B < K // 2)[None, :], other=0)
+            x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None] & (k + column_K < K)[None, :], other=0.0)
+        scale_N = tl.load(scales_ptr + tile_N + k // TILE_COLUMNS)
+        if zeros_ptr is None:
+            zero_N1 = tl.full([1, 1], ZERO, tl.uint8)
+        else:
+            zero_N1 = tl.load(zeros_ptr + tile_N + k // TILE_COLUMNS)[:, None]
+        even_TB, odd_TB = tl.split(tl.reshape(x_TK, [TOKENS, HALF, 2]))
+        product_NT = tl.dot(_values(codes_NB & 15, zero_N1, dtype), tl.trans(even_TB), input_precision="ieee")
+        odd_NB = _values(codes_NB >> 4, zero_N1, dtype)
+        product_NT = tl.dot(odd_NB, tl.trans(odd_TB), product_NT, input_precision="ieee")
+        acc_NT += product_NT * scale_N[:, None]
+    y_TN = tl.trans(acc_NT)
+    store_outputs(y_TN, first, num_outputs, token_T, mask_T, bias_ptr, residual_ptr, out_ptr, SILU_MUL, ACTIVATION)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_kernel(
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    ZERO: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (rows, columns): decodes BYTES bytes of ROWS rows. Arguments: see integer_product_kernel."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    byte_B = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    mask_NB = (row_N < num_rows)[:, None] & (byte_B < K // 2)[None, :]
+    codes_NB = tl.load(codes_ptr + row_N.to(tl.int64)[:, None] * (K // 2) + byte_B[None, :], mask=mask_NB, other=0)
+    tile_NB = (row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS))[:, None]
+    tile_NB += (byte_B // (TILE_COLUMNS // 2))[None, :]
+    scale_NB = tl.load(scales_ptr + tile_NB, mask=mask_NB, other=0.0)
+    if zeros_ptr is None:
+        zero_NB = tl.full([1, 1], ZERO, tl.uint8)
+    else:
+        zero_NB = tl.load(zeros_ptr + tile_NB, mask=mask_NB, other=0)
+    even_NB = _values(codes_NB & 15, zero_NB, tl.float32) * scale_NB
+    odd_NB = _values(codes_NB >> 4, zero_NB, tl.float32) * scale_NB
+    column_K = tl.program_id(1) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    mask_NK = (row_N < num_rows)[:, None] & (column_K < K)[None, :]
+    out_ptr_NK = out_ptr + row_N.to(tl.int64)[:, None] * K + column_K[None, :]
+    tl.store(out_ptr_NK, tl.interleave(even_NB, odd_NB).to(out_ptr.dtype.element_ty), mask=mask_NK)
+
+
+def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str | None:
+    """Return why plain torch must compute a linear; None if the kernels can."""
+    if capability < CAPABILITY:
+        return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of bfloat16"
+    if not step_of(scheme):
+        return f"its scales are of columns that are no multiple of {LEAST_COLUMNS} ({scheme})"
+    return None
+
+
+def choose_tiles(num_tokens: int, num_rows: int) -> Tiles:
+    """Return the tiles for [num_tokens, K] x [num_rows, K], by a rule."""
+    tokens = min(MOST_TOKENS, max(16, next_power_of_2(num_tokens)))
+    return Tiles(tokens, 32 if num_rows <= 8192 else 64, 8 if tokens == MOST_TOKENS else 4, 4)
+
+
+def launch(
+    x_TK: torch.Tensor,
+    codes_NB: torch.Tensor,
+    scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    silu_mul: bool,
+    activation: str,
+    scheme: LinearScheme,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """Multiply x by the weight and apply what quantised_linear fuses: [T, N], or [T, N / 2] with silu_mul, in the dtype
+    of x. The weight must be contiguous."""
+    if residual_TM is not None and not residual_TM.is_contiguous():
+        residual_TM = residual_TM.contiguous()
+    (num_tokens, k), num_rows, rounding = x_TK.shape, codes_NB.shape[0], scheme.weight
+    if tiles is None:
+        tiles = choose_tiles(num_tokens, num_rows)
+    outputs = num_rows // 2 if silu_mul else num_rows
+    out_TM = torch.empty((num_tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
+    integer_product_kernel[(cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens))](
+        x_TK,
+        codes_NB,
+        scales_RC,
+        zeros_RC,
+        bias_N,
+        residual_TM,
+        out_TM,
+        outputs,
+        num_tokens,
+        x_TK.stride(0),
+        K=k,
+        TILE_ROWS=rounding.rows or num_rows,
+        TILE_COLUMNS=rounding.columns or k,
+        ZERO=rounding.format.zero or 0,
+        SILU_MUL=silu_mul,
+        ACTIVATION=activation,
+        TOKENS=tiles.tokens,
+        ROWS=tiles.rows,
+        BLOCK_K=step_of(scheme),
+        NUM_STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
+        **dependent_launch(x_TK.device),
+    )
+    return out_TM
+
+
+def decode_weight(
+    codes_NB: torch.Tensor,
+    scales_RC: torch.Tensor,
+    zeros_RC: torch.Tensor | None,
+    scheme: LinearScheme,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the weight's values [N, K], computed in fp32 and rounded to `dtype`. Pairs of columns share a scale."""
+    (num_rows, num_bytes), rounding = codes_NB.shape, scheme.weight
+    out_NK = torch.empty((num_rows, 2 * num_bytes), dtype=dtype, device=codes_NB.device)
+    decode_kernel[(cdiv(num_rows, _DECODED_ROWS), cdiv(num_bytes, _DECODED_BYTES))](
+        codes_NB,
+        scales_RC,
+        zeros_RC,
+        out_NK,
+        num_rows,
+        K=2 * num_bytes,
+        TILE_ROWS=rounding.rows or num_rows,
+        TILE_COLUMNS=rounding.columns or 2 * num_bytes,
+        ZERO=rounding.format.zero or 0,
+        ROWS=_DECODED_ROWS,
+        BYTES=_DECODED_BYTES,
+        **dependent_launch(codes_NB.device),
+    )
+    return out_NK

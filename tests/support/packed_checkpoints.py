@@ -1,0 +1,154 @@
+"""Checkpoints in four bits, written code by code from the descriptions of their formats, and the model to compare with.
+
+Nothing of the engine is used. The oracle is transformers' model in fp32 with the values that the codes stand for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantised_checkpoints import load_all
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A format. method: of quantization_config; columns: of a group, 0 for a row; is_reordered: groups have any
+    columns, the same for all linears of as many columns."""
+
+    method: str
+    columns: int
+    is_symmetric: bool
+    is_reordered: bool = False
+    scale_dtype: torch.dtype = torch.float16
+
+    def config(self, ignore: list[str]) -> dict[str, Any]:
+        if self.method == "compressed-tensors":
+            weights = {
+                "num_bits": 4, "type": "int", "symmetric": self.is_symmetric, "dynamic": False,
+                "strategy": "group" if self.columns else "channel", "group_size": self.columns or None,
+                "actorder": "group" if self.is_reordered else None,
+            }  # fmt: skip
+            group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+            return {
+                "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore,
+                "config_groups": {"group_0": group},
+            }  # fmt: skip
+        if self.method == "awq":
+            return {
+                "quant_method": "awq", "bits": 4, "group_size": self.columns or -1, "zero_point": True,
+                "version": "gemm", "modules_to_not_convert": ignore,
+            }  # fmt: skip
+        return {
+            "quant_method": "gptq", "bits": 4, "group_size": self.columns or -1, "sym": self.is_symmetric,
+            "desc_act": self.is_reordered, "checkpoint_format": self.method, "lm_head": "lm_head" not in ignore,
+            "dynamic": {f"-:{name.replace('.', chr(92) + '.')}$": {} for name in ignore if name != "lm_head"},
+        }  # fmt: skip
+
+
+PACKINGS = {
+    "compressed-tensors, groups": Packing("compressed-tensors", 32, True, scale_dtype=torch.bfloat16),
+    "compressed-tensors, zero points": Packing("compressed-tensors", 128, False, scale_dtype=torch.bfloat16),
+    "compressed-tensors, rows": Packing("compressed-tensors", 0, False),
+    "compressed-tensors, reordered": Packing("compressed-tensors", 64, True, True),
+    "gptq": Packing("gptq", 128, True),
+    "gptq, zero points": Packing("gptq", 32, False),
+    "gptq, rows": Packing("gptq", 0, True),
+    "gptq, reordered": Packing("gptq", 64, False, True),
+    "gptq_v2": Packing("gptq_v2", 64, False),
+    "awq": Packing("awq", 128, False),
+    "awq, small groups": Packing("awq", 32, False),
+}
+
+
+def groups_of(packing: Packing, num_columns: int) -> list[int]:
+    """The group of each column."""
+    size = packing.columns or num_columns
+    groups = [column // size for column in range(num_columns)]
+    if not packing.is_reordered:
+        return groups
+    order = torch.randperm(num_columns, generator=torch.Generator().manual_seed(num_columns)).tolist()
+    found = [0] * num_columns
+    for place, column in enumerate(order):
+        found[column] = groups[place]
+    return found
+
+
+def round_weight(
+    weight_NK: torch.Tensor, packing: Packing, groups: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes from 0 to 15 [N, K], and of each group scales [N, G], rounded to what is stored, and zero points [N, G]."""
+    N, G = len(weight_NK), max(groups) + 1
+    of_group = [torch.tensor([k for k, group in enumerate(groups) if group == g]) for g in range(G)]
+    codes_NK = torch.zeros(weight_NK.shape, dtype=torch.int64)
+    scales_NG, zeros_NG = torch.zeros(N, G), torch.zeros(N, G, dtype=torch.int64)
+    for g, columns in enumerate(of_group):
+        part = weight_NK[:, columns]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        scale = part.abs().amax(1) / 7.5 if packing.is_symmetric else (high - low) / 15
+        scale = scale.clamp(min=1e-5).to(packing.scale_dtype).float()
+        zero = torch.full((N,), 8.0) if packing.is_symmetric else (-low / scale).round().clamp(1, 15)
+        codes_NK[:, columns] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, 15).long()
+        scales_NG[:, g], zeros_NG[:, g] = scale, zero.long()
+    return codes_NK, scales_NG, zeros_NG
+
+
+def words_of(rows: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight neighbouring values of a row in a word of 32 bits. order: the value that each four bits hold, from the
+    lowest on. Rows are filled up with zeros."""
+    missing = -rows.shape[1] % 8
+    rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=rows.dtype)], 1)
+    words = torch.zeros(len(rows), rows.shape[1] // 8, dtype=torch.int64)
+    for place, value in enumerate(order):
+        words += rows[:, value::8] * 16**place
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def pack_weight(weight_NK: torch.Tensor, packing: Packing) -> tuple[Tensors, torch.Tensor]:
+    """The tensors of a linear by the last part of their names, and the values that they stand for, [N, K]."""
+    groups = groups_of(packing, weight_NK.shape[1])
+    codes_NK, scales_NG, zeros_NG = round_weight(weight_NK, packing, groups)
+    values_NK = (codes_NK - zeros_NG[:, groups]).float() * scales_NG[:, groups]
+    scales = scales_NG.to(packing.scale_dtype)
+    if packing.method == "compressed-tensors":
+        shape = torch.tensor(weight_NK.shape)
+        found = {"weight_packed": words_of(codes_NK), "weight_scale": scales, "weight_shape": shape}
+        if not packing.is_symmetric:
+            found["weight_zero_point"] = words_of(zeros_NG.t()).t()
+        if packing.is_reordered:
+            found["weight_g_idx"] = torch.tensor(groups, dtype=torch.int32)
+    elif packing.method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        found = {"qweight": words_of(codes_NK.t(), order), "qzeros": words_of(zeros_NG.t(), order)}
+        found["scales"] = scales.t()
+    else:
+        less = 1 if packing.method == "gptq" else 0
+        found = {"qweight": words_of(codes_NK).t(), "qzeros": words_of(zeros_NG.t() - less)}
+        found |= {"scales": scales.t(), "g_idx": torch.tensor(groups, dtype=torch.int32)}
+    return {name: tensor.contiguous() for name, tensor in found.items()}, values_NK
+
+
+def write_packed(source: Path, folder: Path, packing: Packing, ignore: list[str]) -> nn.Module:
+    """Write a checkpoint of transformers in a format, and return the oracle. ignore: names of modules."""
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
+    tensors = load_all(source)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{path}.weight" in tensors and path not in ignore:
+            packed, values_NK = pack_weight(tensors.pop(f"{path}.weight").float(), packing)
+            tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
+            module.weight.copy_(values_NK)
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = packing.config(ignore)
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
