@@ -12,5 +12,9 @@ Read it in this order.
 4. The start: `load_model` compiles a model and reads its weights, `warm_up` runs every kind of batch, `cache_memory`
    sizes the KV cache.
 
+Names of tensors end in their dimensions: T tokens and R rows of a batch, padding included (R1: R + 1), S rows of the
+states, L tokens of a request, K guesses, B blocks, D hidden size, V vocabulary, W words of a work list, digits as they
+are. The packages `compiled_engine.graphs`, `passes` and `models` are folders at the top of the repository.
+
 Features plug in at `plan_hooks` and `step_hooks`, and are in `compiled_engine/features`.
 """

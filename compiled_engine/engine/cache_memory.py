@@ -89,7 +89,7 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Return the bytes of one block: keys and values with their scales, draft models included.
+    """Return the bytes of one block: keys and values with their scales, models beside it included.
 
     layers: the layers to count; None for all.
     """

@@ -85,6 +85,7 @@ class EngineCore:
         self._late_begun = False  # whether the last submitted step's late inputs are being computed
         self._held: set[str] = set()  # requests that a feature holds back
         self._num_held_ended = 0  # number of requests that ended while they were held back
+        self._failed: list[EngineOutput] = []  # of requests that ended while they were held back, not yet returned
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
@@ -105,9 +106,9 @@ class EngineCore:
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = structs.replace(request, sampling_params=params)
-        for holds in self._hooks.holds:
+        if self._hooks.holds is not None:
             self._scheduler.check(request)  # before the work for a request that will be added later
-            if holds(request, given):
+            if self._hooks.holds(request, given):
                 self._held.add(request.request_id)
                 return
         self._scheduler.add(request)
@@ -115,7 +116,7 @@ class EngineCore:
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request now and return its last output, with finish_reason "abort"; None if it has already ended.
 
-        stopped: count it as finished, because a stop string completed its output.
+        stopped: count it as finished, because a stop string completed its output; the last output is the same.
         """
         if request_id in self._held:
             self._withdraw(request_id)
@@ -134,7 +135,8 @@ class EngineCore:
         that a feature fails ends with finish_reason "error", and the others continue. If a step fails, running requests
         are aborted and the error is raised; waiting requests continue.
         """
-        failed = self._add_released() if self._held else []
+        if self._held:
+            self._add_released()
         try:
             while len(self._pending) < self._steps_in_flight and self._late is None:
                 if (step := self._scheduler.schedule()) is None:
@@ -150,7 +152,7 @@ class EngineCore:
             if self._late_begun:
                 self._give_late()
             if not self._pending:
-                return StepOutputs(others=failed)
+                return StepOutputs(others=self._take_failed())
             step, pending = self._pending.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
@@ -163,7 +165,7 @@ class EngineCore:
             self._drain()
             raise
         self._scheduler.check_idle()
-        return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
+        return replace(outputs, others=[*outputs.others, *self._take_failed()]) if self._failed else outputs
 
     def _begin_late(self) -> None:
         """Start computing the newest step's late inputs, if all tokens before it are known."""
@@ -178,26 +180,29 @@ class EngineCore:
         self.executor.sample(self._scheduler.finish_late())
         self.clock.lap("late")
 
-    def _add_released(self) -> list[EngineOutput]:
-        """Queue requests that are no longer held back; return the outputs of those that cannot be queued."""
-        ended: list[EngineOutput] = []
-        busy = self._pending or self._scheduler.has_unfinished()
-        for released in self._hooks.released:
-            ready, failed = released(0 if busy else PATIENCE_S)
-            self._held -= {output.request_id for output in failed}
-            self._num_held_ended += len(failed)
-            ended += failed
-            for request in ready:
-                try:
-                    for check in self._hooks.check:  # again, as conditions may have changed
-                        check(request)
-                except ValueError as error:
-                    self._withdraw(request.request_id)
-                    ended.append(EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error)))
-                else:
-                    self._held.remove(request.request_id)
-                    self._scheduler.add(request)
-        return ended
+    def _add_released(self) -> None:
+        """Queue requests that are no longer held back, and keep the outputs of those that cannot be queued."""
+        assert self._hooks.released is not None
+        busy = self._pending or self._failed or self._scheduler.has_unfinished()
+        ready, failed = self._hooks.released(0 if busy else PATIENCE_S)
+        self._held -= {output.request_id for output in failed}
+        self._num_held_ended += len(failed)
+        self._failed += failed
+        for request in ready:
+            try:
+                for check in self._hooks.check:  # again, as conditions may have changed
+                    check(request)
+            except ValueError as error:
+                self._withdraw(request.request_id)
+                output = EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error))
+                self._failed.append(output)
+            else:
+                self._held.remove(request.request_id)
+                self._scheduler.add(request)
+
+    def _take_failed(self) -> list[EngineOutput]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def _withdraw(self, request_id: str) -> None:
         self._held.remove(request_id)
@@ -234,7 +239,7 @@ class EngineCore:
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished() or len(self._held) > 0
+        return self._scheduler.has_unfinished() or bool(self._held or self._failed)
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of scheduler, features and runner, with `start_s` and `generated_tokens`.

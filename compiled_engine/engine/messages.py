@@ -249,8 +249,8 @@ class SchedulerOutput:
     # Additional blocks in each KV group, for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     samples_late: bool = False  # sampling awaits the step's LateInputs
-    # A single step: each request has one row, without guesses, and yields one token if it samples. Its requests have
-    # no guesses in later steps either.
+    # Only set in engines whose steps may yield several tokens for a request: each request of this step has one row,
+    # without guesses, and yields one token if it samples. Its requests have no guesses in later steps either.
     single: bool = False
     extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
 

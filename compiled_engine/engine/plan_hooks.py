@@ -38,7 +38,7 @@ class PlanFeature:
         """
 
     def holds(self, request: EngineRequest, given: Any) -> bool:
-        """Return whether to hold a request back until it is `released`.
+        """Return whether to hold a request back until it is `released`. At most one feature overrides these two.
 
         given: see EngineCore.add; None if nothing came with the request. Raises ValueError if the two do not match.
         """
@@ -142,8 +142,8 @@ class PlanHooks:
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.check = overriding(features, PlanFeature.check)
-        self.holds = overriding(features, PlanFeature.holds)
-        self.released = overriding(features, PlanFeature.released)
+        self.holds = sole_overriding(features, PlanFeature.holds)
+        self.released = sole_overriding(features, PlanFeature.released)
         self.withdrawn = overriding(features, PlanFeature.withdrawn)
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)

@@ -91,7 +91,7 @@ class Request:
     failure: str | None = None  # why it ends with the next processed step; None if it does not
     prefix_root: bytes = ROOT  # see EngineRequest
     max_new_tokens_per_step: int = 1  # most tokens that a step may yield for it
-    most_when_admitted: int = 1  # max_new_tokens_per_step at admission; that falls to 1 when it stops drafting
+    most_when_admitted: int = 1  # max_new_tokens_per_step at admission, from where a feature may lower it to 1
     status: RequestStatus = RequestStatus.WAITING
     # Number of leading tokens with K and V in the cache, steps in flight included; an upper bound like num_tokens.
     num_computed_tokens: int = 0
@@ -120,7 +120,7 @@ class Request:
     ) -> Request:
         """Make a request. max_total_tokens: most tokens of prompt and output together.
 
-        max_new_tokens_per_step: the engine's value. Requests that disable drafts, or whose logits depend on the tokens
+        max_new_tokens_per_step: the engine's value. Requests that ask for it, or whose logits depend on the tokens
         generated so far, get 1.
         """
         params = request.sampling_params
@@ -157,13 +157,13 @@ class Request:
             self.scheduled_time = time.perf_counter()
 
     def limit_to_single_tokens(self) -> None:
-        """Stop drafting until the next admission, because the draft head has not read all of the request's tokens."""
+        """Yield at most one token a step until the next admission."""
         self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
     @property
     def is_limited_to_single_tokens(self) -> bool:
-        """Whether the request has stopped drafting, see `limit_to_single_tokens`."""
+        """Whether `limit_to_single_tokens` was called since the last admission."""
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:

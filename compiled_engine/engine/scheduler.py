@@ -187,9 +187,9 @@ class Scheduler:
             self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
         for built in self._hooks.built:
             built(builder)
-        # Without drafts in this step and those in flight, the numbers of tokens are exact.
+        # If this step and those in flight yield at most one token for each request, the numbers of tokens are exact.
         if builder.single and all(step.output.single for step in self._in_flight):
-            requests = (*builder.decodes, *builder.longer.requests)
+            requests = (*builder.decodes, *builder.others.requests)
             self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
         return builder
 
@@ -291,6 +291,7 @@ class Scheduler:
 
         It lacks them while an earlier step in flight still samples one of these requests.
         """
+        # One unknown token is the step's own.
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
 
     def begin_late(self, step: SchedulerOutput) -> None:

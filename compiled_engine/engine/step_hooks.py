@@ -9,13 +9,14 @@ The order of the hooks in a step:
     begin                        the rows are assigned, and nothing of the step is launched
     variant, wants_hidden        choose the forward, and whether it returns hidden states or logits
     lay_out                      lays out the batch's rows
-    receive                      the inputs are on the device, and the forward is not launched
+    receive                      the staged writes are launched, and neither the inputs nor the forward
     before_inputs, in_forward    launches that a CUDA graph may hold together with the forward
     after_forward                launches that read hidden states
     edits                        the step's late inputs are there, and nothing is sampled with them
     after_sample                 the step's tokens are in the states
     after_step                   launches that the host does not wait for
-    end                          the step is launched, except for sampling that awaits late inputs
+    end                          the step is launched, except for sampling that awaits late inputs: then `end` comes
+                                 before `edits`
 
 `start_up`, `compile_kernels`, `graphs` and `allocate` are called when the engine starts.
 """
@@ -111,7 +112,7 @@ class FeatureGraphs:
 class ModelBeside(NamedTuple):
     """A model that a feature runs besides the engine's, such as a draft model."""
 
-    name: str  # prefix of its names in reports
+    name: str  # prefix of its names in reports, such as "draft "
     compiled: CompiledModel | None  # None if the model runs eagerly
     forward: ModelForward
 

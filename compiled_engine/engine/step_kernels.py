@@ -53,8 +53,8 @@ def prepare_kernel(
         MAX_BLOCKS]; see RequestStates.
     input_ids_ptr to sample_positions_ptr: the buffers that are filled, see InputBuffers. table_ptr: int32 [R,
         MAX_BLOCKS].
-    numbers_ptr: int32 [R], row numbers, or None unless the batch is numbered; then ahead_ptr: int32 [S, NUM_AHEAD], and
-        history_ptr: int32 [S, L] or None, are read too. A row whose guess does not exist is treated as padding.
+    numbers_ptr: int32 [R], row numbers; ahead_ptr: int32 [S, NUM_AHEAD]; history_ptr: int32 [S, L]. All three are None
+        unless the batch is numbered. A row whose guess does not exist is treated as padding.
     """
     # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.

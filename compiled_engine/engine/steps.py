@@ -39,8 +39,8 @@ class StepBuilder:
     decodes: list[Request] = field(default_factory=list)
     decode_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)  # indices of decodes that do not sample
-    longer: Shares = field(default_factory=Shares)  # all other shares
-    num_prompts: int = 0  # shares of prompts, in decodes and longer
+    others: Shares = field(default_factory=Shares)  # all other shares
+    num_prompts: int = 0  # shares of prompts, in decodes and others
     num_prefill_tokens: int = 0
     # most tokens that the step yields, for requests with fewer than decode_tokens
     bounds: dict[Request, int] = field(default_factory=dict)
@@ -58,19 +58,19 @@ class StepBuilder:
             self.decodes.append(request)
             self.decode_starts.append(start)
             return
-        longer = self.longer
-        longer.requests.append(request)
-        longer.starts.append(start)
-        longer.counts.append(count)
-        longer.samples.append(samples)
+        others = self.others
+        others.requests.append(request)
+        others.starts.append(start)
+        others.counts.append(count)
+        others.samples.append(samples)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decodes or self.longer.requests)
+        return not (self.decodes or self.others.requests)
 
     @property
     def has_decodes(self) -> bool:
-        return len(self.decodes) + len(self.longer.requests) > self.num_prompts
+        return len(self.decodes) + len(self.others.requests) > self.num_prompts
 
     def room_for_prompts(self, budget: int) -> int:
         """Return the part of `budget` that prompts may still use if other requests run."""
@@ -79,13 +79,13 @@ class StepBuilder:
 
     def shares(self) -> Shares:
         """Return all shares, those of decodes first."""
-        count, longer = len(self.decodes), self.longer
+        count, others = len(self.decodes), self.others
         samples = all_but(self.unsampled, count)
         return Shares(
-            self.decodes + longer.requests,
-            self.decode_starts + longer.starts,
-            [self.decode_tokens] * count + longer.counts,
-            samples + longer.samples,
+            self.decodes + others.requests,
+            self.decode_starts + others.starts,
+            [self.decode_tokens] * count + others.counts,
+            samples + others.samples,
         )
 
 

@@ -34,7 +34,7 @@ class GraphKey:
     num_tokens: int  # of the padded batch
     num_requests: int = 0  # rows of attention
     num_decodes: int = 0  # leading rows with one query token each
-    # Most query tokens of a row. In decode graphs, the rows per request: for its newest token and its drafts.
+    # Most query tokens of a row. In decode graphs, the rows per request.
     max_query_len: int = 0
     max_seq_len: int = 0  # longest context
     short: bool = False  # max_seq_len is below the engine's limit

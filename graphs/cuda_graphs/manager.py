@@ -58,7 +58,7 @@ class Captured(NamedTuple):
     """A graph and its result."""
 
     graph: Replayable
-    result: torch.Tensor  # [key.num_tokens, ...]
+    result: torch.Tensor  # see Capturable.run
 
 
 class CudaGraphManager:
@@ -173,7 +173,7 @@ class CudaGraphManager:
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """Run the graph on the batch in the buffers; its result, [key.num_tokens, ...], is valid until the next replay.
+        """Run the graph on the batch in the buffers; its result, see Capturable.run, is valid until the next replay.
 
         inputs: the unpadded batch's attention inputs, if attention runs between graphs; None for a full graph.
         """

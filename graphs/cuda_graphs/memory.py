@@ -92,7 +92,7 @@ MAPPED_FILES = Path("/proc/self/maps")
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], share: int = 0) -> dict[str, Any]:
     """Return all factors of the graphs' memory, as JSON values.
 
-    entry_key: the compiled model's key. keys: names of the graphs in capture order. share: index of the rank's
+    entry_key: the compiled model's key. keys: names of the graphs, in a fixed order. share: index of the rank's
     LayerShare.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}

@@ -370,6 +370,26 @@ def test_requests_wait_for_their_grammars_beside_the_others(grammars: Grammars) 
     assert grammars.patience == [0.005, 0, 0]
 
 
+def test_a_step_that_fails_loses_no_end_of_a_request_that_was_held_back(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, executor = made()
+    core.add(request("a", grammar="g"))
+    core.add(request("plain"))
+    core.step()
+    grammars.failed = [EngineOutput("a", (), finish_reason="error", stop_reason="odd")]
+
+    def fail() -> RunnerOutput:
+        raise RuntimeError("the step failed")
+
+    monkeypatch.setattr(executor, "submit", lambda step: Pending(fail))
+    with pytest.raises(RuntimeError, match="the step failed"):
+        core.step()
+    assert core.has_unfinished()
+    assert [(output.request_id, output.stop_reason) for output in core.step()] == [("a", "odd")]
+    assert not core.has_unfinished()
+
+
 def test_an_adapter_may_be_gone_when_a_grammar_is_ready(grammars: Grammars) -> None:
     core, executor = made(WITH_ADAPTERS)
     core.add(request("a", adapter="x", grammar="g"))

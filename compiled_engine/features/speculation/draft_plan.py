@@ -114,7 +114,7 @@ class DraftPlan(PlanFeature):
             self._skip_head(builder)
         if self._sharpness is not None and not builder.single and not builder.is_empty:
             self._step_sharpness = self._sharpness.choose()
-        num_decodes, num_requests = len(builder.decodes), len(builder.decodes) + len(builder.longer.requests)
+        num_decodes, num_requests = len(builder.decodes), len(builder.decodes) + len(builder.others.requests)
         of_decodes = not (builder.num_prefill_tokens or builder.new) and 2 * num_decodes >= num_requests
         self._num_drafts = builder.decode_tokens - 1 if of_decodes else None
 
@@ -123,7 +123,7 @@ class DraftPlan(PlanFeature):
 
         A step without drafts also skips the head if all its requests have stopped drafting before.
         """
-        requests = (*builder.decodes, *builder.longer.requests)
+        requests = (*builder.decodes, *builder.others.requests)
         reading = [request for request in requests if request.max_new_tokens_per_step > 1]
         builder.single = self._drafts.skips_head or not (reading or self._drafts.number)
         if not builder.single:
