@@ -13,8 +13,9 @@ Read it in this order.
    sizes the KV cache.
 
 Names of tensors end in their dimensions: T tokens and R rows of a batch, padding included (R1: R + 1), S rows of the
-states, L tokens of a request, K guesses, B blocks, D hidden size, V vocabulary, W words of a work list, digits as they
-are. The packages `compiled_engine.graphs`, `passes` and `models` are folders at the top of the repository.
+states, L tokens of a request, K guesses or rows of tokens, B blocks, D hidden size, V vocabulary, W words of a work
+list, digits as they are. The packages `compiled_engine.graphs`, `passes` and `models` are folders at the top of the
+repository.
 
 Features plug in at `plan_hooks` and `step_hooks`, and are in `compiled_engine/features`.
 """
