@@ -26,6 +26,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "rules": (Rule(("re:.*mlp",), "e4m3 1x*"),),
             "ignore": ("lm_head",),
             "scale_name": "weight_scale_inv",
+            "layout": "gptq",
         },
         {},
     ),
