@@ -10,10 +10,10 @@ from compiled_engine.graphs.compiled_model import BoundRange, CompiledModel
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange
 from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
-from compiled_engine.parallel.stages import Stage
+from compiled_engine.parallel.rank_share import LayerShare
 
 
-def stage_model(compiled: CompiledModel, stage: Stage, most_tokens: int, device: torch.device) -> CompiledModel:
+def stage_model(compiled: CompiledModel, stage: LayerShare, most_tokens: int, device: torch.device) -> CompiledModel:
     """Return the stage's part of the model, for steps of up to most_tokens tokens. Raises ValueError, see stage_plan.
 
     Its forwards take the whole model's arguments, and read the previous stage's activations from `received`, on this

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.parallel.gloo import GlooGroup, all_reduce_min, join
 from compiled_engine.parallel.group import FakeGroup, Group
-from compiled_engine.parallel.rank_share import local_model
-from compiled_engine.parallel.stages import Stage, StageLink, stages_of
+from compiled_engine.parallel.rank_share import LayerShare, local_model
+from compiled_engine.parallel.stages import StageLink, stages_of
 
 if TYPE_CHECKING:
     from compiled_engine.parallel.gpu_groups import NcclGroup
@@ -119,7 +119,7 @@ def connect(config: EngineConfig, rank: int) -> Connections:
     return Connections(group, StageLink(stage, rank, layout.tensor, config.device))
 
 
-def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
+def _group(config: EngineConfig, layout: RankLayout, stage: LayerShare) -> Group:
     if layout.tensor == 1:
         return FakeGroup(all_reduce_min=all_reduce_min)
     members = dist.group.WORLD

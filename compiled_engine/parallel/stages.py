@@ -32,15 +32,12 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.parallel.gloo import TIMEOUT
 from compiled_engine.parallel.rank_share import LayerShare
 
-Stage = LayerShare
-"""A pipeline stage."""
 
-
-def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ...]:
+def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[LayerShare, ...]:
     """Return the stages. stage_layers: see ParallelConfig."""
     ends = tuple(accumulate(stage_layers or (num_layers,)))
     starts = (0, *ends)
-    return tuple(Stage(range(starts[i], end), i, len(ends)) for i, end in enumerate(ends))
+    return tuple(LayerShare(range(starts[i], end), i, len(ends)) for i, end in enumerate(ends))
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class ParameterPlaces:
     attentions: Mapping[str, int]  # number of attention calls before the first use
     of_logits: frozenset[str]  # parameters used for the logits
 
-    def of_stage(self, stage: Stage) -> frozenset[str]:
+    def of_stage(self, stage: LayerShare) -> frozenset[str]:
         """Return the parameters that a stage needs; a tied embedding may be needed by two stages."""
         first, end = stage.layers.start, stage.layers.stop
         least, most = (0 if stage.is_first else first), (end - 1 if not stage.is_last else end)
@@ -140,7 +137,7 @@ class StageLink:
     """Sends to and receives from other stages; on a GPU without waiting on the host. rank, tensor: this rank's number,
     and the tensor-parallel size."""
 
-    def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
+    def __init__(self, stage: LayerShare, rank: int, tensor: int, device: torch.device):
         """Connect to the neighbours, and wait for them. All ranks do so at the same time."""
         self.stage, self._device = stage, device
         self._before, self._after = rank - tensor, rank + tensor

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compiled_engine.graphs.compiler.plan import Carried, Input, Plan
-from compiled_engine.parallel.stages import Stage
+from compiled_engine.parallel.rank_share import LayerShare
 from compiled_engine.passes.framework.graph_inputs import Source
 from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.registry import splitting_ops
@@ -62,7 +62,7 @@ class StagePlan:
     sent: Border | None = None  # None for the last stage
 
 
-def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
+def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
     """Return the stage's part of the whole plan, with its KV caches numbered from 0.
 
     Raises ValueError if a layer has not one attention, or a value that crosses a border has no row per token.

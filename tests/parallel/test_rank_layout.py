@@ -21,7 +21,8 @@ from compiled_engine.parallel import connect, gpu_groups
 from compiled_engine.parallel.connect import RankLayout, RankPlace, join_ranks
 from compiled_engine.parallel.gloo import join, leave, padded, rows_a_rank, rows_of
 from compiled_engine.parallel.group import FakeGroup
-from compiled_engine.parallel.stages import Stage, stages_of
+from compiled_engine.parallel.rank_share import LayerShare
+from compiled_engine.parallel.stages import stages_of
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
@@ -92,7 +93,7 @@ def test_rows_of_padding_are_zeros_behind_the_others() -> None:
 )
 def test_stages_follow_each_other(stage_layers: tuple[int, ...], ranges: list[range]) -> None:
     stages = stages_of(stage_layers, 5)
-    assert list(stages) == [Stage(each, index, len(ranges)) for index, each in enumerate(ranges)]
+    assert list(stages) == [LayerShare(each, index, len(ranges)) for index, each in enumerate(ranges)]
     assert [stage.is_first for stage in stages] == [True] + [False] * (len(ranges) - 1)
     assert [stage.is_last for stage in stages] == [False] * (len(ranges) - 1) + [True]
 

@@ -18,7 +18,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import apply
 from compiled_engine.engine.messages import ControlCall, LateInputs, RunnerOutput, SchedulerOutput
 from compiled_engine.parallel.connect import Connections
-from compiled_engine.parallel.stages import Stage
+from compiled_engine.parallel.rank_share import LayerShare
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes import worker
 from compiled_engine.processes.multiprocess_executor import MultiprocessExecutor
@@ -217,7 +217,7 @@ def rank_threads(
         group: Any = SimpleNamespace(
             kind="threads", rank=rank, size=count, close=lambda: runners[rank].closed.append("group")
         )
-        stage = Stage(range(1), rank // parallel.tensor_parallel_size, parallel.num_stages)
+        stage = LayerShare(range(1), rank // parallel.tensor_parallel_size, parallel.num_stages)
         link: Any = None if parallel.num_stages == 1 else SimpleNamespace(stage=stage)
         return Connections(group, link)
 

@@ -11,7 +11,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.features.pipeline.stage_traffic import StageTraffic
-from compiled_engine.parallel.stages import Stage
+from compiled_engine.parallel.rank_share import LayerShare
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 class Link:
     """The link of the first of two stages, with tokens that count up. received: number of steps received."""
 
-    stage = Stage(range(1), 0, 2)
+    stage = LayerShare(range(1), 0, 2)
 
     def __init__(self) -> None:
         self.received = 0
