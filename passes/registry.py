@@ -26,6 +26,7 @@ from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.quantised.quantise import Quantise
 from compiled_engine.passes.quantised.quantise_activations import QuantiseActivations
+from compiled_engine.passes.quantised.reorder_codes import ReorderCodes
 from compiled_engine.passes.recurrence.gated_convolution import GatedConvolution
 from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.passes.rope.rope_attend import RopeAttend
@@ -49,6 +50,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     SmallBatchLinear(),
     GatedLinear(),
     QuantiseActivations(),
+    ReorderCodes(),
 )
 
 # Suffix of a step tensor's name, by its first dimension.

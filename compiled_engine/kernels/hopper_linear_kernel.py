@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.hopper_integers import WORDS, base_of, decoded, row_layout, word_layout
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -47,10 +48,21 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class Ring(NamedTuple):
     """Ring buffer of stages in shared memory, each with two barriers."""
 
-    weights: Any  # [stages * groups, products * ROWS, columns]
-    tokens: Any  # [stages, products * parts * tokens, columns]
+    weights: Any  # [stages * groups, products * ROWS, columns], or words of four-bit codes
+    tokens: Any  # [stages, products * parts * tokens, columns], or for four-bit codes both halves of the columns
+    scales: Any  # of four-bit codes: [stages * groups, products * ROWS]
+    zeros: Any  # the same for their zero points, or None
     full: Any  # barriers: the stage is filled
     empty: Any  # barriers: all groups of warps have finished with the stage
+
+
+class Boxes(NamedTuple):
+    """TMA descriptors of the kernel's operands, see hopper_linear_kernel."""
+
+    weights: Any
+    tokens: Any
+    scales: Any
+    zeros: Any
 
 
 class Form(NamedTuple):
@@ -64,19 +76,20 @@ class Form(NamedTuple):
     gated: Any  # the weight holds gate and up
     parts: Any  # parts of K in a product
     products: Any  # products per step
+    splits: Any  # programs that share the steps along K of the same rows
 
 
 @gluon.constexpr_function
 def form_of(bits: int, k: int, *numbers: Any) -> Form:
-    *_, parts, products = numbers
-    columns = parts * products * 1024 // bits
-    return Form(bits, (k + columns - 1) // columns, *numbers)
+    *_, parts, products, splits = numbers
+    columns = parts * products * (64 if bits == 16 else 128)  # see step_of
+    return Form(bits, (k + columns - 1) // columns // splits, *numbers)
 
 
 @gluon.constexpr_function
 def step_of(bits: int) -> int:
-    """Return the number of columns in STEP_BYTES. bits: of an element."""
-    return 1024 // bits
+    """Return the number of columns of a box. bits: of a weight's element."""
+    return 64 if bits == 16 else 128
 
 
 @gluon.constexpr_function
@@ -95,11 +108,55 @@ def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[
 
 
 @gluon.jit
-def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load one step of each group's four-bit codes, with their scales and zero points, see _load_weight."""
+    groups: gl.constexpr = FORM.groups
+    parts: gl.constexpr = FORM.parts
+    boxes: gl.constexpr = parts * FORM.products
+    rows: gl.constexpr = ROWS // parts
+    blocks: gl.constexpr = BLOCKS // parts
+    full = ring.full.index(stage)
+    # A row's scale has four bytes, its zero point two.
+    row_bytes: gl.constexpr = WORDS * 4 + (6 if descs.zeros is not None else 4)
+    token_bytes: gl.constexpr = parts * FORM.tokens * 2 * STEP_BYTES
+    mbarrier.expect(full, (groups * ROWS * row_bytes + token_bytes) * FORM.products)
+    block = (gl.program_id(1) * FORM.steps + step) * boxes
+    for i in gl.static_range(groups):
+        group = gl.program_id(0) * groups + i
+        at = stage * groups + i
+        if FORM.gated:
+            place = boxes_of(ring.weights.index(at), [boxes, blocks, 2, BLOCK, WORDS], word_layout(5))
+            load_box(descs.weights, [0, group * blocks, 0, 0, block * WORDS], full, place)
+            place = boxes_of(ring.scales.index(at), [boxes, blocks, 2, BLOCK], row_layout(32, 4))
+            load_box(descs.scales, [block, group * blocks, 0, 0], full, place)
+            if descs.zeros is not None:
+                place = boxes_of(ring.zeros.index(at), [boxes, blocks, 2, BLOCK], row_layout(16, 4))
+                load_box(descs.zeros, [block, group * blocks, 0, 0], full, place)
+        else:
+            place = boxes_of(ring.weights.index(at), [boxes, rows, WORDS], word_layout(3))
+            load_box(descs.weights, [0, group * rows, block * WORDS], full, place)
+            place = boxes_of(ring.scales.index(at), [boxes, rows], row_layout(32, 2))
+            load_box(descs.scales, [block, group * rows], full, place)
+            if descs.zeros is not None:
+                place = boxes_of(ring.zeros.index(at), [boxes, rows], row_layout(16, 2))
+                load_box(descs.zeros, [block, group * rows], full, place)
+
+
+@gluon.jit
+def _load_weight(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Begin to load one step of each group's rows into a stage. With FORM.gated, blocks of gate and up alternate.
 
     The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
     """
+    if FORM.bits == 4:
+        _load_words(descs, step, stage, ring, FORM)
+    else:
+        _load_rows(descs, step, stage, ring, FORM)
+
+
+@gluon.jit
+def _load_rows(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load one step of elements of 8 or 16 bits."""
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
     boxes: gl.constexpr = parts * FORM.products
@@ -116,25 +173,32 @@ def _load_weight(w_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore
         place = ring.weights.index(stage * groups + i)
         if FORM.gated:
             place = boxes_of(place, [boxes, blocks, 2, BLOCK, columns], blocks_shared)
-            load_box(w_desc, [0, group * blocks, 0, 0, column], full, place)
+            load_box(descs.weights, [0, group * blocks, 0, 0, column], full, place)
         else:
             place = boxes_of(place, [boxes, rows, columns], parts_shared)
-            load_box(w_desc, [0, group * rows, column], full, place)
+            load_box(descs.weights, [0, group * rows, column], full, place)
 
 
 @gluon.jit
-def _load_tokens(x_desc, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load_tokens(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Begin to load one step of the tokens into a stage."""
-    boxes: gl.constexpr = FORM.parts * FORM.products
+    parts: gl.constexpr = FORM.parts
+    products: gl.constexpr = FORM.products
+    boxes: gl.constexpr = parts * products
     tokens: gl.constexpr = FORM.tokens
     columns: gl.constexpr = step_of(FORM.bits)
-    parts_shared: gl.constexpr = shared_layout(FORM.bits, 3)
-    place = boxes_of(ring.tokens.index(stage), [boxes, tokens, columns], parts_shared)
-    load_box(x_desc, [0, 0, step * (boxes * columns)], ring.full.index(stage), place)
+    full = ring.full.index(stage)
+    if FORM.bits == 4:
+        column = (gl.program_id(1) * FORM.steps + step) * (boxes * columns)
+        place = boxes_of(ring.tokens.index(stage), [2, boxes, tokens, 64], shared_layout(16, 4))
+        load_box(descs.tokens, [0, 0, 0, column], full, place)
+    else:
+        place = boxes_of(ring.tokens.index(stage), [boxes, tokens, columns], shared_layout(FORM.bits, 3))
+        load_box(descs.tokens, [0, 0, step * (boxes * columns)], full, place)
 
 
 @gluon.jit
-def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+def copy(descs, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
     """Run the copying warp: load all steps of the weight and the tokens, in order.
 
     The weight's first stages are loaded before the wait for earlier kernels, which may write the tokens.
@@ -142,15 +206,15 @@ def copy(w_desc, x_desc, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-d
     stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(stages, FORM.steps)
     for i in range(ahead):
-        _load_weight(w_desc, i, i, ring, FORM)
+        _load_weight(descs, i, i, ring, FORM)
     gdc_wait()
     for i in range(ahead):
-        _load_tokens(x_desc, i, i, ring, FORM)
+        _load_tokens(descs, i, i, ring, FORM)
     for i in range(ahead, FORM.steps):
         stage = i % stages
         mbarrier.wait(ring.empty.index(stage), (i // stages) & 1 ^ 1)
-        _load_weight(w_desc, i, stage, ring, FORM)
-        _load_tokens(x_desc, i, stage, ring, FORM)
+        _load_weight(descs, i, stage, ring, FORM)
+        _load_tokens(descs, i, stage, ring, FORM)
 
 
 @gluon.jit
@@ -288,6 +352,62 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 
 
 @gluon.jit
+def _values_of(  # type: ignore[no-untyped-def]
+    ring, stage, j: gl.constexpr, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
+):
+    """Return the values of a group's four-bit codes for product j of a stage, see `decoded`."""
+    products: gl.constexpr = FORM.products
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.parts * FORM.tokens, 16])
+    of_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    at = stage * FORM.groups + GROUP
+    w = boxes_of(ring.weights.index(at), [products, ROWS, WORDS], word_layout(2))
+    if ring.zeros is not None:
+        zeros = boxes_of(ring.zeros.index(at), [products, ROWS], by_row)
+        zero_N = zeros.index(j).load(gl.SliceLayout(1, of_left)).to(gl.int32) * 0x10001 + base_of(dtype)
+    else:
+        zero_N = gl.full([ROWS], ZERO * 0x10001 + base_of(dtype), gl.int32, gl.SliceLayout(1, of_left))
+    return decoded(w.index(j).load(of_left), zero_N[:, None], dtype, of_left)
+
+
+@gluon.jit
+def _products_of_integers(  # type: ignore[no-untyped-def]
+    ring, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
+):
+    """Return [ROWS, parts * tokens]: the products of four-bit codes times their scales, summed over all steps."""
+    stages: gl.constexpr = FORM.stages
+    products: gl.constexpr = FORM.products
+    width: gl.constexpr = FORM.parts * FORM.tokens
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    acc = gl.zeros([ROWS, width], gl.float32, layout)
+    nothing = gl.zeros([ROWS, width], gl.float32, layout)
+    mbarrier.wait(ring.full.index(0), 0)
+    low, high = _values_of(ring, 0, 0, dtype, ZERO, FORM, GROUP)
+    for i in range(FORM.steps):
+        stage = i % stages
+        x = boxes_of(ring.tokens.index(stage), [2 * products, width, 64], shared_layout(16, 2))
+        scales = boxes_of(ring.scales.index(stage * FORM.groups + GROUP), [products, ROWS], by_row)
+        for j in gl.static_range(products):
+            product = warpgroup_mma(low, x.index(j).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            product = warpgroup_mma(high, x.index(products + j).permute((1, 0)), product, is_async=True)
+            scale_N = scales.index(j).load(of_rows)
+            # The next values are decoded during the products.
+            if j + 1 < products:
+                low, high = _values_of(ring, stage, j + 1, dtype, ZERO, FORM, GROUP)
+            else:
+                following = (i + 1) % stages
+                if i + 1 < FORM.steps:
+                    mbarrier.wait(ring.full.index(following), ((i + 1) // stages) & 1)
+                low, high = _values_of(ring, following, 0, dtype, ZERO, FORM, GROUP)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            acc += product * scale_N[:, None]
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+    return acc
+
+
+@gluon.jit
 def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return [ROWS, parts * tokens]: the products of 16-bit elements, summed over all steps.
 
@@ -314,6 +434,26 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
+def _store_partial(given, y_NT, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the sums over a program's share of K to [splits, num_tokens, N]."""
+    rows: gl.constexpr = ROWS // FORM.parts
+    num_rows = given.num_outputs * 2 if FORM.gated else given.num_outputs
+    row_N = gl.arange(0, rows, layout=gl.SliceLayout(1, y_NT.type.layout))
+    token_T = gl.arange(0, FORM.tokens, layout=gl.SliceLayout(0, y_NT.type.layout))
+    group = gl.program_id(0) * FORM.groups + GROUP
+    if FORM.gated:
+        output_N = group * (rows // 2) + row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
+        at_N = output_N + row_N // BLOCK % 2 * given.num_outputs
+    else:
+        output_N = group * rows + row_N
+        at_N = output_N
+    first = gl.program_id(1) * given.num_tokens
+    offsets_NT = (first + token_T)[None, :] * num_rows + at_N[:, None]
+    there_NT = (output_N < given.num_outputs)[:, None] & (token_T < given.num_tokens)[None, :]
+    gl.store(given.out_ptr + offsets_NT, y_NT, mask=there_NT)
+
+
+@gluon.jit
 def _compute(  # type: ignore[no-untyped-def]
     given,
     out_smem,
@@ -321,6 +461,7 @@ def _compute(  # type: ignore[no-untyped-def]
     K: gl.constexpr,
     FORM: gl.constexpr,
     SCALING: gl.constexpr,
+    ZERO: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
@@ -342,12 +483,17 @@ def _compute(  # type: ignore[no-untyped-def]
         # The tokens have arrived, so earlier kernels have written the residual.
         mbarrier.wait(ring.full.index(0), 0)
         residual_TM = gl.load(given.residual_ptr + offsets_TM, mask=there_TM, other=0.0)
-    if FORM.bits == 8:  # noqa: SIM108 (Gluon compiles one branch alone)
+    if FORM.bits == 4:
+        y_NT = _products_of_integers(ring, dtype, ZERO, FORM, GROUP)
+    elif FORM.bits == 8:
         y_NT = _scaled_products(given, ring, K, FORM, SCALING, GROUP)
     else:
         y_NT = _products(ring, FORM, GROUP)
     if FORM.parts > 1:
         y_NT = sum_of_parts(y_NT, FORM)
+    if FORM.splits > 1:
+        _store_partial(given, y_NT, FORM, GROUP)
+        return
     if given.bias_ptr is not None:
         row_N = gl.arange(0, rows, layout=gl.SliceLayout(1, y_NT.type.layout))
         output_N = first + row_N
@@ -393,6 +539,10 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: gl.constexpr = 1,
     TILE_COLUMNS: gl.constexpr = 0,
     INPUT_COLUMNS: gl.constexpr = 0,
+    s_desc=None,
+    z_desc=None,
+    ZERO: gl.constexpr = 0,
+    SPLITS: gl.constexpr = 1,
 ):
     """Linear, or activation(gate) * up of its halves, plus bias and residual, for all tokens: at most TOKENS.
 
@@ -412,17 +562,36 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype
-    FORM: gl.constexpr = form_of(element.primitive_bitwidth, K, GROUPS, TOKENS, STAGES, GATED, PARTS, PRODUCTS)
+    # Four-bit codes are stored in words.
+    bits: gl.constexpr = 4 if element.primitive_bitwidth == 32 else element.primitive_bitwidth
+    FORM: gl.constexpr = form_of(bits, K, GROUPS, TOKENS, STAGES, GATED, PARTS, PRODUCTS, SPLITS)
     SCALING: gl.constexpr = scaling_of(TILE_ROWS, TILE_COLUMNS, INPUT_COLUMNS)
     columns: gl.constexpr = step_of(FORM.bits)
-    shared: gl.constexpr = shared_layout(FORM.bits, 2)
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    dtype: gl.constexpr = x_desc.dtype if FORM.bits == 4 else out_ptr.dtype.element_ty
     outputs: gl.constexpr = ROWS // PARTS // 2 if GATED else ROWS // PARTS
     out_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=outputs * 2, element_bitwidth=16, rank=2)
     out_smem = gl.allocate_shared_memory(dtype, [GROUPS, TOKENS, outputs], out_shared)
+    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if FORM.bits == 4:
+        token: gl.constexpr = x_desc.dtype
+        weights = gl.allocate_shared_memory(element, [STAGES * GROUPS, PRODUCTS * ROWS, WORDS], word_layout(2))
+        tokens = gl.allocate_shared_memory(token, [STAGES, 2 * PRODUCTS * PARTS * TOKENS, 64], shared_layout(16, 2))
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, PRODUCTS * ROWS], by_row)
+    else:
+        shared: gl.constexpr = shared_layout(FORM.bits, 2)
+        weights = gl.allocate_shared_memory(element, [STAGES * GROUPS, PRODUCTS * ROWS, columns], shared)
+        tokens = gl.allocate_shared_memory(element, [STAGES, PRODUCTS * PARTS * TOKENS, columns], shared)
+        scales = None
+    if z_desc is not None:
+        zeros = gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, PRODUCTS * ROWS], by_row)
+    else:
+        zeros = None
+    descs = Boxes(w_desc, x_desc, s_desc, z_desc)
     ring = Ring(
-        gl.allocate_shared_memory(element, [STAGES * GROUPS, PRODUCTS * ROWS, columns], shared),
-        gl.allocate_shared_memory(element, [STAGES, PRODUCTS * PARTS * TOKENS, columns], shared),
+        weights,
+        tokens,
+        scales,
+        zeros,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
@@ -437,8 +606,8 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ACTIVATION, 0)),
-                (copy, (w_desc, x_desc, ring, FORM)),
+                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ZERO, ACTIVATION, 0)),
+                (copy, (descs, ring, FORM)),
             ],
             [1],
             [COPYING_REGISTERS],
@@ -446,9 +615,9 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ACTIVATION, 0)),
-                (_compute, (given, out_smem.index(1), ring, K, FORM, SCALING, ACTIVATION, 1)),
-                (copy, (w_desc, x_desc, ring, FORM)),
+                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ZERO, ACTIVATION, 0)),
+                (_compute, (given, out_smem.index(1), ring, K, FORM, SCALING, ZERO, ACTIVATION, 1)),
+                (copy, (descs, ring, FORM)),
             ],
             [4, 1],
             [REGISTERS, COPYING_REGISTERS],
@@ -456,10 +625,10 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ACTIVATION, 0)),
-                (_compute, (given, out_smem.index(1), ring, K, FORM, SCALING, ACTIVATION, 1)),
-                (_compute, (given, out_smem.index(2), ring, K, FORM, SCALING, ACTIVATION, 2)),
-                (copy, (w_desc, x_desc, ring, FORM)),
+                (_compute, (given, out_smem.index(0), ring, K, FORM, SCALING, ZERO, ACTIVATION, 0)),
+                (_compute, (given, out_smem.index(1), ring, K, FORM, SCALING, ZERO, ACTIVATION, 1)),
+                (_compute, (given, out_smem.index(2), ring, K, FORM, SCALING, ZERO, ACTIVATION, 2)),
+                (copy, (descs, ring, FORM)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, COPYING_REGISTERS],

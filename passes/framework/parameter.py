@@ -35,6 +35,9 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     # Repeat each row this many times, for scales of smaller tiles.
     "repeat_rows": lambda tensor, count: tensor.repeat_interleave(int(count), 0),
     "the_same": rounding.the_same,
+    # For Hopper's kernel of four-bit codes.
+    "words": lambda codes, _: rounding.to_words(codes),
+    "transposed": lambda tensor, dtype: tensor.t().to(getattr(torch, dtype)).contiguous(),
 }
 
 

@@ -69,7 +69,7 @@ class RandomInputs:
         if isinstance(source, Source):
             value = self._arguments[source.name]
             return value.shape[source.dim] if source.kind == "size" else value
-        return compute(source, self.parameter) if source.make else self.parameter(source)
+        return compute(source, self.parameter)
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
         """Return a parameter's value. With scale 1, matrices preserve magnitudes and norm weights are around 1."""

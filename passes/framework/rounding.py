@@ -17,6 +17,7 @@ SMALLEST_MAXIMUM = 2.0**-24
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
 # Rows of tiles that are searched at once, to save memory.
 _SEARCHED_ROWS = 1024
+_REORDERED_ROWS = 4096
 
 
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
@@ -96,6 +97,29 @@ def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     if rounding.format.per_byte == 1:
         return codes
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def to_words(codes_NB: torch.Tensor) -> torch.Tensor:
+    """Return packed codes of four bits [N, K / 2] in the order of Hopper's kernel, int32 [N, K / 8].
+
+    In each block of 128 columns, word w of 16 holds columns w, 16 + w, ..., 112 + w, the first in its lowest bits. K is
+    a multiple of 128.
+    """
+    num_rows, num_bytes = codes_NB.shape
+    words = torch.empty((num_rows, num_bytes // 4), dtype=torch.int32, device=codes_NB.device)
+    # In parts, since single codes take twice the memory.
+    for part, out in zip(codes_NB.split(_REORDERED_ROWS), words.split(_REORDERED_ROWS), strict=True):
+        singly = torch.stack((part & 15, part >> 4), -1).view(len(part), -1, 8, 16)
+        pairs = singly[:, :, 0::2] | singly[:, :, 1::2] << 4
+        out.copy_(pairs.transpose(2, 3).contiguous().view(torch.int32).flatten(1))
+    return words
+
+
+def from_words(words: torch.Tensor) -> torch.Tensor:
+    """Return packed codes in the order of their columns, uint8 [N, K / 2]; the inverse of `to_words`."""
+    pairs = words.contiguous().view(torch.uint8).view(len(words), -1, 16, 4).transpose(2, 3)
+    singly = torch.stack((pairs & 15, pairs >> 4), 3).view(len(words), -1)
+    return singly[:, 0::2] | singly[:, 1::2] << 4
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:

@@ -26,6 +26,8 @@ MOST_TOKENS = 64
 BITS_OF_128, BITS_OF_1024 = tl.constexpr(0x4300), tl.constexpr(0x6400)
 # Of the kernel that decodes a weight: rows and bytes of a program.
 _DECODED_ROWS, _DECODED_BYTES = 4, 512
+# Rows of a program that decodes words.
+_WORD_ROWS = 64
 
 
 @triton.jit
@@ -149,6 +151,42 @@ def decode_kernel(
     tl.store(out_ptr_NK, tl.interleave(even_NB, odd_NB).to(out_ptr.dtype.element_ty), mask=mask_NK)
 
 
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_words_kernel(
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    K: tl.constexpr,
+    ZERO: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (rows, block): decodes a block of 128 columns of ROWS rows from words, see `to_words`.
+
+    scales, zeros: [K / 128, num_rows].
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    row_N, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    mask_N = row_N < num_rows
+    word_W = tl.arange(0, 16)
+    offsets_NW = row_N.to(tl.int64)[:, None] * (K // 8) + block * 16 + word_W[None, :]
+    words_NW = tl.load(words_ptr + offsets_NW, mask=mask_N[:, None], other=0)
+    scale_N = tl.load(scales_ptr + block * num_rows + row_N, mask=mask_N, other=0.0)
+    if zeros_ptr is None:
+        zero_N = tl.full([ROWS], ZERO, tl.int16)
+    else:
+        zero_N = tl.load(zeros_ptr + block * num_rows + row_N, mask=mask_N, other=0)
+    out_ptr_NW = out_ptr + row_N.to(tl.int64)[:, None] * K + block * 128 + word_W[None, :]
+    for i in tl.static_range(8):
+        values_NW = _values((words_NW >> (4 * i)) & 15, zero_N[:, None], tl.float32) * scale_N[:, None]
+        tl.store(out_ptr_NW + 16 * i, values_NW.to(out_ptr.dtype.element_ty), mask=mask_N[:, None])
+
+
 def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str | None:
     """Return why plain torch must compute a linear; None if the kernels can."""
     if capability < CAPABILITY:
@@ -211,6 +249,26 @@ def launch(
         **dependent_launch(x_TK.device),
     )
     return out_TM
+
+
+def decode_words(
+    words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None, zero: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `decode_weight` for the operands of Hopper's kernel, see hopper_integers."""
+    num_rows, k = words.shape[0], words.shape[1] * 8
+    out_NK = torch.empty((num_rows, k), dtype=dtype, device=words.device)
+    decode_words_kernel[(cdiv(num_rows, _WORD_ROWS), k // 128)](
+        words,
+        scales_CN,
+        zeros_CN,
+        out_NK,
+        num_rows,
+        K=k,
+        ZERO=zero,
+        ROWS=_WORD_ROWS,
+        **dependent_launch(words.device),
+    )
+    return out_NK
 
 
 def decode_weight(

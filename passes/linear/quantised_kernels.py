@@ -15,7 +15,12 @@ import torch
 
 from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
-from compiled_engine.passes.linear import integer_product, quantised_product, round_inputs
+from compiled_engine.passes.linear import (
+    hopper_integers,
+    integer_product,
+    quantised_product,
+    round_inputs,
+)
 from compiled_engine.passes.linear.hopper_codes import hopper_codes, why_not_on_the_left
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
 from compiled_engine.passes.linear.hopper_product import hopper_product
@@ -35,6 +40,7 @@ MOST_FEW = TOKEN_BUCKETS[-1]
 MOST_BEFORE_CODES = 64
 
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
+HOPPER_INTEGERS = "Hopper's linear of integers"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
 INTEGERS, DECODED = "Triton's product of integers", "the library's product of the decoded weight"
 _END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
@@ -60,8 +66,14 @@ def choose(
     bias: bool,
     scheme: LinearScheme,
     dtype: torch.dtype,
+    in_words: bool = False,
 ) -> Choice:
-    """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up."""
+    """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up.
+
+    in_words: the codes are in the order of hopper_integers.
+    """
+    if in_words:
+        return Choice(HOPPER_INTEGERS if num_tokens <= hopper_integers.MOST_TOKENS else DECODED)
     if scheme.weight.is_integer:
         obstacle = integer_product.why_not_by_kernels(capability, scheme)
         if obstacle is not None:
@@ -165,11 +177,17 @@ def multiply(
         scaling, step = scaling_of(scales_RC, inputs_CT, scheme), quantised_product.step_of(scheme)
         after = bias_N, residual_TM, silu_mul, activation
         return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
+    if kernel == HOPPER_INTEGERS:
+        weight, zero = (codes_NK, scales_RC, zeros_RC), _zero_of(scheme)
+        return hopper_integers.hopper_integers(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, zero)
     if kernel == INTEGERS:
         weight = codes_NK, scales_RC, zeros_RC
         return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)
     if kernel == DECODED:
-        weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
+        if codes_NK.dtype == torch.int32:
+            weight_NK = integer_product.decode_words(codes_NK, scales_RC, zeros_RC, _zero_of(scheme), dtype)
+        else:
+            weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
         y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     elif kernel == LIBRARY:
         assert inputs_CT is not None
@@ -198,7 +216,12 @@ def _kernel_for(
 ) -> str:
     capability = capability_of(x_TK.device)
     (num_tokens, k), num_rows = x_TK.shape, codes_NK.shape[0]
-    return choose(capability, num_tokens, num_rows, k, silu_mul, bias_N is not None, scheme, dtype).kernel
+    in_words = codes_NK.dtype == torch.int32
+    return choose(capability, num_tokens, num_rows, k, silu_mul, bias_N is not None, scheme, dtype, in_words).kernel
+
+
+def _zero_of(scheme: LinearScheme) -> int:
+    return scheme.weight.format.zero or 0
 
 
 def _on_hopper(

@@ -12,6 +12,7 @@ import torch
 
 from compiled_engine.passes.framework.op_library import QUANTISED, LinearArguments, define_op
 from compiled_engine.passes.linear import quantised_kernels, round_inputs
+from compiled_engine.passes.linear.hopper_integers import in_rows
 from compiled_engine.passes.linear.silu_mul import reference as silu_mul_reference
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
@@ -40,13 +41,16 @@ def reference(
 ) -> torch.Tensor:
     """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
 
-    scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored. zeros_RC: zero points, uint8, for
+    scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words with scales and zero
+    points by columns, see hopper_integers. zeros_RC: zero points, uint8, for
     schemes that have them. input_scale_1: for static inputs. input_scales_CT: scales of x if x is codes (see
     round_inputs), for results of `dtype` and without a norm. columns_1K: the column of x for each column of the codes,
     for reordered schemes. Other arguments and the order of steps: see
     small_batch_linear.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
+    if codes_NK.dtype == torch.int32:
+        codes_NK, scales_RC, zeros_RC = in_rows(codes_NK, scales_RC, zeros_RC)
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
     if columns_1K is not None:

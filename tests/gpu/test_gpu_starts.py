@@ -37,7 +37,7 @@ PROMPT_LENS = (1, 6, 33, 90, 150)
 GRAPH_MODES = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 OF_RANKS = ("all_reduce_residual_rms_norm", "sequence_parallel")
 # In the models here they find nothing.
-OF_OTHER_MODELS = ("gated_convolution", "quantise_activations")
+OF_OTHER_MODELS = ("gated_convolution", "quantise_activations", "reorder_codes")
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def compiled(
     }
     constants |= dict(zip(("TILE_ROWS", "TILE_COLUMNS", "INPUT_COLUMNS"), scales or (1, 0, 0), strict=True))
     given: dict[str, Any] = {"bias_ptr": bias, "residual_ptr": residual}
-    given |= {"scales_ptr": scales, "input_scales_ptr": scales}
+    given |= {"scales_ptr": scales, "input_scales_ptr": scales, "s_desc": False, "z_desc": False}
+    constants |= {"ZERO": 0, "SPLITS": 1}
     constants |= {name: None for name, value in given.items() if not value}
     types = {
         "w_desc": f"tensordesc<{element}{blocks if gated else plain}>",

@@ -65,13 +65,14 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
             "small_batch_linear": 2 * num_layers + 2 * mlps + experts + 1 if compile_range.small else 0,
             "gated_linear": 0 if compile_range.small else mlps,
             "quantise_activations": 0,
+            "reorder_codes": 0,
         }
         assert all(report.matches == report.contract for report in reports)
         assert [report.near_misses for report in reports] == [()] * len(reports)
         not_applied = [report.name for report in reports if not report.applied]
         for_several = ["all_reduce_residual_rms_norm", "sequence_parallel"]
         not_here = ["gated_linear"] if compile_range.small else ["small_batch_linear"]
-        assert not_applied == [*for_several, *not_here, "quantise_activations"]
+        assert not_applied == [*for_several, *not_here, "quantise_activations", "reorder_codes"]
 
 
 class Never(GraphPass):

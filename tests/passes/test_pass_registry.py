@@ -70,7 +70,8 @@ def test_each_pass_comes_after_those_whose_ops_it_takes_in() -> None:
         "silu_mul": {"merge_linears", "experts"},
         "small_batch_linear": {"merge_linears", "silu_mul", "rms_norm", "residual_rms_norm", "experts"},
         "gated_linear": {"merge_linears", "silu_mul"},
-        "quantise_activations": set(NAMES) - {"quantise_activations"},
+        "quantise_activations": set(NAMES) - {"quantise_activations", "reorder_codes"},
+        "reorder_codes": set(NAMES) - {"reorder_codes"},
     }
     for name, earlier in after.items():
         assert {*NAMES[: NAMES.index(name)]} >= earlier
@@ -83,7 +84,7 @@ def test_each_pass_comes_after_those_whose_ops_it_takes_in() -> None:
 
 def test_passes_that_only_some_models_have() -> None:
     assert passes_of_ranks() == {"all_reduce_residual_rms_norm", "sequence_parallel"}
-    assert passes_of_quantised() == {"quantise_activations"}
+    assert passes_of_quantised() == {"quantise_activations", "reorder_codes"}
 
 
 @pytest.mark.usefixtures("cleared")

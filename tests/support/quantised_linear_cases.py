@@ -6,13 +6,14 @@ also rounds to 8 bits without a carry into the exponent, and is exact for what n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from small_batch_linear_cases import nan_in_new_tensors
 
-from compiled_engine.passes.framework.rounding import spread
+from compiled_engine.passes.framework.rounding import spread, to_words
 from compiled_engine.passes.linear.quantised_linear_op import launch, reference
 from compiled_engine.quantisation import ONLINE, LinearScheme
 
@@ -106,10 +107,23 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
     }
 
 
-def assert_kernels_compute_the_reference(case: Case, scheme: str, dtype: torch.dtype) -> None:
-    """On a GPU, into memory that was NaN, and in a graph that is replayed."""
+def in_words(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with codes, scales and zero points as Hopper's kernel reads them."""
+    zeros = given["zeros_RC"]
+    return given | {
+        "codes_NK": to_words(given["codes_NK"]),
+        "scales_RC": given["scales_RC"].t().contiguous(),
+        "zeros_RC": None if zeros is None else zeros.t().short().contiguous(),
+    }
+
+
+def assert_kernels_compute_the_reference(
+    case: Case, scheme: str, dtype: torch.dtype, change: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> None:
+    """On a GPU, into memory that was NaN, and in a graph that is replayed. change: of the kernels' arguments."""
     given = arguments_of(case, scheme, dtype, "cuda")
     expected = reference(**given).float()
+    given = change(given)
     with nan_in_new_tensors():
         first = launch(**given)
     tolerance = 2.0 ** (-7 if dtype == torch.bfloat16 else -9) * float(expected.abs().max())

@@ -1,0 +1,192 @@
+"""Hopper's kernel for linears with four-bit codes: which it supports, the layout it reads, its tiles and launch.
+
+The codes are in words (see `to_words`), and the scales and zero points transposed, one row for each 128 columns. An
+operand of int32 codes tells this layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from compiled_engine.kernels.boxes import Box
+from compiled_engine.kernels.launch_arguments import WARPS, cdiv
+from compiled_engine.passes.framework.rounding import from_words
+from compiled_engine.passes.linear.hopper_linear import (
+    TOKEN_BUCKETS,
+    HopperTiles,
+    layout_of_boxes,
+    multiprocessors,
+    rows_for_boxes,
+)
+from compiled_engine.passes.linear.split_sums import sum_splits
+from compiled_engine.quantisation import LinearScheme
+
+# Columns of a step, and the only supported columns per scale.
+COLUMNS = 128
+MOST_TOKENS = TOKEN_BUCKETS[-1]
+# Bytes of shared memory of a program, besides barriers.
+SHARED_MEMORY = 226 << 10
+# Registers of a thread, by how many programs of one group of warps a multiprocessor holds; 0: no limit.
+_REGISTERS = {3: 80, 2: 128, 1: 0}
+# Programs for each multiprocessor from which on three groups of warps share the tokens.
+_GROUPED = 2
+# Most splits, and fewest blocks of 128 columns of each.
+_MOST_SPLITS, _LEAST_BLOCKS = 8, 8
+# Most columns that few tokens are multiplied by without splits, which need a second kernel.
+_SHORT = 4096
+
+
+def why_not_in_words(num_rows: int, k: int, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
+    """Return why the kernel does not support a linear; None if it does."""
+    weight = scheme.weight
+    if not weight.is_integer or weight.format.per_byte != 2 or scheme.inputs is not None:
+        return f"its weight is no matrix of four-bit integers, or its inputs are rounded ({scheme})"
+    if weight.rows != 1 or weight.columns != COLUMNS:
+        return f"its scales are not of {COLUMNS} columns of a row ({scheme})"
+    if k % COLUMNS or num_rows % 16:
+        return f"its sizes [{num_rows}, {k}] are no multiples of 16 and {COLUMNS}"
+    return None if dtype.itemsize == 2 else f"its results are {str(dtype).removeprefix('torch.')}"
+
+
+def in_rows(
+    words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return codes, scales and zero points as the loader stores them, from those of Hopper's kernel."""
+    return from_words(words), scales_CN.t(), None if zeros_CN is None else zeros_CN.t().to(torch.uint8)
+
+
+@cache
+def integer_tiles(
+    num_tokens: int, num_rows: int, k: int, gated: bool, has_zeros: bool, num_multiprocessors: int
+) -> tuple[HopperTiles, int]:
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product of four-bit codes, and its number of splits.
+
+    Each program reads all tokens of its share of K, which exceeds the codes from some 16 tokens on. Programs therefore
+    share K rather than rows: as many splits as there are places on the multiprocessors.
+    """
+    tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
+    programs, blocks = cdiv(num_rows, 64), k // COLUMNS
+    together = 3 if tokens <= 32 else 2 if tokens <= 64 else 1
+    groups = parts = splits = 1
+    if tokens == 64 and programs >= _GROUPED * num_multiprocessors:
+        groups, together = 3, 1
+    elif tokens == 8 and not gated and k <= _SHORT and 4 * programs <= 3 * num_multiprocessors and blocks % 8 == 0:
+        parts = 4
+    else:
+        fitting = [n for n in range(1, _MOST_SPLITS + 1) if blocks % n == 0 and blocks // n >= _LEAST_BLOCKS]
+        splits = max(n for n in (1, *fitting) if n == 1 or n * programs <= together * num_multiprocessors)
+    programs = cdiv(programs * parts, groups) * splits
+    together = min(together, max(1, cdiv(programs, num_multiprocessors)))
+    steps = blocks // splits // parts
+    for products in (4, 2, 1):
+        tiles = HopperTiles(groups, tokens, 1, _REGISTERS[together] if groups == 1 else 0, parts, products)
+        tiles = with_stages(tiles, gated, has_zeros, k // splits, together)
+        if steps % products == 0 and tiles.stages >= min(2, steps // products):
+            break
+    return tiles, splits
+
+
+def stage_bytes(tiles: HopperTiles, has_zeros: bool) -> int:
+    """Return the shared memory of a stage: codes, scales, zero points and tokens."""
+    rows = 64 * tiles.groups
+    return tiles.products * (rows * (COLUMNS // 2 + 4 + 2 * has_zeros) + tiles.parts * tiles.tokens * 2 * COLUMNS)
+
+
+def with_stages(tiles: HopperTiles, gated: bool, has_zeros: bool, k: int, together: int) -> HopperTiles:
+    """Return the tiles with as many stages as fit `together` programs on a multiprocessor, at most one per step."""
+    steps = k // (COLUMNS * tiles.parts * tiles.products)
+    room = SHARED_MEMORY // together - tiles.ending_bytes(gated)
+    return replace(tiles, stages=max(1, min(room // stage_bytes(tiles, has_zeros), steps)))
+
+
+def hopper_integers(
+    x_TK: torch.Tensor,
+    words: torch.Tensor,
+    scales_CN: torch.Tensor,
+    zeros_CN: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    gated: bool,
+    activation: str,
+    zero: int,
+    tiles: tuple[HopperTiles, int] | None = None,
+) -> torch.Tensor:
+    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
+
+    words: int32 [N, K / 8]; scales_CN: fp32 [K / 128, N]; zeros_CN: int16 [K / 128, N], or None for `zero`. T is at
+    most MOST_TOKENS, and the tiles' tokens; see why_not_in_words. tiles: by default those of integer_tiles.
+    """
+    from compiled_engine.kernels import hopper_linear_kernel as ring  # Gluon takes a while to import
+
+    (num_tokens, k), num_rows = x_TK.shape, words.shape[0]
+    if tiles is None:
+        many = multiprocessors(x_TK.device)
+        tiles = integer_tiles(num_tokens, num_rows, k, gated, zeros_CN is not None, many)
+    tile, splits = tiles
+    x_TK = rows_for_boxes(x_TK)
+    if residual_TM is not None and not residual_TM.is_contiguous():
+        residual_TM = residual_TM.contiguous()
+    outputs = num_rows // 2 if gated else num_rows
+    out_TM = torch.empty((num_tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
+    written = out_TM
+    if splits > 1:
+        written = torch.empty((splits, num_tokens, num_rows), dtype=torch.float32, device=x_TK.device)
+    rows, block, boxes = ring.ROWS.value, ring.BLOCK.value, tile.parts * tile.products
+    of_words, of_tokens, of_scales, of_zeros = _boxes(tile, gated)
+    # A box of each operand begins 128 columns after the one before it.
+    of_row = k // 8
+    if gated:
+        shape, strides = [boxes, outputs // block, 2, block, of_row], [16, block * of_row, outputs * of_row, of_row, 1]
+        grid, steps = [k // COLUMNS, outputs // block, 2, block], [num_rows, block, outputs, 1]
+    else:
+        shape, strides = [boxes, num_rows, of_row], [16, of_row, 1]
+        grid, steps = [k // COLUMNS, num_rows], [num_rows, 1]
+    by_token = [64, COLUMNS, x_TK.stride(0), 1]
+    ring.hopper_linear_kernel[(cdiv(num_rows, tile.groups * (rows // tile.parts)), splits)](
+        of_words.of(words, shape, strides),
+        of_tokens.of(x_TK, [2, boxes, num_tokens, k], by_token),
+        written,
+        None if splits > 1 else bias_N,
+        None if splits > 1 else residual_TM,
+        num_tokens,
+        outputs,
+        K=k,
+        GROUPS=tile.groups,
+        TOKENS=tile.tokens,
+        STAGES=tile.stages,
+        PARTS=tile.parts,
+        PRODUCTS=tile.products,
+        GATED=gated,
+        ACTIVATION=activation,
+        REGISTERS=tile.computing_registers(),
+        s_desc=of_scales.of(scales_CN, grid, steps),
+        z_desc=None if zeros_CN is None else of_zeros.of(zeros_CN, grid, steps),
+        ZERO=zero,
+        SPLITS=splits,
+        num_warps=WARPS,
+        maxnreg=tile.registers or None,
+        launch_pdl=True,
+    )
+    if splits > 1:
+        sum_splits(written, bias_N, residual_TM, gated, activation, out_TM)
+    return out_TM
+
+
+@cache
+def _boxes(tiles: HopperTiles, gated: bool) -> tuple[Box, Box, Box, Box]:
+    """Return the TMA boxes of words, tokens, scales and zero points."""
+    from compiled_engine.kernels import hopper_integers as kernels
+    from compiled_engine.kernels import hopper_linear_kernel as ring
+
+    parts, boxes, words = tiles.parts, tiles.parts * tiles.products, kernels.WORDS.value
+    shape = (ring.BLOCKS.value // parts, 2, ring.BLOCK.value) if gated else (ring.ROWS.value // parts,)
+    rank = len(shape) + 1
+    return (
+        Box((boxes, *shape, words), kernels.word_layout(rank + 1)),
+        Box((2, boxes, tiles.tokens, 64), layout_of_boxes(16, 4)),
+        Box((boxes, *shape), kernels.row_layout(32, rank)),
+        Box((boxes, *shape), kernels.row_layout(16, rank)),
+    )
