@@ -23,7 +23,7 @@ from compiled_engine.passes.linear import (
 )
 from compiled_engine.passes.linear.hopper_codes import hopper_codes, why_not_on_the_left
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, hopper_linear, multiprocessors
-from compiled_engine.passes.linear.hopper_product import hopper_product
+from compiled_engine.passes.linear.hopper_product import ProductTiles, hopper_product, product_tiles
 from compiled_engine.passes.linear.hopper_quantised import (
     PRODUCT_TILES,
     quantised_tiles,
@@ -42,7 +42,7 @@ MOST_BEFORE_CODES = 64
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
 HOPPER_INTEGERS = "Hopper's linear of integers"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
-INTEGERS, DECODED = "Triton's product of integers", "the library's product of the decoded weight"
+INTEGERS, DECODED = "Triton's product of integers", "the product of the decoded weight"
 _END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
 
 
@@ -188,6 +188,10 @@ def multiply(
             weight_NK = integer_product.decode_words(codes_NK, scales_RC, zeros_RC, _zero_of(scheme), dtype)
         else:
             weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
+        by_hopper = _gated_tiles(x_TK, weight_NK) if silu_mul and bias_N is None else None
+        if by_hopper is not None:
+            y_TM = hopper_product(x_TK, weight_NK, True, activation, by_hopper)
+            return y_TM if residual_TM is None else residual_TM + y_TM
         y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     elif kernel == LIBRARY:
         assert inputs_CT is not None
@@ -197,6 +201,11 @@ def multiply(
     if silu_mul:
         y_TN = silu_mul_launch(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
+
+
+def _gated_tiles(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> ProductTiles | None:
+    """Return the tiles with which gated_linear computes gate and up; None if the library is faster."""
+    return product_tiles(len(x_TK), *weight_NK.shape, True, x_TK.dtype, x_TK.device)
 
 
 def ends_in_activation(

@@ -43,6 +43,7 @@ CASES = (
     Case(128, 4096, 1024, residual=True, silu_mul=True, activation="gelu"),
     Case(100, 1024, 12288),
     Case(300, 1040, 640, bias=True),
+    Case(600, 24576, 4096, silu_mul=True, residual=True),
 )
 INTERPRETED = """
 from test_hopper_integers import decode_error, splits_error
@@ -182,7 +183,7 @@ def test_the_order_of_the_codes_decides_the_kernel() -> None:
     parsed = LinearScheme.parse(SYMMETRIC)
     common = 4096, 4096, False, False, parsed, torch.bfloat16
     assert str(choose((9, 0), 128, *common, True)) == "Hopper's linear of integers"
-    assert str(choose((9, 0), 129, *common, True)) == "the library's product of the decoded weight"
+    assert str(choose((9, 0), 129, *common, True)) == "the product of the decoded weight"
     assert str(choose((9, 0), 8, *common, False)) == "Triton's product of integers"
 
 

@@ -112,7 +112,7 @@ def test_decoding_needs_no_stack_on_hopper() -> None:
     [
         ((9, 0), 64, "int4 1x128", "Triton's product of integers"),
         ((8, 0), 1, "uint4 1x32", "Triton's product of integers"),
-        ((9, 0), 65, "int4 1x*", "the library's product of the decoded weight"),
+        ((9, 0), 65, "int4 1x*", "the product of the decoded weight"),
         ((9, 0), 1, "int4 1x48", "plain torch: its scales are of columns that are no multiple of 32 (int4 1x48)"),
         ((7, 5), 1, "int4 1x128", "plain torch: the GPU's compute capability 7.5 has no products of bfloat16"),
     ],
