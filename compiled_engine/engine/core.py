@@ -27,7 +27,7 @@ from compiled_engine.engine.messages import (
     SchedulerOutput,
     StepOutputs,
 )
-from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
+from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
@@ -79,7 +79,7 @@ class EngineCore:
         )
         # Number of tokens that the KV cache holds.
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
-        self._hooks = PlanHooks(features)
+        self._hooks = self._scheduler.hooks
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._late: SchedulerOutput | None = None  # the newest step, if its late inputs cannot be computed yet
         self._late_begun = False  # whether the last submitted step's late inputs are being computed

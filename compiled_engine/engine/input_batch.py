@@ -34,21 +34,19 @@ RING = 64
 # Step numbers wrap around after this one, to fit into int32; the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
-# Entries of the ring buffer besides tokens and error codes: a row without a token, and a row that did not exist.
-NOT_TAKEN, NO_ROW = -1, -1000
 
 
 @dataclass(frozen=True)
 class InputBatch:
     """The rows of a step, padded. Host arrays have an entry for each real row, in batch order.
 
-    Unless `rows_of_requests` is set, each request has one row.
+    Unless `combine` is set, each request has one row.
     """
 
     request_ids: list[str]
     rows: np.ndarray  # rows of the states, int32
     query_starts: np.ndarray  # query_start_loc_R1
-    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with rows_of_requests per row, in batch order
+    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with `combine` per row, in batch order
     samples: np.ndarray  # whether the row samples, bool
     num_tokens: int
     key: GraphKey | None  # the graph that the batch is padded for, or None
@@ -57,7 +55,7 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]  # AttentionInputs.host_3
     order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
-    rows_of_requests: RowsOfRequests | None = None  # set if requests may have several rows
+    combine: CombineRows | None = None  # set if requests may have several rows
     variant: str = ""  # the forward's variant, see StepFeature
     numbered: bool = False  # see the module's docstring
 
@@ -67,8 +65,8 @@ class InputBatch:
 
     @property
     def has_decode_graph(self) -> bool:
-        """Whether the graph holds the whole step, sampling included."""
-        return self.key is not None and self.key.is_decode
+        """Whether the batch's graph holds the whole step, sampling included."""
+        return self.decodes_only and self.key is not None
 
     @cached_property
     def num_computed(self) -> np.ndarray:
@@ -77,17 +75,20 @@ class InputBatch:
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
 
-class RowsOfRequests(Protocol):
-    """The assignment of rows to requests in a batch whose requests may have several rows."""
+class CombineRows(Protocol):
+    """Combines the results of a batch's rows into those of requests that may have several rows."""
 
-    def result(
+    def __call__(
         self,
         request_ids: Sequence[str],
         tokens_R: np.ndarray,
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """Combine the rows' results into the step's output. request_ids, tokens_R: one per row, in batch order."""
+        """Return the step's output.
+
+        request_ids, tokens_R: one per row, in batch order. extras: see RunnerOutput.
+        """
         ...
 
 
@@ -180,20 +181,26 @@ def empty_batch(
     *,
     variant: str = "",
 ) -> InputBatch:
-    """Return and stage a batch of padding, which has no side effects. variant: used unless the key has one."""
-    starts_R1 = padding_starts(num_tokens, num_rows)
-    no_rows = np.full(num_rows, -1, np.int32)
+    """Return a batch of padding, which has no side effects. variant: used unless the key has one.
+
+    `stage_empty` stages it.
+    """
+    nothing = np.empty(0, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
-    if decodes_only:
-        buffers.stage_decodes(StagedDecodes.padding(num_rows))
-    else:
-        buffers.stage_batch(no_rows, starts_R1)
+    starts_1 = np.zeros(1, np.int32)
+    batch = InputBatch([], nothing, starts_1, [], nothing > 0, 0, key, decodes_only, num_rows, num_tokens, host)
     variant = (key and key.variant) or variant
-    batch = InputBatch(
-        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
-    )
     numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
     return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
+
+
+def stage_empty(batch: InputBatch, buffers: InputBuffers) -> None:
+    """Stage the rows of an empty batch."""
+    if batch.decodes_only:
+        buffers.stage_decodes(StagedDecodes.padding(batch.num_rows))
+    else:
+        starts_R1 = padding_starts(batch.padded_tokens, batch.num_rows)
+        buffers.stage_batch(np.full(batch.num_rows, -1, np.int32), starts_R1)
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
@@ -291,8 +298,6 @@ class InputBuffers:
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        # Each row's token of the last numbered batch, 0 where it got none.
-        self.taken_R = made(max_num_rows if numbered else 0, dtype=torch.int32)
         # The batch that was staged last, if it is of decodes, or if it is numbered: rows_R, query_start_loc_R1 and
         # row_numbers_R. A batch equal to it is not staged again.
         self.decodes: StagedDecodes | None = None

@@ -3,9 +3,9 @@
 `StepSampling` launches these parts, in this order:
 
   1. The logits of the rows that sample, and a token for each by temperature and seed. The states advance, and the
-     tokens go to the host. A decode graph ends with this part (`launch_captured`); for other batches it follows the
+     tokens go to the host. A decode graph ends with this part (`launch_first`); for other batches it follows the
      forward (`launch_rest`). A step that samples nothing (a prompt chunk, or a step with another tail) only advances
-     the states (`StepAdvance.without_tokens`).
+     the states.
   2. After the late inputs, if any, have arrived: new tokens for rows with more parameters than temperature and seed, in
      the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
   3. The log-probabilities of the tokens, if requested.
@@ -16,7 +16,7 @@ reach the host through a ring buffer in pinned memory, from which `PendingStep.r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class StepSampling:
         sampler: Sampler,
         buffers: InputBuffers,
         pending: PendingSteps,
-        advance: StepAdvance,
+        advance: Advance,
     ):
         self._model, self.sampler, self._buffers = model, sampler, buffers
         self._pending, self.advance = pending, advance
@@ -59,14 +59,14 @@ class StepSampling:
         """Launch part 1 for a batch without a decode graph; returns its logits [R, V], None if nothing samples."""
         count = batch.num_requests  # padding rows need no logits here
         if not batch.samples.any():
-            self.advance.without_tokens(batch, count)
+            self.advance(batch, None, count)
             return None
         if len(output.tensor) != count:  # otherwise each token is a row, and nothing has to be gathered
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.launch_captured(output, batch, count)
+        return self.launch_first(output, batch, count)
 
-    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Sample a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
 
         May be captured. output: one entry per row.
@@ -113,33 +113,39 @@ class StepSampling:
         return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
 
 
-class StepAdvance:
-    """Advances the states by a step: stores its tokens there and in the ring buffer."""
+class Advance(Protocol):
+    """Advances the states by a step: stores its tokens there and in the ring buffer. May be captured."""
 
-    # Advances by a numbered batch, given the sampled tokens, int64 [R], and the number of rows; it also writes taken_R
-    # (see InputBuffers). Set by the feature that makes numbered batches.
-    of_several: Callable[[torch.Tensor, int], None] | None = None
+    def __call__(
+        self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
+    ) -> None:
+        """Advance the first num_rows rows.
+
+        token_ids_R: int64; None if the step samples nothing. again: replace the tokens with which the states have
+        already advanced.
+        """
+        ...
+
+    def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """Return the token that each of the first num_rows rows got, int32; any value for rows that got none."""
+        ...
+
+
+class StepAdvance:
+    """The `Advance` of batches in which each request has one row."""
 
     def __init__(self, states: RequestStates, buffers: InputBuffers) -> None:
         self._states, self._buffers = states, buffers
 
-    def __call__(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
-        """Advance the first num_rows rows. again: replace the tokens with which they have already advanced."""
-        if batch.numbered:
-            assert self.of_several is not None
-            self.of_several(token_ids_R, num_rows)
-            return
+    def __call__(
+        self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
+    ) -> None:
+        if token_ids_R is None:
+            token_ids_R = self._buffers.sample_positions_R  # no row gets a token, so any values will do
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
-    def without_tokens(self, batch: InputBatch, num_rows: int) -> None:
-        """Advance the states by a step that samples nothing. May be captured."""
-        self(batch, self._buffers.sample_positions_R, num_rows)  # no row gets a token, so any values will do
-
     def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Return the newest token of each of the first num_rows rows, int32."""
-        if batch.numbered:
-            return self._buffers.taken_R[:num_rows]
         return self._states.last_token_S.index_select(0, self._buffers.rows_R[:num_rows])
 
 
@@ -287,8 +293,8 @@ class PendingStep:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch
         extras = {name: result.by_request() for name, result in self._results.items()} if self._results else {}
-        if (owners := batch.rows_of_requests) is not None:
-            return owners.result(batch.request_ids, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
+        if batch.combine is not None:
+            return batch.combine(batch.request_ids, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
         tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
         if batch.order is not None:
             tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]

@@ -370,10 +370,8 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
             expected.num_rows,
             expected.padded_tokens,
         )
-        assert isinstance(batch.rows_of_requests, DraftedRows)
-        assert [
-            batch.request_ids[i] for i in batch.rows_of_requests.places[batch.rows_of_requests.starts].tolist()
-        ] == names
+        assert isinstance(batch.combine, DraftedRows)
+        assert [batch.request_ids[i] for i in batch.combine.places[batch.combine.starts].tolist()] == names
         found, made = drafting.rows(step), DraftingRows.of(step, states)
         assert dict(zip(found.rows_R.tolist(), found.room_R.tolist(), strict=True)) == dict(
             zip(made.rows_R.tolist(), made.room_R.tolist(), strict=True)

@@ -300,7 +300,7 @@ def test_what_a_graph_leaves_has_the_slots_of_its_batch(key: GraphKey, is_logits
     left_TD, step = torch.zeros(key.num_tokens, 2), step_of_slots(slots_T)
     plain = step.output(key, left_TD)
     assert (plain.is_logits, plain.beside) == (is_logits, ())
-    adapted = step.output(replace(key, extra=(("adapted", 1),)), left_TD, "adapted")
+    adapted = step.output(key._replace(extra=(("adapted", 1),)), left_TD, "adapted")
     assert (adapted.is_logits, [each.tolist() for each in adapted.beside]) == (
         is_logits,
         [slots_T[: key.num_tokens].tolist()],

@@ -15,7 +15,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
-from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
+from compiled_engine.engine.step_hooks import RunnerFeatures, RunnerParts, StepFeature
 from compiled_engine.features.registry import make_features, plan_features, step_features
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
@@ -114,10 +114,10 @@ class StepTokenRows(StepFeature):
         return {"limited_rows": int(self._num_limited)}
 
 
-def with_rows(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
+def with_rows(parts: RunnerParts) -> RunnerFeatures:
     """Implements MakeFeatures.of_runner."""
-    features, tail = step_features(parts)
-    return [*features, StepTokenRows(parts)], tail
+    made = step_features(parts)
+    return made._replace(features=[*made.features, StepTokenRows(parts)])
 
 
 def start(*, has_feature: bool) -> EngineCore:

@@ -133,7 +133,7 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
 def test_graphs_that_hold_other_kernels_are_measured_apart(other: dict[str, Any]) -> None:
     """Each takes about as much memory as those of its kind, and the prediction is a mean for each kind."""
     keys = [decode_key(size, 64) for size in (1, 2, 4)]
-    others = [replace(key, **other) for key in keys]
+    others = [key._replace(**other) for key in keys]
     found = families([*keys, *others])
     assert sorted(found, key=str) == sorted([keys[::-1], others[::-1]], key=str)
 

@@ -31,7 +31,9 @@ WORDS = {
     "pipelines": r"(?<![a-z])(lanes?|stages?|micro_?batch(es)?)(?![a-z])|traffic|pipeline",
     "prompt log-probabilities": r"prompt_?logprob",
 }
-NO_WORDS = r"\btl \.|\bmask (=|&) |begin \+ lane|(\.|def) stage \(|stage_(batch|decodes)|num_stages|compile \. verify"
+NO_WORDS = (
+    r"\btl \.|\bmask (=|&) |begin \+ lane|(\.|def) stage \(|stage_(batch|decodes|empty)|num_stages|compile \. verify"
+)
 # Modules of features, and packages of such.
 FEATURES = (
     "features",
@@ -46,13 +48,12 @@ FEATURES = (
 PACKAGES = ("engine", "rows", "graphs.cuda_graphs")
 # By module of the core: lines that name a feature, and imports from features. Any other module of PACKAGES has none.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "engine.input_batch": (41, 0),
+    "engine.input_batch": (36, 0),
     "engine.request_states": (8, 0),
     "engine.runner": (3, 0),
     "engine.scheduler": (2, 0),
-    "engine.step_sampling": (7, 0),
-    "engine.warm_up": (3, 0),
-    "graphs.cuda_graphs.dispatcher": (11, 0),
+    "engine.warm_up": (2, 0),
+    "graphs.cuda_graphs.dispatcher": (3, 0),
     "graphs.cuda_graphs.memory": (1, 0),
 }
 

@@ -89,7 +89,7 @@ class DraftCase:
         states.writes.apply()
         for name in MADE[:6]:
             getattr(self.buffers, name).fill_(77)
-        self.buffers.taken_R.fill_(77)
+        self.taken_R = torch.full_like(self.buffers.rows_R, 77)
         self.buffers.num_steps_1.fill_(random_.choice([0, RING - 1, LAST_NUMBER]))
         token_ids_R = generator.integers(0, 2, len(rows))
         token_ids_R[generator.random(len(rows)) < 0.1] = NOT_A_NUMBER
@@ -101,12 +101,13 @@ class DraftCase:
 
     def same_as(self, other: DraftCase) -> None:
         for owner, names in (
-            ("buffers", (*MADE, "taken_R")),
+            ("buffers", MADE),
             ("states", (*STATES, "ahead_SK", "history_SL")),
         ):
             for name in names:
                 mine, theirs = getattr(getattr(self, owner), name), getattr(getattr(other, owner), name)
                 torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=0, atol=0, msg=name)
+        assert self.taken_R.tolist() == other.taken_R.tolist()
 
 
 def check(seed: int, device: torch.device) -> None:
@@ -120,9 +121,10 @@ def check(seed: int, device: torch.device) -> None:
         prepare_reference(reference.states, reference.buffers, *shape, numbered=numbered)
         case.same_as(reference)
     for add in () if case.is_first_pass else (0, 1):
-        launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance)
+        launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance, case.taken_R)
         tokens_R = reference.token_ids_R + add
-        verify_reference(reference.states, reference.buffers, tokens_R, batch.num_rows, reference.acceptance)
+        given = reference.states, reference.buffers, tokens_R, batch.num_rows
+        verify_reference(*given, reference.acceptance, reference.taken_R)
         if device.type == "cuda":
             torch.cuda.synchronize()
         case.same_as(reference)

@@ -22,7 +22,7 @@ from compiled_engine.engine.forward import ForwardOutput
 from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
-from compiled_engine.engine.step_sampling import Deferred, StepAdvance
+from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
 from compiled_engine.graphs.compiler.signature import POOLER
 from compiled_engine.pooling import LAST, Pooling
@@ -96,7 +96,7 @@ class TokenTypes(StepFeature):
 class StepPooling:
     """The `Tail` of a model that pools. Row fields are only used if a prompt may take several steps."""
 
-    def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: StepAdvance) -> None:
+    def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: Advance) -> None:
         model = parts.config.model
         self._kinds, self._states, self._buffers = pooling.kinds, parts.states, parts.buffers
         self._by_token, self.advance = by_token.rows, advance
@@ -107,15 +107,15 @@ class StepPooling:
             fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
             self._states.fields.declare(*fields)
 
-    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """See Tail."""
-        self.advance.without_tokens(batch, num_rows)
+        self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
-            self.advance.without_tokens(batch, batch.num_requests)
+            self.advance(batch, None, batch.num_requests)
         if (pooled := self._results(batch, output.tensor)) is not None:
             results[ByToken.name] = pooled
 

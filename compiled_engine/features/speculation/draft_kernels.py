@@ -45,7 +45,7 @@ def verify_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Store each request's tokens of a step up to the first wrong draft, see verification.verify.
+    """Store each request's tokens of a step up to the first wrong draft, see verification.DraftAdvance.
 
     A single program handles all rows, since they share the step's number.
 

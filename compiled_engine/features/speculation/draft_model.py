@@ -18,6 +18,7 @@ from compiled_engine.engine.input_batch import (
     empty_batch,
     make_batch,
     prepare,
+    stage_empty,
 )
 from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import SchedulerOutput
@@ -239,6 +240,7 @@ class DraftModel(Drafter):
                 self._pass(draft, num_requests, count, longest, distinct=distinct)
             return
         batch = empty_batch(self.prompts, num_tokens, num_requests, host_3)
+        stage_empty(batch, self.prompts)
         self._states.writes.apply()
         prepare(batch, self._states, self.prompts)
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
@@ -248,6 +250,7 @@ class DraftModel(Drafter):
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts, num_tokens, 1, host_3)
+            stage_empty(batch, self.prompts)
             self._states.writes.apply()
             prepare(batch, self._states, self.prompts)
         tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)

@@ -25,11 +25,9 @@ import numpy as np
 import torch
 
 from compiled_engine.engine.input_batch import (
-    NO_ROW,
-    NOT_TAKEN,
+    CombineRows,
     InputBatch,
     InputBuffers,
-    RowsOfRequests,
     host_of,
 )
 from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
@@ -39,6 +37,9 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+# Entries of the ring buffer besides tokens and error codes: a row without a token, and a row that did not exist.
+NOT_TAKEN, NO_ROW = -1, -1000
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Combines the results of a batch's rows into those of requests (RowsOfRequests).
+    """Combines the results of a batch's rows into those of requests (CombineRows).
 
     A request has a row for its newest token and one for each draft after it.
 
@@ -140,14 +141,14 @@ class DraftedRows:
     starts: np.ndarray  # int [requests], where each request begins in `places`
     samples: np.ndarray  # bool [requests]
 
-    def result(
+    def __call__(
         self,
         request_ids: Sequence[str],
         tokens_R: np.ndarray,
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """See RowsOfRequests. tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist."""
+        """See CombineRows. tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist."""
         tokens_R = tokens_R[self.places]
         taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
         num_real = np.add.reduceat(tokens_R != NO_ROW, self.starts, dtype=np.int64)[self.samples]
@@ -217,7 +218,7 @@ def stage_numbered(
     lens_A: np.ndarray,
     starts_A: np.ndarray,
     samples_A: np.ndarray,
-    rows_of_requests: RowsOfRequests | None = None,
+    combine: CombineRows | None = None,
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
@@ -253,7 +254,7 @@ def stage_numbered(
         num_rows=num_rows,
         padded_tokens=padded_tokens,
         host=host,
-        rows_of_requests=rows_of_requests,
+        combine=combine,
         numbered=True,
     )
 

@@ -8,7 +8,6 @@ know the tokens. For batches of decodes, each is in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from compiled_engine.engine.input_batch import (
     StagedDecodes,
     empty_batch,
     prepare,
+    stage_empty,
     step_of_batch,
 )
 from compiled_engine.engine.load_model import compile_in_turn, load_model
@@ -289,7 +289,7 @@ class EagleDrafter(Drafter):
             return
         key = batch.key
         if key is not None:
-            key = self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
+            key = self._prefill_head_keys.get(key._replace(extra=()) if key.extra else key)
         if key is None:
             self.prefill_head(batch)
         else:
@@ -390,6 +390,7 @@ class EagleDrafter(Drafter):
 
     def _fill_step(self, num_tokens: int, num_rows: int, host_3: tuple[int, int, int]) -> InputBatch:
         batch = empty_batch(self._steps, num_tokens, num_rows, host_3)
+        stage_empty(batch, self._steps)
         self._states.writes.apply()
         prepare(batch, self._states, self._steps)
         return batch
@@ -409,8 +410,7 @@ class EagleDrafter(Drafter):
         if (num_drafts := self._num_drafts_of.get(key)) is not None:
             return self._draft(key.num_requests, num_drafts, key.max_seq_len, distinct=distinct)
         host_3 = key.num_decodes, key.max_query_len, key.max_seq_len
-        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, purpose=""))
-        self._states.writes.discard()  # `fill` made these writes
+        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, key._replace(purpose=""))
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:
