@@ -25,8 +25,8 @@ from compiled_engine.engine.messages import LateInputs, NewRequest, SchedulerOut
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
 from compiled_engine.engine.step_hooks import (
+    FeatureModel,
     MakeFeatures,
-    ModelBeside,
     RunnerFeatures,
     RunnerParts,
     StepHooks,
@@ -40,7 +40,7 @@ from compiled_engine.engine.step_sampling import (
     StepSampling,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
-from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import extra_step_tensors
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -183,8 +183,8 @@ class Runner:
             self.states.writes,
             config.device,
             self.model.work_length(most_tokens, most_rows),
-            tensors_beside_steps(config),
-            numbered=True in config.numberings,
+            extra_step_tensors(config),
+            has_offsets=True in config.offset_choices,
         )
 
     def _make_step(self, made: RunnerFeatures) -> None:
@@ -379,7 +379,7 @@ class Runner:
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        graphs, models = captured.graphs, (ModelBeside("", compiled, self.model), *self._hooks.models)
+        graphs, models = captured.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
         counts = [each.compiled.counts for each in models if each.compiled]
         recordings = [counts for each in models for counts in each.forward.recording_counts()]
         return {
@@ -469,7 +469,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
     return row
 
 
-def _pass_counts(model: ModelBeside) -> dict[str, dict[str, dict[str, int]]]:
+def _pass_counts(model: FeatureModel) -> dict[str, dict[str, dict[str, int]]]:
     """Return how often each pass matched, and had to match, by compiled range (prefixed by the model) and by pass."""
     if model.compiled is None:
         return {}

@@ -86,8 +86,8 @@ class ModelStep:
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
         """Return the result of `run`, or of a replay of the key's graph, as a ForwardOutput."""
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
-        beside = self.buffers.beside(variant, key.num_tokens) if variant else ()
-        return ForwardOutput(result, is_logits, (), variant, beside)
+        logits_inputs = self.buffers.of_variant(variant, key.num_tokens) if variant else ()
+        return ForwardOutput(result, is_logits, (), variant, logits_inputs)
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See Capturable. KV caches are only replaced all together, so the first and the last one stand for all."""

@@ -111,7 +111,7 @@ class FeatureGraphs:
     own: Mapping[GraphKey, Capturable]  # the feature's graphs, with the work that each captures
 
 
-class ModelBeside(NamedTuple):
+class FeatureModel(NamedTuple):
     """A model that a feature runs besides the engine's, such as a draft model."""
 
     name: str  # prefix of its names in reports, such as "draft "
@@ -129,7 +129,7 @@ class StepFeature:
     rows: Collection[int] | None = None
 
     @property
-    def models(self) -> tuple[ModelBeside, ...]:
+    def models(self) -> tuple[FeatureModel, ...]:
         """The models that the feature runs besides the engine's."""
         return ()
 

@@ -57,7 +57,7 @@ class StepSampling:
 
     def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
         """Launch part 1 for a batch without a decode graph; returns its logits [R, V], None if nothing samples."""
-        count = batch.num_requests  # padding rows need no logits here
+        count = batch.num_real_rows  # padding rows need no logits here
         if not batch.samples.any():
             self.advance(batch, None, count)
             return None
@@ -95,7 +95,7 @@ class StepSampling:
     def _sample_generally(
         self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, edits: StepEdits | None
     ) -> None:
-        count = batch.num_requests
+        count = batch.num_real_rows
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
             row_index_R = upload(rows_R.astype(np.int32), logits_RV.device)
@@ -108,7 +108,7 @@ class StepSampling:
         num_logprobs_R = self.sampler.num_logprobs(rows_R)
         if num_logprobs_R is None:
             return None
-        count = batch.num_requests
+        count = batch.num_real_rows
         token_ids_R = self.advance.tokens(batch, count)
         return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
 
@@ -294,8 +294,8 @@ class PendingStep:
         batch = self._batch
         extras = {name: result.by_request() for name, result in self._results.items()} if self._results else {}
         if batch.combine is not None:
-            return batch.combine(batch.request_ids, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
-        tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
+            return batch.combine(batch.request_of_row, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
+        tokens_R, samples_R = ring_row[1 : batch.num_real_rows + 1], batch.samples
         if batch.order is not None:
             tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]
         token_ids = tokens_R.tolist()
@@ -307,7 +307,7 @@ class PendingStep:
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
-        many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
+        many = {batch.request_of_row[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
         return RunnerOutput(token_ids, few, many, extras=extras)
 
 

@@ -68,7 +68,7 @@ def warm_up(config: EngineConfig, step: ModelStep, progress: Progress) -> int:
             for variant in step.model.variants:
                 _run_empty(step, shape, distinct=shape != shapes[0], variant=variant)
             progressed(1)
-        if len(config.numberings) > 1:
+        if len(config.offset_choices) > 1:
             _inputs(config, step)
     if not on_gpu:
         return 0
@@ -279,12 +279,13 @@ def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuf
         empty = _empty_step(config, shape, buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
         arguments = arguments_of(empty, inputs, model.kv_caches)
-        beside = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
-        tokens, run = shape.num_tokens, partial(model.run, distinct=True, variant=variant, beside=beside)
+        inputs_of_logits = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
+        run = partial(model.run, distinct=True, variant=variant, logits_inputs=inputs_of_logits)
+        tokens = shape.num_tokens
         output = run(tokens, arguments, hidden_wanted=True)
         if model.ends_at_logits(tokens, variant):
             run(tokens, arguments)
-        if beside and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
+        if inputs_of_logits and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
             model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
@@ -306,10 +307,10 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
     """Run the kernels of a step's inputs and tokens, in a dry run or in the warm-up. Only they use rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
-    for num_tokens, numbered in product(counts, config.numberings):
+    for num_tokens, has_offsets in product(counts, config.offset_choices):
         host_3 = BatchShape(num_tokens, 1, 2).host_3
         batch = empty_batch(buffers, num_tokens, 1, host_3, variant=step.model.variants[-1])
-        batch = replace(batch, numbered=numbered)
+        batch = replace(batch, has_offsets=has_offsets)
         stage_empty(batch, buffers)
         states.writes.apply()
         step.prepare(batch)

@@ -40,7 +40,7 @@ class GraphKey(NamedTuple):
     max_query_len: int = 0
     max_seq_len: int = 0  # longest context
     short: bool = False  # max_seq_len is below the engine's limit
-    unnumbered: bool = False  # the batch is not numbered, in an engine with numbered batches (see input_batch.py)
+    without_offsets: bool = False  # the rows have no offsets, in an engine where rows may have some
     purpose: str = ""  # names a graph that is not a step of the engine's model, "" for a step
     extra: tuple[tuple[str, int], ...] = ()  # names and sizes of further fields that the batch uses, see KeyField
 
@@ -65,7 +65,7 @@ class GraphKey(NamedTuple):
         if self.is_decode and (self.purpose or self.max_query_len > 1):
             purpose = self.purpose or f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
-        kind = f"plain-{kind}" if self.unnumbered else kind
+        kind = f"plain-{kind}" if self.without_offsets else kind
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 

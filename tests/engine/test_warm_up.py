@@ -85,7 +85,7 @@ def step_of(config: EngineConfig) -> ModelStep:
         states.writes,
         device,
         model.work_length(most_tokens, most_rows),
-        numbered=in_each > 0,
+        has_offsets=in_each > 0,
     )
     pending = PendingSteps(buffers, device, StepClock(device))
     advance: Advance = StepAdvance(states, buffers)

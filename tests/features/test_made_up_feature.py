@@ -103,12 +103,12 @@ class StepTokenRows(StepFeature):
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Read the field of the step's rows, whether or not the host knows of a limit."""
-        rows_R = upload(batch.rows[: len(batch.request_ids)], self._device)
+        rows_R = upload(batch.rows[: len(batch.request_of_row)], self._device)
         self._limits_R = self._fields[NAME][rows_R]
         self._num_limited += (self._limits_R > 0).sum()
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> ReadLimits:
-        return ReadLimits(list(batch.request_ids), self._limits_R)
+        return ReadLimits(list(batch.request_of_row), self._limits_R)
 
     def metrics(self) -> dict[str, Any]:
         return {"limited_rows": int(self._num_limited)}

@@ -27,7 +27,7 @@ OTHER: dict[str, Any] = {
     "max_query_len": 9,
     "max_seq_len": 9,
     "short": True,
-    "unnumbered": True,
+    "without_offsets": True,
     "purpose": "draft-9",
     "extra": (("rank", 16),),
 }
@@ -55,8 +55,8 @@ def test_keys_that_differ_in_any_value_are_different_keys(field: str) -> None:
         (drafting(decode_key(16, 256, short=True), 3), "draft-3-short-256 16"),
         (drafting(decode_key(8, 4096, query_len=2), 3), "draft-3 16"),
         *((key, name) for key, name in zip(FOLLOWING, ("follow-verify-4 32", "follow-decode 8"), strict=True)),
-        (decode_key(8, 4096)._replace(unnumbered=True), "plain-decode 8"),
-        (decode_key(8, 256, short=True)._replace(unnumbered=True), "plain-short-256 8"),
+        (decode_key(8, 4096)._replace(without_offsets=True), "plain-decode 8"),
+        (decode_key(8, 256, short=True)._replace(without_offsets=True), "plain-short-256 8"),
         (mixed_key(512, 8, 4096), "full 512"),
         (drafting(mixed_key(512, 8, 4096), 3), "full 512"),
         (GraphKey(GraphKind.PIECEWISE, 512), "piecewise 512"),
@@ -73,7 +73,7 @@ def test_what_attention_is_launched_with_is_in_the_key_where_it_is_captured() ->
     values = ("kind", "num_tokens", "num_requests", "num_decodes", "max_query_len", "max_seq_len", "short")
 
     def of(key: GraphKey) -> tuple[Any, ...]:
-        assert (key.unnumbered, key.purpose, key.extra) == (False, "", ())
+        assert (key.without_offsets, key.purpose, key.extra) == (False, "", ())
         return tuple(getattr(key, value) for value in values)
 
     assert of(decode_key(8, 4096)) == (GraphKind.FULL, 8, 8, 8, 1, 4096, False)

@@ -125,7 +125,7 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
         {"kind": GraphKind.PIECEWISE},
         {"max_query_len": 2},
         {"purpose": "draft-2"},
-        {"unnumbered": True},
+        {"without_offsets": True},
         {"extra": (("rank", 16),)},
     ],
     ids=lambda other: next(iter(other)),

@@ -21,7 +21,8 @@ from test_import_directions import imports_of, modules, within
 WORDS = {
     "speculation": r"draft|eagle|n_?gram|specul|taps?(?![a-z])|aux_(hidden|layers)|sharpness|accept|verif"
     r"|(?<![a-z])(rests|rested|resting|let_rest|plain|follows?|head(?!_dim|_width))(?![a-z])",
-    # The idea in the engine that drafts need, in its own words: they cost a reader as much.
+    # The idea in the engine that drafts need, in its own words: they cost a reader as much. Rows at an offset are the
+    # core's own idea.
     "several rows": r"numbered|row_numbers|ahead_SK|num_ahead|of_several|several_|rows_of_requests|history_|NO_ROW"
     r"|NOT_TAKEN|taken_R",
     "adapters": r"adapt|lora(?![a-z])|overtak|set_aside",
@@ -48,13 +49,11 @@ FEATURES = (
 PACKAGES = ("engine", "rows", "graphs.cuda_graphs")
 # By module of the core: lines that name a feature, and imports from features. Any other module of PACKAGES has none.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "engine.input_batch": (36, 0),
+    "engine.input_batch": (10, 0),
     "engine.request_states": (8, 0),
-    "engine.runner": (3, 0),
+    "engine.runner": (2, 0),
     "engine.scheduler": (2, 0),
-    "engine.warm_up": (2, 0),
-    "graphs.cuda_graphs.dispatcher": (3, 0),
-    "graphs.cuda_graphs.memory": (1, 0),
+    "graphs.cuda_graphs.dispatcher": (2, 0),
 }
 
 

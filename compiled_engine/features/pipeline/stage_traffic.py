@@ -64,7 +64,7 @@ class StageTraffic(StepFeature):
         """Send a step's activations to the next stage. packed: on a GPU, the next step may overwrite it."""
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
-            sampled = frozenset(compress(batch.request_ids, batch.samples.tolist()))
+            sampled = frozenset(compress(batch.request_of_row, batch.samples.tolist()))
             self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
 
     def after_sample(self, batch: InputBatch) -> None:
@@ -96,5 +96,5 @@ class SendTail:
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
-            self.advance(batch, None, batch.num_requests)
+            self.advance(batch, None, batch.num_real_rows)
         self._traffic.send(output.tensor, batch)

@@ -115,13 +115,13 @@ class StepPooling:
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
-            self.advance(batch, None, batch.num_requests)
+            self.advance(batch, None, batch.num_real_rows)
         if (pooled := self._results(batch, output.tensor)) is not None:
             results[ByToken.name] = pooled
 
     def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
         """Launch the pooling of a step; returns None if no request gets a result."""
-        count, by_token = batch.num_requests, self._by_token
+        count, by_token = batch.num_real_rows, self._by_token
         done = np.flatnonzero(batch.samples).tolist()
         if by_token:
             done = [i for i in done if int(batch.rows[i]) not in by_token]
@@ -143,12 +143,12 @@ class StepPooling:
         if not parts:
             return None
         result_ML = self._pooler(parts[0] if len(parts) == 1 else torch.cat(parts))
-        request_ids = [batch.request_ids[i] for i in (*done, *each)]
+        request_ids = [batch.request_of_row[i] for i in (*done, *each)]
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Pool each request's tokens up to the end of this step, fp32 [R, W]; the row fields keep the result."""
-        count, num_tokens = batch.num_requests, batch.num_tokens
+        count, num_tokens = batch.num_real_rows, batch.num_tokens
         buffers = self._buffers
         starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
         starts_R1 = starts_R1[: count + 1].long()

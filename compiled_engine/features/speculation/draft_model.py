@@ -28,7 +28,7 @@ from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Draft
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
-from compiled_engine.graphs.compiler.signature import LOGITS, tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import LOGITS, extra_step_tensors
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.sampling.sampler import SamplerClass
 
@@ -67,15 +67,17 @@ class DraftModel(Drafter):
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.model = ModelForward(config, loaded, parts.on_attention)
 
-        def buffers_of(num_tokens: int, num_rows: int, *, numbered: bool) -> InputBuffers:
-            length, asked = self.model.work_length(num_tokens, num_rows), tensors_beside_steps(config)
+        def buffers_of(num_tokens: int, num_rows: int, *, has_offsets: bool) -> InputBuffers:
+            length, asked = self.model.work_length(num_tokens, num_rows), extra_step_tensors(config)
             table_length, writes, device = states.block_table_SB.shape[1], states.writes, config.device
-            return InputBuffers(num_tokens, num_rows, table_length, writes, device, length, asked, numbered=numbered)
+            return InputBuffers(
+                num_tokens, num_rows, table_length, writes, device, length, asked, has_offsets=has_offsets
+            )
 
         # The inputs of the passes.
-        self.prompts = buffers_of(most_tokens, most_requests + 1, numbered=False)
-        self.first = buffers_of(FIRST * most_requests, FIRST * most_requests, numbered=True)
-        self.further = buffers_of(most_requests, most_requests, numbered=True)
+        self.prompts = buffers_of(most_tokens, most_requests + 1, has_offsets=False)
+        self.first = buffers_of(FIRST * most_requests, FIRST * most_requests, has_offsets=True)
+        self.further = buffers_of(most_requests, most_requests, has_offsets=True)
         self._room = states.writes.field(most_requests)
         self._staged_room = NO_ROWS
         self._rows_of_steps = DraftingSteps(states)

@@ -12,7 +12,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers
-from compiled_engine.engine.step_hooks import ModelBeside, StepFeature
+from compiled_engine.engine.step_hooks import FeatureModel, StepFeature
 from compiled_engine.engine.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
@@ -38,7 +38,7 @@ def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
     nothing = np.empty(0, np.int32)
     host = num_rows, query_len, longest
     return InputBatch(
-        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, numbered=True
+        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, has_offsets=True
     )
 
 
@@ -54,8 +54,8 @@ class Drafter(StepFeature, ABC):
     _drafting: Drafting | None = None  # of the step that is being launched
 
     @property
-    def models(self) -> tuple[ModelBeside, ...]:
-        return (ModelBeside("draft ", self.compiled, self.model),)
+    def models(self) -> tuple[FeatureModel, ...]:
+        return (FeatureModel("draft ", self.compiled, self.model),)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Make the step's drafts, and read its prompts."""

@@ -31,7 +31,7 @@ class StepKeys:
         for key in same:
             if key.is_decode and key.max_query_len == 1:
                 size = min((s for s in sizes_read if s >= key.num_requests), default=key.num_requests)
-                unread[key] = key._replace(unnumbered=True)
+                unread[key] = key._replace(without_offsets=True)
                 read[key] = decode_key(size, longest)._replace(extra=key.extra)
         return cls(unread, read)
 

@@ -33,10 +33,10 @@ class Acceptance:
 
 
 class DraftAdvance:
-    """The `Advance` of an engine with drafts. plain: advances by batches that are not numbered.
+    """The `Advance` of an engine with drafts. plain: advances by batches without offsets.
 
-    In a numbered batch, a request's tokens up to the first wrong draft are stored. The ring buffer gets NOT_TAKEN for
-    tokens after a wrong draft, and NO_ROW for rows whose draft does not exist.
+    In a batch with offsets, a request's tokens up to the first wrong draft are stored. The ring buffer gets NOT_TAKEN
+    for tokens after a wrong draft, and NO_ROW for rows whose draft does not exist.
     """
 
     def __init__(self, config: EngineConfig, states: RequestStates, buffers: InputBuffers, plain: Advance) -> None:
@@ -47,7 +47,7 @@ class DraftAdvance:
     def __call__(
         self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
     ) -> None:
-        if not batch.numbered:
+        if not batch.has_offsets:
             self._plain(batch, token_ids_R, num_rows, again=again)
             return
         if token_ids_R is None:
@@ -56,7 +56,7 @@ class DraftAdvance:
         verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance, self._taken_R)
 
     def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        return self._taken_R[:num_rows] if batch.numbered else self._plain.tokens(batch, num_rows)
+        return self._taken_R[:num_rows] if batch.has_offsets else self._plain.tokens(batch, num_rows)
 
 
 def launch_verify(
@@ -74,7 +74,7 @@ def launch_verify(
     assert states.history_SL is not None
     verify_kernel[(1,)](
         buffers.rows_R,
-        buffers.row_numbers_R,
+        buffers.offsets_R,
         buffers.sample_positions_R,
         token_ids_R,
         states.ahead_SK,
@@ -111,8 +111,8 @@ def verify_reference(
 ) -> None:
     """Do the work of draft_kernels.verify_kernel on a CPU."""
     assert states.ahead_SK is not None
-    assert buffers.row_numbers_R is not None
-    rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.row_numbers_R.numpy()[:num_rows]
+    assert buffers.offsets_R is not None
+    rows_R, offsets_R = buffers.rows_R.numpy()[:num_rows], buffers.offsets_R.numpy()[:num_rows]
     ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], np.zeros(num_rows, np.int32)
     tokens_R[: len(token_ids_R)] = token_ids_R.numpy()[:num_rows]  # rows of padding may have none
     computed_S = states.num_computed_S.numpy()
@@ -121,20 +121,20 @@ def verify_reference(
         token_row_S, all_token_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
     real_R = (rows_R >= 0) & (ends_R > 0)
     is_taken_R = real_R & (ends_R >= states.prefill_len_S.numpy()[rows_R])
-    first_R = real_R & (numbers_R == 0)
+    first_R = real_R & (offsets_R == 0)
     computed_S[rows_R[first_R]] = ends_R[first_R]
-    drafted = np.flatnonzero(real_R & (numbers_R > 0))
-    drafts = states.ahead_SK.numpy()[rows_R[drafted], numbers_R[drafted] - 1]
+    drafted = np.flatnonzero(real_R & (offsets_R > 0))
+    drafts = states.ahead_SK.numpy()[rows_R[drafted], offsets_R[drafted] - 1]
     right_R = real_R.copy()
     if acceptance.rates:
-        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - numbers_R)[drafted]
-        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
+        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - offsets_R)[drafted]
+        right_R[drafted] = offsets_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
         accepted = right_R[drafted]
         tokens_R[drafted[accepted] - 1] = drafts[accepted]
     else:  # the row before has the token that the draft is a guess of
         right_R[drafted] = drafts == tokens_R[drafted - 1]
-    for number in range(int(numbers_R[real_R].max(initial=0)) + 1):
-        at = np.flatnonzero(is_taken_R & (numbers_R == number))
+    for number in range(int(offsets_R[real_R].max(initial=0)) + 1):
+        at = np.flatnonzero(is_taken_R & (offsets_R == number))
         if number:
             right = is_taken_R[at - 1] & right_R[at]
             is_taken_R[at[~right]] = False
