@@ -90,7 +90,12 @@ class StepSampling:
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV, edits)
-        return self._logprobs(batch, rows_R, logits_RV)
+        num_logprobs_R = self.sampler.num_logprobs(rows_R)
+        if num_logprobs_R is None:
+            return None
+        count = batch.num_real_rows
+        token_ids_R = self.advance.tokens(batch, count)
+        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
 
     def _sample_generally(
         self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, edits: StepEdits | None
@@ -103,14 +108,6 @@ class StepSampling:
         token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, edits)
         self.advance(batch, token_ids_R, batch.num_rows, again=True)
         self._pending.launched()
-
-    def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        num_logprobs_R = self.sampler.num_logprobs(rows_R)
-        if num_logprobs_R is None:
-            return None
-        count = batch.num_real_rows
-        token_ids_R = self.advance.tokens(batch, count)
-        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
 
 
 class Advance(Protocol):
@@ -266,22 +263,17 @@ class PendingSteps:
         return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, results, self._clock)
 
 
+@dataclass(slots=True)
 class PendingStep:
     """A launched step. `result` waits for it."""
 
-    def __init__(
-        self,
-        ring_KR1: np.ndarray,
-        number: int,
-        event: torch.cuda.Event | None,
-        batch: InputBatch,
-        logprobs: BatchLogprobs | None,
-        results: Mapping[str, Deferred],
-        clock: StepClock,
-    ):
-        self._clock = clock
-        self._ring_KR1, self._number, self._event = ring_KR1, number, event
-        self._batch, self._logprobs, self._results = batch, logprobs, results
+    _ring_KR1: np.ndarray  # the ring buffer, with the step's tokens under `_number`
+    _number: int
+    _event: torch.cuda.Event | None  # after the step's last launch; None on a CPU
+    _batch: InputBatch
+    _logprobs: BatchLogprobs | None
+    _results: Mapping[str, Deferred]  # features' results, by name
+    _clock: StepClock
 
     def result(self) -> RunnerOutput:
         """Wait for the step and return its output. Raises RuntimeError if later steps overwrote its tokens."""

@@ -100,7 +100,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     tail: Tail | None = None
     advance: Advance = StepAdvance(parts.states, parts.buffers)
     if config.speculation.num_tokens:
-        advance = DraftAdvance(config, parts.states, parts.buffers, advance)
+        advance = DraftAdvance(config, parts.states, parts.buffers)
     if config.adapters is not None:
         features.append(StepAdapters.of(parts))
     if link is not None:

@@ -244,7 +244,7 @@ def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
     core = make_core(make_config(GraphMode.FULL))
     buffers = runner_of(core).buffers
     buffers.input_ids_T = buffers.input_ids_T.clone()
-    with pytest.raises(AssertionError, match="a buffer that graphs read was replaced"):
+    with pytest.raises(AssertionError, match="a buffer that the graph reads was replaced"):
         run(core, make_requests(1, 1))
 
 

@@ -90,7 +90,7 @@ def step_of(config: EngineConfig) -> ModelStep:
     pending = PendingSteps(buffers, device, StepClock(device))
     advance: Advance = StepAdvance(states, buffers)
     if in_each:
-        advance = DraftAdvance(config, states, buffers, advance)
+        advance = DraftAdvance(config, states, buffers)
     sampling = StepSampling(model, sampler, buffers, pending, advance)
     ngrams = [Ngrams(speculation, states, buffers)] if in_each else []
     return ModelStep(model, buffers, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
@@ -107,6 +107,7 @@ def test_the_warm_up_launches_only_what_was_asked_for(
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(verification, "advance", launch_advance)
     monkeypatch.setattr(verification, "verify_reference", launch_verify)
     # What other tests have compiled is there for device 0.
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
@@ -133,6 +134,7 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(verification, "advance", launch_advance)
     monkeypatch.setattr(verification, "verify_reference", launch_verify)
     runs: list[tuple[int, bool]] = []
     run = ModelForward.run
@@ -178,6 +180,7 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: shapes)
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(verification, "advance", launch_advance)
     monkeypatch.setattr(verification, "verify_reference", launch_verify)
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
     launched: set[tuple[str, str]] = set()

@@ -50,7 +50,7 @@ class Drafter(StepFeature, ABC):
     prompts: InputBuffers  # of the pass over prompts, whose kernels the other passes use too
     compiled: CompiledModel | None
     model: ModelForward
-    _replay: Callable[[GraphKey, int], torch.Tensor] | None = None  # replays a graph, once these are captured
+    _replay: Callable[[GraphKey, int], torch.Tensor]  # replays a graph for a number of tokens; set by `graphs`
     _drafting: Drafting | None = None  # of the step that is being launched
 
     @property
@@ -65,13 +65,8 @@ class Drafter(StepFeature, ABC):
         if drafting.key is None:
             self.draft(drafting)
         else:
-            self.replay(drafting.key, drafting.num_tokens)
+            self._replay(drafting.key, drafting.num_tokens)
         self.read_prompts(drafting)
-
-    def replay(self, key: GraphKey, num_tokens: int) -> None:
-        """Replay a graph, for this many tokens."""
-        assert self._replay is not None
-        self._replay(key, num_tokens)
 
     @abstractmethod
     def draft(self, drafting: Drafting) -> None:

@@ -293,7 +293,7 @@ class EagleDrafter(Drafter):
         if key is None:
             self.prefill_head(batch)
         else:
-            self.replay(key, batch.num_tokens)
+            self._replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
         """Run the head on the tokens of a step, and keep the hidden states that `draft` begins with; returns all.

@@ -8,7 +8,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.step_sampling import Advance
+from compiled_engine.engine.step_sampling import advance
 from compiled_engine.features.speculation.draft_rows import NO_ROW, NOT_TAKEN
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.sampling.gumbel import splitmix64
@@ -33,30 +33,33 @@ class Acceptance:
 
 
 class DraftAdvance:
-    """The `Advance` of an engine with drafts. plain: advances by batches without offsets.
+    """The `Advance` of an engine with drafts.
 
     In a batch with offsets, a request's tokens up to the first wrong draft are stored. The ring buffer gets NOT_TAKEN
     for tokens after a wrong draft, and NO_ROW for rows whose draft does not exist.
     """
 
-    def __init__(self, config: EngineConfig, states: RequestStates, buffers: InputBuffers, plain: Advance) -> None:
-        self._states, self._buffers, self._plain = states, buffers, plain
+    def __init__(self, config: EngineConfig, states: RequestStates, buffers: InputBuffers) -> None:
+        self._states, self._buffers = states, buffers
         self._acceptance = Acceptance(config.speculation.acceptance_rates, config.device)
         self._taken_R = torch.zeros_like(buffers.rows_R)
 
     def __call__(
         self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
     ) -> None:
-        if not batch.has_offsets:
-            self._plain(batch, token_ids_R, num_rows, again=again)
-            return
         if token_ids_R is None:
             token_ids_R = self._buffers.sample_positions_R  # no row gets a token, so any values will do
+        if not batch.has_offsets:
+            decodes_only = batch.decodes_only
+            advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
+            return
         verify = verify_reference if self._taken_R.device.type == "cpu" else launch_verify
         verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance, self._taken_R)
 
     def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        return self._taken_R[:num_rows] if batch.has_offsets else self._plain.tokens(batch, num_rows)
+        if batch.has_offsets:
+            return self._taken_R[:num_rows]
+        return self._states.last_token_S.index_select(0, self._buffers.rows_R[:num_rows])
 
 
 def launch_verify(
