@@ -260,7 +260,7 @@ class AsyncLLM:
         """
         self._attach()
         if self._pooling is None:
-            await self._parts.features.structured.give_vocabulary(self._client.call)
+            await self._parts.features.structured.give_vocabulary(self._client)
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Have the core load an adapter into host memory, before its first request does; returns its digest.
@@ -270,13 +270,13 @@ class AsyncLLM:
         self._attach()
         adapters = self._parts.features.adapters
         adapter = await asyncio.to_thread(adapters.finder.find, lora_request)
-        await adapters.load(adapter, self._client.call)
+        await adapters.load(adapter, self._client)
         return adapter.digest
 
     async def unload_adapter(self, digest: str) -> None:
         """Drop an adapter from host memory when no request uses it any more."""
         self._attach()
-        await self._parts.features.adapters.unload(digest, self._client.call)
+        await self._parts.features.adapters.unload(digest, self._client)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields a last output with finish_reason "abort". An unknown id has no effect."""
@@ -435,7 +435,7 @@ class AsyncLLM:
         """Make the calls that the core must have served before it gets these requests."""
         of_core = [each for request in requests for each in request.engine_requests]
         for feature in self._parts.features:
-            await feature.before_async(of_core, self._client.call)
+            await feature.before_async(of_core, self._client)
 
     def _pooler(self) -> PoolingProcessor:
         self._attach()

@@ -426,14 +426,14 @@ class EngineConfig:
         return self.speculation.rare
 
     @property
-    def numberings(self) -> tuple[bool, ...]:
-        """The values that InputBatch.numbered may have: whether batches are numbered, or both."""
+    def offset_choices(self) -> tuple[bool, ...]:
+        """The values that InputBatch.has_offsets may have: whether batches have offsets, or both."""
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)
 
     @property
-    def beside(self) -> tuple[EngineConfig, ...]:
+    def further_models(self) -> tuple[EngineConfig, ...]:
         """The models that run besides the engine's, each with a KV cache under the same block tables."""
         return () if self.draft is None else (self.draft,)
 

@@ -400,7 +400,7 @@ class LLM:
         """Make the calls that the core must have served before it gets these requests."""
         of_core = [each for request in requests for each in request.engine_requests]
         for feature in self._features:
-            feature.before(of_core, self._require_open().call)
+            feature.before(of_core, self._require_open())
 
     def _require_open(self) -> EngineCore | Replicas:
         if self._core is None:

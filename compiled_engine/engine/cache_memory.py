@@ -94,7 +94,7 @@ def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
     layers: the layers to count; None for all.
     """
     shapes = _shapes(config, 1, layers)
-    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.beside))
+    return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.further_models))
 
 
 def blocks_wanted(config: EngineConfig) -> int:

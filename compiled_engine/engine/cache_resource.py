@@ -12,7 +12,7 @@ from compiled_engine.engine.request import Request
 
 
 class CacheResource(Protocol):
-    """A resource that tracks each request's share of it. Requests are compared by identity, not by id."""
+    """A resource that tracks each request's part of it. Requests are compared by identity, not by id."""
 
     kind: str  # name of the resource in metrics
 
@@ -24,18 +24,18 @@ class CacheResource(Protocol):
         ...
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        """Return whether there is room for a new share of `num_tokens` tokens, the first `num_cached` of them cached.
+        """Return whether there is room for a new part of `num_tokens` tokens, the first `num_cached` of them cached.
 
         reserve: number of requests that must be able to grow afterwards.
         """
         ...
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Give a request the share for which `has_room` has just returned True."""
+        """Give a request the part for which `has_room` has just returned True."""
         ...
 
     def free(self, request: Request) -> None:
-        """Release the request's share. Raises RuntimeError if it has none."""
+        """Release the request's part. Raises RuntimeError if it has none."""
         ...
 
     def check_all_free(self) -> None:
@@ -43,7 +43,7 @@ class CacheResource(Protocol):
         ...
 
     def check_integrity(self, holders: Collection[Request]) -> None:
-        """Raise RuntimeError unless exactly `holders` have a share, and everything is accounted for."""
+        """Raise RuntimeError unless exactly `holders` have a part, and everything is accounted for."""
         ...
 
 

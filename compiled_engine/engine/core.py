@@ -6,6 +6,7 @@ can run in the caller's process or in its own.
 
 from __future__ import annotations
 
+import logging
 import random
 import weakref
 from collections import deque
@@ -17,7 +18,7 @@ from typing import Any
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.control import apply
+from compiled_engine.engine.control import ControlError, apply
 from compiled_engine.engine.executor import Executor, PendingOutput
 from compiled_engine.engine.messages import (
     NO_CACHE,
@@ -27,11 +28,13 @@ from compiled_engine.engine.messages import (
     SchedulerOutput,
     StepOutputs,
 )
-from compiled_engine.engine.plan_hooks import PlanFeature, PlanHooks
+from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
+
+log = logging.getLogger("compiled_engine")
 
 # Longest wait of a step for a held-back request if there is nothing else to do.
 PATIENCE_S = 0.005
@@ -79,7 +82,7 @@ class EngineCore:
         )
         # Number of tokens that the KV cache holds.
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
-        self._hooks = PlanHooks(features)
+        self._hooks = self._scheduler.hooks
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._late: SchedulerOutput | None = None  # the newest step, if its late inputs cannot be computed yet
         self._late_begun = False  # whether the last submitted step's late inputs are being computed
@@ -225,6 +228,13 @@ class EngineCore:
         """Serve a control call, one of CALLS or a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
         return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
+
+    def tell(self, call: ControlCall) -> None:
+        """Serve a control call whose caller awaits no answer; log why if it fails."""
+        try:
+            self.call(call)
+        except ControlError as error:
+            log.warning("a control call has failed: %s", error)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time proportional to the pool."""

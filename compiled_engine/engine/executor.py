@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -111,11 +111,12 @@ class InProcessExecutor:
                 torch.cuda.synchronize(self._device)  # no running step may lose its memory
             self.runner.close()
 
-    @contextmanager
-    def _own_context(self) -> Iterator[None]:
-        """Use the engine's device and no autocast, whatever the caller has set."""
+    def _own_context(self) -> AbstractContextManager[object]:
+        """Enter a context with the engine's device and no autocast, whatever the caller has set; leave it by `with`."""
         kind = self._device.type
-        on_device = torch.cuda.device(self._device) if kind == "cuda" else nullcontext()
-        no_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-        with on_device, no_autocast:
-            yield
+        with ExitStack() as contexts:
+            if kind == "cuda":
+                contexts.enter_context(torch.cuda.device(self._device))
+            if torch.is_autocast_enabled(kind):
+                contexts.enter_context(torch.autocast(kind, enabled=False))
+            return contexts.pop_all()

@@ -57,15 +57,16 @@ class ForwardOutput:
 
     tensor: torch.Tensor  # hidden states [T, D], or logits [T, V] of the rank's part of the vocabulary
     is_logits: bool
-    # tensors that the forward returns for a feature beside its result, [T, ...] each, valid until the next call
+    # tensors that the forward returns for a feature besides its result, [T, ...] each, valid until the next call
     further: tuple[torch.Tensor, ...] = ()
     variant: str = ""  # the forward's variant
-    beside: tuple[torch.Tensor, ...] = ()  # step tensors that the variant's logits read besides hidden states, [T] each
+    # step tensors that the variant's logits read besides hidden states, [T] each
+    logits_inputs: tuple[torch.Tensor, ...] = ()
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
         """Return the output of some tokens, without `further`. tokens: a slice, or int64 indices."""
-        beside = () if self.is_logits else tuple(each_T[tokens] for each_T in self.beside)
-        return ForwardOutput(self.tensor[tokens], self.is_logits, variant=self.variant, beside=beside)
+        inputs = () if self.is_logits else tuple(each_T[tokens] for each_T in self.logits_inputs)
+        return ForwardOutput(self.tensor[tokens], self.is_logits, variant=self.variant, logits_inputs=inputs)
 
 
 class Way(NamedTuple):
@@ -150,7 +151,7 @@ class ModelForward:
             around_attention=around_attention,
             distinct=distinct,
             variant=batch.variant,
-            beside=buffers.beside(batch.variant, batch.padded_tokens) if batch.variant else (),
+            logits_inputs=buffers.of_variant(batch.variant, batch.padded_tokens) if batch.variant else (),
         )
 
     def run(
@@ -162,17 +163,17 @@ class ModelForward:
         around_attention: bool = False,
         distinct: bool = False,
         variant: str = "",
-        beside: tuple[torch.Tensor, ...] = (),
+        logits_inputs: tuple[torch.Tensor, ...] = (),
     ) -> ForwardOutput:
         """Run the forward of a batch of num_tokens tokens on these arguments.
 
         hidden_wanted: return hidden states, not logits. around_attention, distinct, variant: see Way; with `distinct`
-        the values mean nothing. beside: see ForwardOutput; these tensors must also be among the arguments.
+        the values mean nothing. logits_inputs: see ForwardOutput; these tensors must also be among the arguments.
         """
         bound = self._bound(num_tokens, Way(variant, around_attention, distinct), hidden_wanted)
         result = bound.call(*arguments)
         tensor, *further = result if isinstance(result, tuple) else (result,)
-        return ForwardOutput(tensor, bound.ends_at_logits, tuple(further), variant, beside)
+        return ForwardOutput(tensor, bound.ends_at_logits, tuple(further), variant, logits_inputs)
 
     def _bound(self, num_tokens: int, way: Way, hidden_wanted: bool = False) -> BoundRange:
         *small, every = self._table[way]
@@ -188,7 +189,7 @@ class ModelForward:
     def logits_of(self, output: ForwardOutput) -> torch.Tensor:
         if output.is_logits:
             return output.tensor
-        logits: torch.Tensor = self.ends[VARIANTS.get(output.variant, LOGITS)](output.tensor, *output.beside)
+        logits: torch.Tensor = self.ends[VARIANTS.get(output.variant, LOGITS)](output.tensor, *output.logits_inputs)
         return logits
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:

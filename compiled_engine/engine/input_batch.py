@@ -3,10 +3,10 @@
 `make_batch` orders and pads the step's rows, and stages them for the device. `prepare` then fills the buffers from the
 request states, with numpy on a CPU and a kernel elsewhere. Captured graphs read only the buffers.
 
-A batch row is a run of consecutive tokens of one request. Usually a request has one row. With guesses (see
-RequestStates) it has several: one for its newest token and one for each guess. In such a *numbered* batch each row has
-a row number, the position of its first token relative to the newest token: 0 for the newest token, k for the k-th token
-ahead of it, -1 for the token before it.
+A batch row is a run of consecutive tokens of one request, and usually begins with the first token that is not computed.
+Rows may also begin at an *offset* from it, so that a request has several: the row at offset k begins with the k-th
+guess of the tokens ahead (see RequestStates), the row at offset -1 with the token before. A batch has offsets for all
+of its rows or for none.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ RING = 64
 # Step numbers wrap around after this one, to fit into int32; the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
-# Entries of the ring buffer besides tokens and error codes: a row without a token, and a row that did not exist.
-NOT_TAKEN, NO_ROW = -1, -1000
 
 
 @dataclass(frozen=True)
 class InputBatch:
     """The rows of a step, padded. Host arrays have an entry for each real row, in batch order.
 
-    Unless `rows_of_requests` is set, each request has one row.
+    Unless `combine` is set, each request has one row.
     """
 
-    request_ids: list[str]
+    request_of_row: list[str]  # ids; an id occurs several times if `combine` is set
     rows: np.ndarray  # rows of the states, int32
     query_starts: np.ndarray  # query_start_loc_R1
-    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with rows_of_requests per row, in batch order
+    step_starts: list[int]  # SchedulerOutput.starts, in the step's order; with `combine` per row, in batch order
     samples: np.ndarray  # whether the row samples, bool
     num_tokens: int
     key: GraphKey | None  # the graph that the batch is padded for, or None
@@ -57,18 +55,18 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]  # AttentionInputs.host_3
     order: np.ndarray | None = None  # int [R], the batch row of each request of the step; None: in the step's order
-    rows_of_requests: RowsOfRequests | None = None  # set if requests may have several rows
+    combine: CombineRows | None = None  # set if requests may have several rows
     variant: str = ""  # the forward's variant, see StepFeature
-    numbered: bool = False  # see the module's docstring
+    has_offsets: bool = False  # see the module's docstring
 
     @property
-    def num_requests(self) -> int:
-        return len(self.request_ids)
+    def num_real_rows(self) -> int:
+        return len(self.request_of_row)
 
     @property
     def has_decode_graph(self) -> bool:
-        """Whether the graph holds the whole step, sampling included."""
-        return self.key is not None and self.key.is_decode
+        """Whether the batch's graph holds the whole step, sampling included."""
+        return self.decodes_only and self.key is not None
 
     @cached_property
     def num_computed(self) -> np.ndarray:
@@ -77,17 +75,20 @@ class InputBatch:
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
 
-class RowsOfRequests(Protocol):
-    """The assignment of rows to requests in a batch whose requests may have several rows."""
+class CombineRows(Protocol):
+    """Combines the results of a batch's rows into those of requests that may have several rows."""
 
-    def result(
+    def __call__(
         self,
-        request_ids: Sequence[str],
+        request_of_row: Sequence[str],
         tokens_R: np.ndarray,
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """Combine the rows' results into the step's output. request_ids, tokens_R: one per row, in batch order."""
+        """Return the step's output.
+
+        request_of_row, tokens_R: one per row, in batch order. extras: see RunnerOutput.
+        """
         ...
 
 
@@ -99,7 +100,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
     longest attention should not start last.
     """
     count, lens = len(step.request_ids), step.counts
-    request_ids, order = step.request_ids, None
+    request_of_row, order = step.request_ids, None
     samples_R = np.ones(count, bool) if all(step.samples) else np.array(step.samples)
     num_tokens = sum(lens)
     decodes_only = num_tokens == count and (key is None or key.is_decode)
@@ -107,31 +108,31 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
     if decodes_only:
         num_rows = padded_tokens
         decodes = buffers.decodes
-        if decodes is None or not decodes.is_of(request_ids, states.generation, num_rows):
+        if decodes is None or not decodes.is_of(request_of_row, states.generation, num_rows):
             decodes = _longest_first(step, states, num_rows)
             buffers.stage_decodes(decodes)
-        request_ids, rows_R, order = decodes.request_ids, decodes.rows, decodes.order
+        request_of_row, rows_R, order = decodes.request_of_row, decodes.rows, decodes.order
         if order is not None:
             samples_R = _reordered(samples_R, order)
         starts_R1 = np.arange(count + 1, dtype=np.int32)
         host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
     else:
-        rows_R = states.rows(request_ids)
+        rows_R = states.rows(request_of_row)
         lens_R = np.array(lens, np.int32)
         starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
         if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
             num_rows = key.num_requests
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
-            # Full graphs also serve numbered batches, so the row numbers must be set.
-            numbers_R = None if buffers.row_numbers_R is None else np.zeros(num_rows, np.int32)
-            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), numbers_R)
+            # Full graphs also serve batches with offsets, so the offsets must be set.
+            offsets_R = None if buffers.offsets_R is None else np.zeros(num_rows, np.int32)
+            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), offsets_R)
         else:
             num_rows = count
             buffers.stage_batch(rows_R, starts_R1)
         host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
     return InputBatch(
-        request_ids,
+        request_of_row,
         rows_R,
         starts_R1,
         step.starts,
@@ -156,12 +157,14 @@ def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
     """Order a step's decodes by descending context. All contexts grow equally, so the order holds for later steps."""
     lens_R = np.array(step.starts, np.int32)
-    request_ids, order = step.request_ids, None
+    request_of_row, order = step.request_ids, None
     if (lens_R[:-1] < lens_R[1:]).any():
         longest_first_R = np.argsort(-lens_R, kind="stable")
-        request_ids = [request_ids[i] for i in longest_first_R.tolist()]
+        request_of_row = [request_of_row[i] for i in longest_first_R.tolist()]
         order = np.argsort(longest_first_R)
-    return StagedDecodes(step.request_ids, states.generation, num_rows, request_ids, states.rows(request_ids), order)
+    return StagedDecodes(
+        step.request_ids, states.generation, num_rows, request_of_row, states.rows(request_of_row), order
+    )
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
@@ -180,20 +183,26 @@ def empty_batch(
     *,
     variant: str = "",
 ) -> InputBatch:
-    """Return and stage a batch of padding, which has no side effects. variant: used unless the key has one."""
-    starts_R1 = padding_starts(num_tokens, num_rows)
-    no_rows = np.full(num_rows, -1, np.int32)
+    """Return a batch of padding, which has no side effects. variant: used unless the key has one.
+
+    `stage_empty` stages it.
+    """
+    nothing = np.empty(0, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
-    if decodes_only:
-        buffers.stage_decodes(StagedDecodes.padding(num_rows))
-    else:
-        buffers.stage_batch(no_rows, starts_R1)
+    starts_1 = np.zeros(1, np.int32)
+    batch = InputBatch([], nothing, starts_1, [], nothing > 0, 0, key, decodes_only, num_rows, num_tokens, host)
     variant = (key and key.variant) or variant
-    batch = InputBatch(
-        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
-    )
-    numbered = buffers.row_numbers_R is not None and (key is None or not key.unnumbered)
-    return replace(batch, variant=variant, numbered=numbered) if variant or numbered else batch
+    has_offsets = buffers.offsets_R is not None and (key is None or not key.without_offsets)
+    return replace(batch, variant=variant, has_offsets=has_offsets) if variant or has_offsets else batch
+
+
+def stage_empty(batch: InputBatch, buffers: InputBuffers) -> None:
+    """Stage the rows of an empty batch."""
+    if batch.decodes_only:
+        buffers.stage_decodes(StagedDecodes.padding(batch.num_rows))
+    else:
+        starts_R1 = padding_starts(batch.padded_tokens, batch.num_rows)
+        buffers.stage_batch(np.full(batch.num_rows, -1, np.int32), starts_R1)
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
@@ -214,7 +223,7 @@ class StagedDecodes:
     step_ids: list[str]  # the requests, in the step's order
     generation: int  # RequestStates.generation when the batch was made
     num_rows: int  # padding included
-    request_ids: list[str]  # see InputBatch
+    request_of_row: list[str]  # see InputBatch
     rows: np.ndarray  # rows of the states, int32 [R], in batch order
     order: np.ndarray | None  # see InputBatch
 
@@ -230,9 +239,9 @@ class StagedDecodes:
 class InputBuffers:
     """Device buffers for the largest step: max_num_tokens tokens, and max_num_rows rows, one of them for padding.
 
-    The host writes rows_R, query_start_loc_R1 and row_numbers_R, through staged writes. Kernels compute all others from
-    these and the states. work_length: length of work_W. asked: step tensors that passes declare. numbered: batches may
-    be numbered.
+    The host writes rows_R, query_start_loc_R1 and offsets_R, through staged writes. Kernels compute all others from
+    these and the states. work_length: length of work_W. asked: step tensors that passes declare. has_offsets: batches
+    may have offsets.
     """
 
     def __init__(
@@ -245,13 +254,13 @@ class InputBuffers:
         work_length: int = 0,
         asked: Sequence[StepTensor] = (),
         *,
-        numbered: bool = False,
+        has_offsets: bool = False,
     ):
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
-        self._row_numbers = writes.field(max_num_rows) if numbered else None
-        # The row numbers of a numbered batch, int32. Kernels may write them too.
-        self.row_numbers_R = None if self._row_numbers is None else self._row_numbers.tensor
+        self._offsets = writes.field(max_num_rows) if has_offsets else None
+        # The offset of each row, int32; None if no batch has any. Kernels may write them too.
+        self.offsets_R = None if self._offsets is None else self._offsets.tensor
         self.rows_R = self._rows.tensor  # the state row of each batch row, -1 for padding, int32
         self.query_start_loc_R1 = self._query_start_loc.tensor
         self.starts_of_decodes_R1 = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
@@ -276,7 +285,7 @@ class InputBuffers:
             read = [tensor for tensor in declared if tensor.variant in ("", variant)]
             self.step[variant] = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in read]
             self.asked[variant] = tuple(tensor for tensor in asked if tensor.variant in ("", variant))
-        self._beside = {
+        self._of_variant = {
             variant: tuple(step[tensor.name] for tensor in asked if tensor.variant == variant and variant)
             for variant in self.step
         }
@@ -291,42 +300,40 @@ class InputBuffers:
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        # Each row's token of the last numbered batch, 0 where it got none.
-        self.taken_R = made(max_num_rows if numbered else 0, dtype=torch.int32)
-        # The batch that was staged last, if it is of decodes, or if it is numbered: rows_R, query_start_loc_R1 and
-        # row_numbers_R. A batch equal to it is not staged again.
+        # The batch that was staged last, if it is of decodes, or if it has offsets: rows_R, query_start_loc_R1 and
+        # offsets_R. A batch equal to it is not staged again.
         self.decodes: StagedDecodes | None = None
-        self.numbered: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self.staged_offsets: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
         """Stage the rows of decodes, unless the buffers have them already."""
-        there, self.decodes, self.numbered = self.decodes, decodes, None
+        there, self.decodes, self.staged_offsets = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
         padded_rows_R = np.full(decodes.num_rows, -1, np.int32)
         padded_rows_R[: len(decodes.rows)] = decodes.rows
         self._rows.stage(0, padded_rows_R)
 
-    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, row_numbers_R: np.ndarray | None = None) -> None:
-        """Stage the rows of any batch, padding included. row_numbers_R: makes the batch numbered."""
-        self.decodes, there = None, self.numbered
-        self.numbered = None
-        if row_numbers_R is not None:
-            assert self._row_numbers is not None
-            self.numbered = rows_R, starts_R1, row_numbers_R
-            if there is not None and all(map(np.array_equal, there, self.numbered)):
+    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, offsets_R: np.ndarray | None = None) -> None:
+        """Stage the rows of any batch, padding included. offsets_R: for a batch with offsets."""
+        self.decodes, there = None, self.staged_offsets
+        self.staged_offsets = None
+        if offsets_R is not None:
+            assert self._offsets is not None
+            self.staged_offsets = rows_R, starts_R1, offsets_R
+            if there is not None and all(map(np.array_equal, there, self.staged_offsets)):
                 return
-            self._row_numbers.stage(0, row_numbers_R)
+            self._offsets.stage(0, offsets_R)
         self._rows.stage(0, rows_R)
         self._query_start_loc.stage(0, starts_R1)
 
-    def beside(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def of_variant(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return the step tensors that only this variant of the forward reads, cut to the step's tokens."""
-        return tuple(tensor_T[:num_tokens] for tensor_T in self._beside[variant])
+        return tuple(tensor_T[:num_tokens] for tensor_T in self._of_variant[variant])
 
     def forget_staged(self) -> None:
         """Forget which batch was staged, because it did not reach the device."""
-        self.decodes = self.numbered = None
+        self.decodes = self.staged_offsets = None
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
@@ -344,7 +351,9 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Compute the batch's inputs on the device. Its staged writes must have been applied."""
-    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, numbered=batch.numbered)
+    prepare_inputs(
+        states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, has_offsets=batch.has_offsets
+    )
     if asked := buffers.asked[batch.variant]:
         _fill(batch, states, buffers, asked)
 
@@ -371,18 +380,18 @@ def prepare_inputs(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    numbered: bool = False,
+    has_offsets: bool = False,
 ) -> None:
     """Fill the buffers for the batch whose rows were staged.
 
     num_rows, num_tokens: numbers to fill, padding included. A padding row (-1) gets an empty context; padding tokens
-    get id 0 and slot -1. decodes_only: each row has one token, so query_start_loc_R1 is not read. numbered: see the
-    module's docstring; otherwise row_numbers_R is not read.
+    get id 0 and slot -1. decodes_only: each row has one token, so query_start_loc_R1 is not read. has_offsets: see the
+    module's docstring; otherwise offsets_R is not read.
     """
     if buffers.rows_R.device.type == "cpu":
-        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, numbered=numbered)
+        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, has_offsets=has_offsets)
     else:
-        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, numbered=numbered)
+        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, has_offsets=has_offsets)
 
 
 def launch_prepare(
@@ -391,11 +400,11 @@ def launch_prepare(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    numbered: bool = False,
+    has_offsets: bool = False,
 ) -> None:
     from compiled_engine.engine.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
-    ahead_SK, history_SL = (states.ahead_SK, states.history_SL) if numbered else (None, None)
+    ahead_SK, history_SL = (states.ahead_SK, states.history_SL) if has_offsets else (None, None)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
@@ -412,7 +421,7 @@ def launch_prepare(
         buffers.logits_index_R,
         buffers.block_table_RB,
         buffers.sample_positions_R,
-        buffers.row_numbers_R if numbered else None,
+        buffers.offsets_R if has_offsets else None,
         ahead_SK,
         history_SL,
         num_rows,
@@ -435,7 +444,7 @@ def prepare_reference(
     num_rows: int,
     num_tokens: int,
     decodes_only: bool,
-    numbered: bool = False,
+    has_offsets: bool = False,
 ) -> None:
     """Do the work of step_kernels.prepare_kernel on a CPU."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
@@ -445,18 +454,18 @@ def prepare_reference(
     computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
     known_R = states.prefill_len_S.numpy()[rows_R]
     newest_R = states.last_token_S.numpy()[rows_R]
-    if numbered:
+    if has_offsets:
         assert states.ahead_SK is not None
-        assert buffers.row_numbers_R is not None
-        number_R = np.where(real_R, buffers.row_numbers_R.numpy()[:num_rows], 0)
-        supposed_R = states.ahead_SK.numpy()[rows_R, np.maximum(number_R - 1, 0)]
-        real_R &= (number_R <= 0) | (supposed_R >= 0)
+        assert buffers.offsets_R is not None
+        offset_R = np.where(real_R, buffers.offsets_R.numpy()[:num_rows], 0)
+        supposed_R = states.ahead_SK.numpy()[rows_R, np.maximum(offset_R - 1, 0)]
+        real_R &= (offset_R <= 0) | (supposed_R >= 0)
         if states.history_SL is None:  # all_token_ids_KL has the tokens before the newest one
-            known_R = np.where(number_R < 0, np.maximum(known_R, computed_R + 1), known_R)
-        computed_R = np.where(real_R, computed_R + number_R, 0)
-        newest_R = np.where(number_R > 0, supposed_R, newest_R)
+            known_R = np.where(offset_R < 0, np.maximum(known_R, computed_R + 1), known_R)
+        computed_R = np.where(real_R, computed_R + offset_R, 0)
+        newest_R = np.where(offset_R > 0, supposed_R, newest_R)
         if states.history_SL is not None:
-            newest_R = np.where(number_R < 0, states.history_SL.numpy()[rows_R, np.maximum(computed_R, 0)], newest_R)
+            newest_R = np.where(offset_R < 0, states.history_SL.numpy()[rows_R, np.maximum(computed_R, 0)], newest_R)
 
     request_T = np.repeat(np.arange(num_rows), lens_R)
     covered = min(len(request_T), num_tokens)

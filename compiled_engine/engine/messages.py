@@ -221,7 +221,7 @@ class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
-    block_ids: tuple[tuple[int, ...], ...]  # its block table in each KV group
+    block_ids: tuple[tuple[int, ...], ...]  # its block table in each KV group: one group, or none in an encoder
     samples_late: bool = False  # its sampling awaits LateInputs
     extras: dict[str, Any] = {}  # features' plain data, by feature name
 
@@ -246,7 +246,7 @@ class SchedulerOutput:
     starts: list[int]
     counts: list[int]
     samples: list[bool]  # whether the step reaches the request's last token, so that a next one is sampled
-    # Additional blocks in each KV group, for requests that already have rows.
+    # Additional blocks in each KV group (there is one), for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     samples_late: bool = False  # sampling awaits the step's LateInputs
     # Only set in engines whose steps may yield several tokens for a request: each request of this step has one row,

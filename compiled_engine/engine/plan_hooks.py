@@ -1,6 +1,6 @@
 """Hooks of features in planning: they run when requests come and go and when steps are scheduled.
 
-A feature overrides the methods of `PlanFeature` that it needs. Scheduler and engine core collect the overrides once
+A feature overrides the methods of `PlanFeature` that it needs. The scheduler collects the overrides once
 (`PlanHooks`), so a hook that no feature overrides costs nothing. A feature with resources that requests hold while they
 run describes them as CacheResources. Data for its part on the device (StepFeature) goes into the `extras` of messages,
 under the StepFeature's name.

@@ -104,7 +104,7 @@ class Request:
     max_step_tokens: int = sys.maxsize  # most known tokens that one step computes
     step_ends: tuple[int, ...] = ()  # token counts, ascending, at which a step must end, see PlanFeature.reached_end
     computes_every_token: bool = False  # compute prompt tokens even if cached, as their outputs are needed
-    yields_tokens: bool = True  # sampled tokens are its output
+    returns_tokens: bool = True  # its sampled tokens are its output; otherwise they mean nothing
     extras: dict[str, Any] = field(default_factory=dict)  # see NewRequest; sent at each admission
     has_sampled: bool = False  # a step has sampled one of its tokens since it was admitted
     steady_until_computed: int = 0  # limits of the fast path, see `set_steady_limits`

@@ -102,7 +102,8 @@ class RequestStates:
         if self.history_SL is not None:
             self.fields.write("history", row, self.all_token_ids(row)[:prefill_len])
         self._num_blocks[row] = 0
-        for block_ids in request.block_ids:
+        if request.block_ids:
+            (block_ids,) = request.block_ids  # there is a single block table
             self.append_blocks(row, block_ids)
         return row
 

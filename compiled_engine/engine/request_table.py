@@ -66,23 +66,14 @@ class RequestTable:
 
     def __init__(self, kv_cache: KVCacheManager, hooks: PlanHooks) -> None:
         self._kv_cache, self._hooks = kv_cache, hooks
-        self._requests: dict[str, Request] = {}
+        self.by_id: dict[str, Request] = {}  # only this class changes it
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # sorted by order
         self.removed: list[str] = []  # ids of requests whose rows the runner frees in the next step
         self.num_late = 0  # number of requests that sample late
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
-
     def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
+        self.by_id[request.request_id] = request
         self.waiting.push(request)
         for added in self._hooks.added:
             added(request)
@@ -125,7 +116,7 @@ class RequestTable:
             request.status = RequestStatus.FINISHED
             request.set_steady_limits()
         self.num_late -= request.samples_late
-        del self._requests[request.request_id]
+        del self.by_id[request.request_id]
         for ended in self._hooks.ended:
             ended(request)
 
@@ -146,5 +137,5 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError, naming the fault, unless requests and the resources that they hold are consistent."""
-        check_requests(self._requests.values(), self.running, len(self.waiting))
+        check_requests(self.by_id.values(), self.running, len(self.waiting))
         self._kv_cache.check_integrity(self.running)

@@ -24,17 +24,23 @@ from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import LateInputs, NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep, StepGraphs, affordable
-from compiled_engine.engine.step_hooks import MakeFeatures, ModelBeside, RunnerParts, StepHooks, StepLayout
+from compiled_engine.engine.step_hooks import (
+    FeatureModel,
+    MakeFeatures,
+    RunnerFeatures,
+    RunnerParts,
+    StepHooks,
+    StepLayout,
+)
 from compiled_engine.engine.step_sampling import (
     Deferred,
     LateStep,
     PendingStep,
     PendingSteps,
-    StepAdvance,
     StepSampling,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
-from compiled_engine.graphs.compiler.signature import tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import extra_step_tensors
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.memory import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -106,89 +112,93 @@ class Runner:
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory],
         workers: KernelWorkers,
     ) -> None:
-        config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
-        max_rows, vocab_size = config.max_running, config.model.vocab_size
+        """Load the model, and make everything that a step uses except the KV cache and the graphs."""
+        config, timeline, group = self._config, self._timeline, self._group
+        self._is_new, on_gpu = False, config.device.type == "cuda"
+        samples = self._share.is_last and config.model.yields_tokens
         # Refuse invalid logits processors before loading the model.
-        given = logits_processors if self._share.is_last and config.model.yields_tokens else ()
-        processors = build_processors(given, max_rows, vocab_size, config.device)
+        given, vocab_size = logits_processors if samples else (), config.model.vocab_size
+        processors = build_processors(given, config.max_running, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
             self._is_new = True
-            if self._group.rank == 0:
+            if group.rank == 0:
                 workers.start()  # a model that is new to the compile cache has new kernels
                 if on_gpu and self._ahead is None:
                     self._ahead = InBackground(lambda: compile_kernels_ahead(config, group, workers))
             return build_model(model)
 
-        self._is_new, on_gpu, group = False, config.device.type == "cuda", self._group
-        # Padding tokens have a separate row.
-        most_tokens, most_rows = (
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs * config.max_new_tokens_per_step + 1,
-        )
-        self._compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
+        self._compiled = compile_in_turn(config, group, model_to_trace, progress, timeline)
         if self._compiled is not None:
             self._compiled = self._make_features.own_part(config, self._compiled)
         with timeline.span("load weights"):
-            of_eager = self._make_features.of_eager_model(config)
-            loaded = load_model(config, self._compiled, self._group, progress, features=of_eager)
+            eager = () if self._compiled is not None else self._make_features.of_eager_model(config)
+            loaded = load_model(config, self._compiled, group, progress, features=eager)
         self._capture = capture = CudaCapture(config.device) if config.graph.captures else None
         on_attention = capture.on_attention if capture else None
         self.model = ModelForward(config, loaded, on_attention, self._share.layers)
         # The replay of a graph computes nothing on the CPU.
         self._threads: Callable[[int], AbstractContextManager[object]] = nullcontext if capture else self.model.threads
-        divided = self._group if local_model(config).vocab_size != vocab_size else None
-        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._share.count + 1
-        self.states = RequestStates(
-            max_rows,
-            length,
-            block_size,
-            config.device,
-            in_flight,
-            config.num_ahead,
-            has_history=config.num_ahead > 0 and on_gpu,
-        )
-        max_blocks = self.states.block_table_SB.shape[1]
-        self.buffers = InputBuffers(
-            most_tokens,
-            most_rows,
-            max_blocks,
-            self.states.writes,
-            config.device,
-            self.model.work_length(most_tokens, most_rows),
-            tensors_beside_steps(config),
-            numbered=True in config.numberings,
-        )
+        self._make_rows()
+        divided = group if local_model(config).vocab_size != vocab_size else None
         # Without sampling, the sampler's row fields are not those of the states, which are written for each request.
-        samples = self._share.is_last and config.model.yields_tokens
         sampled_rows = self.states.fields if samples else RowFields(1, config.device)
         self.sampler = Sampler(sampled_rows, vocab_size, processors=processors, group=divided)
-        advance, vocabulary = StepAdvance(self.states, self.buffers), VocabularySlice.of(vocab_size, divided)
         parts = RunnerParts(
             config=config,
-            group=self._group,
+            group=group,
             compiled=self._compiled,
             module=loaded.module,
             tensors=loaded.tensors,
             model=self.model,
             states=self.states,
             buffers=self.buffers,
-            advance=advance,
-            vocabulary=vocabulary,
+            vocabulary=VocabularySlice.of(vocab_size, divided),
             sampler=self.sampler,
             trace=model_to_trace,
             on_attention=on_attention,
             progress=progress,
             timeline=timeline,
         )
-        features, tail = self._make_features.of_runner(parts)
-        self._hooks = StepHooks(features)
-        self.pending = PendingSteps(self.buffers, config.device, self._clock)
+        self._make_step(self._make_features.of_runner(parts))
+
+    def _make_rows(self) -> None:
+        """Make the states of requests and the input buffers."""
+        config, scheduler = self._config, self._config.scheduler
+        self.states = RequestStates(
+            config.max_running,
+            scheduler.max_model_len,
+            config.cache.block_size,
+            config.device,
+            self._share.count + 1,
+            config.num_ahead,
+            has_history=config.num_ahead > 0 and config.device.type == "cuda",
+        )
+        most_tokens = scheduler.max_num_batched_tokens
+        most_rows = scheduler.max_num_seqs * config.max_new_tokens_per_step + 1  # padding tokens have a separate row
+        self.buffers = InputBuffers(
+            most_tokens,
+            most_rows,
+            self.states.block_table_SB.shape[1],
+            self.states.writes,
+            config.device,
+            self.model.work_length(most_tokens, most_rows),
+            extra_step_tensors(config),
+            has_offsets=True in config.offset_choices,
+        )
+
+    def _make_step(self, made: RunnerFeatures) -> None:
+        """Make the launches of a step from those of the features."""
+        self._hooks = StepHooks(made.features)
+        self.pending = PendingSteps(self.buffers, self._config.device, self._clock)
         self._sampling: StepSampling | None = None
+        tail = made.tail
         if tail is None:
-            tail = self._sampling = StepSampling(self.model, self.sampler, self.buffers, self.pending, advance)
+            tail = StepSampling(self.model, self.sampler, self.buffers, self.pending, made.advance)
+            self._sampling = tail
         self._tail = tail
-        self.step = ModelStep(self.model, self.buffers, self._tail, self.states, length, self._hooks)
+        length = self._config.scheduler.max_model_len
+        self.step = ModelStep(self.model, self.buffers, tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
         """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
@@ -234,6 +244,7 @@ class Runner:
         if graphs:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
+        self.states.writes.discard()  # batches of padding, staged by dry runs
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
@@ -241,8 +252,7 @@ class Runner:
 
         For a step that samples late, call `sample` before the next `submit`.
         """
-        self.states.writes.discard()  # left over from a step that failed
-        if self._late is not None:  # this one failed too
+        if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None
             self.pending.lose_count()
         self.pending.catch_up()
@@ -253,8 +263,7 @@ class Runner:
                 for begin in self._hooks.begin:
                     begin(step)
                 self.runs_ended += 1
-            with self._threads(step.num_tokens):
-                pending = self._launch(step)
+            pending = self._launch(step)
             for end in self._hooks.end:
                 end(step)
         except BaseException:
@@ -280,6 +289,7 @@ class Runner:
             raise
 
     def _fail(self) -> None:
+        self.states.writes.discard()
         self.buffers.forget_staged()
         for failed in self._hooks.failed:
             failed()
@@ -307,7 +317,8 @@ class Runner:
             batch = replace(batch, variant=variant)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted, samples_late=step.samples_late)
+        with self._threads(batch.num_tokens):
+            pending = self.run(batch, hidden_wanted, samples_late=step.samples_late)
         self._clock.device_ends()
         return pending
 
@@ -368,7 +379,7 @@ class Runner:
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
         compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        graphs, models = captured.graphs, (ModelBeside("", compiled, self.model), *self._hooks.models)
+        graphs, models = captured.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
         counts = [each.compiled.counts for each in models if each.compiled]
         recordings = [counts for each in models for counts in each.forward.recording_counts()]
         return {
@@ -458,7 +469,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
     return row
 
 
-def _pass_counts(model: ModelBeside) -> dict[str, dict[str, dict[str, int]]]:
+def _pass_counts(model: FeatureModel) -> dict[str, dict[str, dict[str, int]]]:
     """Return how often each pass matched, and had to match, by compiled range (prefixed by the model) and by pass."""
     if model.compiled is None:
         return {}

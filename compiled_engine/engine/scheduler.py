@@ -20,6 +20,7 @@ requests in request_table.py, their blocks in kv_cache.py.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ class Scheduler:
         self._config, self._whole = scheduler, whole
         self._max_new_tokens_per_step = max_new_tokens_per_step
         most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // max_new_tokens_per_step)
-        self._hooks = PlanHooks(features)
+        self.hooks = PlanHooks(features)  # the engine core uses them too
         groups = [] if whole else [BlockGroup(num_blocks, cache.block_size)]
         others: list[CacheResource] = [RequestRows(most * math.prod(feature.num_parts for feature in features))]
         for feature in features:
@@ -104,7 +105,7 @@ class Scheduler:
             self._limits.most_prompt_tokens,
             self._limits.max_total_tokens,
         )
-        self._requests = RequestTable(self._kv_cache, self._hooks)
+        self._requests = RequestTable(self._kv_cache, self.hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._last_share: list[Request] = []  # requests that reach their length limit with the newest step
         self._counts = SchedulerCounts(least_free=num_blocks)
@@ -119,7 +120,7 @@ class Scheduler:
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if the request's id is in use, or if its prompt can never fit."""
-        if request.request_id in self._requests:
+        if request.request_id in self._requests.by_id:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if not 0 < (num_tokens := len(request.prompt_token_ids)) <= self._most_prompt_tokens:
             self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", num_tokens)
@@ -130,7 +131,7 @@ class Scheduler:
         Its results of steps in flight are ignored. stopped: count it as finished, as the caller found its output
         complete.
         """
-        request = self._requests.get(request_id)
+        request = self._requests.by_id.get(request_id)
         if request is None:
             return None
         self._requests.drop(request)
@@ -139,7 +140,7 @@ class Scheduler:
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        return len(self._requests) > 0
+        return bool(self._requests.by_id)
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or None if there is nothing to compute until tokens in flight are known.
@@ -152,9 +153,9 @@ class Scheduler:
             self._last_share = []
         preemptions_before = self._counts.preemptions
         running, waiting = self._requests.running, self._requests.waiting
-        parts: Iterable[tuple[Sequence[Request], int]] = ((running, len(waiting)),)
-        if self._hooks.divide is not None:
-            parts = self._hooks.divide(running, waiting, len(self._in_flight))
+        parts: Iterable[tuple[Sequence[Request], int]] = ((running, sys.maxsize),)
+        if self.hooks.divide is not None:
+            parts = self.hooks.divide(running, waiting, len(self._in_flight))
         for of_step, room in parts:
             builder = self._build_step(of_step, room, preemptions_before)
             if not builder.is_empty:
@@ -163,10 +164,12 @@ class Scheduler:
             return None
         for request in builder.completed:
             self._kv_cache.register(request)
-        number = self._counts.begin_step(self._kv_cache.num_free_blocks)
+        self._counts.steps += 1
+        if builder.new or builder.new_block_ids:  # otherwise no block was taken
+            self._counts.least_free = min(self._counts.least_free, self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
-        step = StepInFlight.of(number, builder, removed, registered, any_late=self._requests.num_late > 0)
-        for planned in self._hooks.planned:
+        step = StepInFlight.of(self._counts.steps, builder, removed, registered, any_late=self._requests.num_late > 0)
+        for planned in self.hooks.planned:
             planned(step)
         self._in_flight.append(step)
         return step.output
@@ -179,13 +182,13 @@ class Scheduler:
         """
         num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
         num_tokens = self._max_new_tokens_per_step
-        if self._hooks.decode_tokens is not None:
-            num_tokens = self._hooks.decode_tokens(of_step, num_waiting)
+        if self.hooks.decode_tokens is not None:
+            num_tokens = self.hooks.decode_tokens(of_step, num_waiting)
         builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
         budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == preemptions_before:
             self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
-        for built in self._hooks.built:
+        for built in self.hooks.built:
             built(builder)
         # If this step and those in flight yield at most one token for each request, the numbers of tokens are exact.
         if builder.single and all(step.output.single for step in self._in_flight):
@@ -233,14 +236,14 @@ class Scheduler:
 
     def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
         waiting, running = self._requests.waiting, self._requests.running
-        for reconsiders in self._hooks.reconsiders:
+        for reconsiders in self.hooks.reconsiders:
             if reconsiders():
                 waiting.restore()
         while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
             # A preempted request may wait for its tokens in flight; no other request overtakes it.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
-            if self._hooks.may_start and not all(may_start(request) for may_start in self._hooks.may_start):
+            if self.hooks.may_start and not all(may_start(request) for may_start in self.hooks.may_start):
                 waiting.skip()
                 continue
             # Reserve a block for each running request, so that the new one is not preempted at once.
@@ -250,7 +253,7 @@ class Scheduler:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
             budget -= num_tokens
             extras = {**request.extras}
-            for admitted in self._hooks.admitted:
+            for admitted in self.hooks.admitted:
                 admitted(request, extras)
             block_ids = self._kv_cache.block_ids(request)
             builder.new.append(request.as_new(block_ids, extras))
@@ -275,7 +278,7 @@ class Scheduler:
                 self._kv_cache.register(request)
         if end in request.step_ends:
             request.step_ends = request.step_ends[1:]
-            for reached_end in self._hooks.reached_end:
+            for reached_end in self.hooks.reached_end:
                 reached_end(request, end)
         if samples:
             request.has_sampled = True
@@ -302,13 +305,13 @@ class Scheduler:
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} samples late, after tokens of a step in flight")
         late = self._in_flight.find(step).late
-        for begin_late in self._hooks.begin_late:
+        for begin_late in self.hooks.begin_late:
             begin_late(late)
 
     def finish_late(self) -> LateInputs:
         """Wait for the late inputs of the last `begin_late`. A request whose input fails ends in `update`."""
         extras: dict[str, Any] = {}
-        for finish_late in self._hooks.finish_late:
+        for finish_late in self.hooks.finish_late:
             extras |= finish_late()
         return LateInputs(extras)
 
@@ -319,12 +322,12 @@ class Scheduler:
         """
         in_flight = self._in_flight.oldest(step)
         num_ended = self._counts.finished + self._counts.aborted
-        others = extra_outputs(in_flight, result, self._hooks.output_extras) if result.extras else []
+        others = extra_outputs(in_flight, result, self.hooks.output_extras) if result.extras else []
         single = self._max_new_tokens_per_step == 1 or step.single
         add = self._add_single_tokens if single else self._add_several_tokens
         outputs = add(in_flight, result, others)
         self._in_flight.popleft()
-        for updated in self._hooks.updated:
+        for updated in self.hooks.updated:
             updated(in_flight, result)
         if self._counts.finished + self._counts.aborted > num_ended:
             self._requests.sweep()
@@ -389,7 +392,7 @@ class Scheduler:
         finish = None if request.failure is None else Finish("error", request.failure)
         while finish is None and end < tokens.stop:
             token_id = result.token_ids[end]
-            finish = no_token(request, token_id, self._hooks.nothing_allowed)
+            finish = no_token(request, token_id, self.hooks.nothing_allowed)
             if finish is None:
                 end += 1
                 request.token_ids.append(token_id)
@@ -398,7 +401,7 @@ class Scheduler:
             self._kv_cache.register(request)
         extras: dict[str, Any] = {}
         if result.extras:  # inlined, as a step may end many requests
-            for extras_of in self._hooks.output_extras:
+            for extras_of in self.hooks.output_extras:
                 extras |= extras_of(request, result.extras)
         output = tokens_output(request, slice(tokens.start, end), finish, result, extras)
         if finish is None:
@@ -425,7 +428,7 @@ class Scheduler:
                 self._counts.aborted += 1
         self._requests.sweep()
         self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
-        for failed in self._hooks.failed:
+        for failed in self.hooks.failed:
             failed()
 
     def reset_prefix_cache(self) -> None:
@@ -436,10 +439,10 @@ class Scheduler:
         """Return SchedulerCounts.metrics and the features' metrics."""
         waiting = len(self._requests.waiting)
         found: dict[str, Any] = self._counts.metrics(
-            self._kv_cache, running=len(self._requests) - waiting, waiting=waiting
+            self._kv_cache, running=len(self._requests.by_id) - waiting, waiting=waiting
         )
         found["waiting_by_reason"] = self._waiting_by_reason()
-        for metrics in self._hooks.metrics:
+        for metrics in self.hooks.metrics:
             found |= metrics()
         return found
 
@@ -456,7 +459,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if no request is left and blocks are still held. Takes constant time."""
-        if not self._requests:
+        if not self._requests.by_id:
             self._kv_cache.check_all_free()
 
     def check_integrity(self) -> None:
@@ -474,12 +477,6 @@ class SchedulerCounts:
     preemptions: int = 0
     finished: int = 0
     aborted: int = 0
-
-    def begin_step(self, num_free: int) -> int:
-        """Count a scheduled step that leaves this many blocks free; returns its number."""
-        self.least_free = min(self.least_free, num_free)
-        self.steps += 1
-        return self.steps
 
     def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, Any]:
         """Return current values and counts since the start.

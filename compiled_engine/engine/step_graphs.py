@@ -15,7 +15,7 @@ import torch
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.forward import ForwardOutput, ModelForward
-from compiled_engine.engine.input_batch import InputBatch, InputBuffers, empty_batch, prepare
+from compiled_engine.engine.input_batch import InputBatch, InputBuffers, empty_batch, prepare, stage_empty
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import NO_HOOKS, StepHooks, Tail
 from compiled_engine.graphs.cuda_graphs.capture import Capture
@@ -47,6 +47,7 @@ class ModelStep:
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
+        stage_empty(batch, self.buffers)
         self.states.writes.apply()
         self.prepared_inputs(batch)
 
@@ -63,14 +64,13 @@ class ModelStep:
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
         batch = self._empty(key)
-        self.states.writes.discard()  # `fill` made these writes
         if key.kind is GraphKind.FULL:
             self.prepare(batch)
         in_parts = key.kind is not GraphKind.FULL
         output = self.model.forward(batch, self.buffers, around_attention=in_parts, distinct=distinct)
         for in_forward in self._hooks.in_forward:
             in_forward(batch, output)
-        return self.tail.launch_captured(output, batch, batch.num_rows) if key.is_decode else output.tensor
+        return self.tail.launch_first(output, batch, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
         """Compute a batch's inputs on the device. Its staged writes must have been applied."""
@@ -86,8 +86,8 @@ class ModelStep:
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
         """Return the result of `run`, or of a replay of the key's graph, as a ForwardOutput."""
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
-        beside = self.buffers.beside(variant, key.num_tokens) if variant else ()
-        return ForwardOutput(result, is_logits, (), variant, beside)
+        logits_inputs = self.buffers.of_variant(variant, key.num_tokens) if variant else ()
+        return ForwardOutput(result, is_logits, (), variant, logits_inputs)
 
     def tensor_ids(self) -> tuple[int, ...]:
         """See Capturable. KV caches are only replaced all together, so the first and the last one stand for all."""

@@ -37,7 +37,7 @@ from compiled_engine.engine.input_batch import InputBatch, InputBuffers
 from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.step_sampling import Deferred, StepAdvance
+from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 from compiled_engine.graphs.cuda_graphs.manager import Capturable
@@ -52,10 +52,13 @@ from compiled_engine.sampling.sampler import Sampler, StepEdits
 class Tail(Protocol):
     """The part of a step that follows the forward: sampling, pooling, or sending activations to the next stage."""
 
-    advance: StepAdvance
+    advance: Advance
 
-    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Launch the part that a decode graph holds; returns the graph's result."""
+    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """Launch the part that a decode graph holds; returns the graph's result.
+
+        For batches without a decode graph, `launch_rest` includes this part.
+        """
         ...
 
     def launch_rest(
@@ -81,7 +84,6 @@ class RunnerParts:
     model: ModelForward
     states: RequestStates
     buffers: InputBuffers
-    advance: StepAdvance
     vocabulary: VocabularySlice
     sampler: Sampler  # its rows are those of the states if the runner samples
     trace: Callable[[ModelConfig], nn.Module]  # makes the model from which a missing cache entry is traced
@@ -109,7 +111,7 @@ class FeatureGraphs:
     own: Mapping[GraphKey, Capturable]  # the feature's graphs, with the work that each captures
 
 
-class ModelBeside(NamedTuple):
+class FeatureModel(NamedTuple):
     """A model that a feature runs besides the engine's, such as a draft model."""
 
     name: str  # prefix of its names in reports, such as "draft "
@@ -127,7 +129,7 @@ class StepFeature:
     rows: Collection[int] | None = None
 
     @property
-    def models(self) -> tuple[ModelBeside, ...]:
+    def models(self) -> tuple[FeatureModel, ...]:
         """The models that the feature runs besides the engine's."""
         return ()
 
@@ -219,14 +221,21 @@ class StepFeature:
         """Wait for background work, and drop references to device memory."""
 
 
+class RunnerFeatures(NamedTuple):
+    """The features of a runner."""
+
+    features: Sequence[StepFeature]
+    tail: Tail | None  # None: the runner samples
+    advance: Advance  # the tail's, and that of sampling
+
+
 @dataclass(frozen=True)
 class MakeFeatures:
     """Makes the features of a runner."""
 
     # The parts of features in the model, if it runs eagerly; made before the model is loaded.
     of_eager_model: Callable[[EngineConfig], Sequence[EagerFeature]]
-    # All others, and the tail; a tail of None: the runner samples.
-    of_runner: Callable[[RunnerParts], tuple[Sequence[StepFeature], Tail | None]]
+    of_runner: Callable[[RunnerParts], RunnerFeatures]  # all others
     # Returns the part of the compiled model that the runner executes.
     own_part: Callable[[EngineConfig, CompiledModel], CompiledModel] = lambda config, compiled: compiled
 

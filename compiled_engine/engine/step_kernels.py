@@ -29,7 +29,7 @@ def prepare_kernel(
     logits_index_ptr: tl.tensor,
     table_ptr: tl.tensor,
     sample_positions_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
     ahead_ptr: tl.tensor,
     history_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -53,8 +53,8 @@ def prepare_kernel(
         MAX_BLOCKS]; see RequestStates.
     input_ids_ptr to sample_positions_ptr: the buffers that are filled, see InputBuffers. table_ptr: int32 [R,
         MAX_BLOCKS].
-    numbers_ptr: int32 [R], row numbers; ahead_ptr: int32 [S, NUM_AHEAD]; history_ptr: int32 [S, L]. All three are None
-        unless the batch is numbered. A row whose guess does not exist is treated as padding.
+    offsets_ptr: int32 [R], see input_batch.py; ahead_ptr: int32 [S, NUM_AHEAD]; history_ptr: int32 [S, L]. All three
+        are None unless the batch has offsets. A row whose guess does not exist is treated as padding.
     """
     # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.
@@ -73,13 +73,13 @@ def prepare_kernel(
         if request < num_rows:
             end = tl.load(query_start_loc_ptr + request + 1)
             row = tl.load(rows_ptr + request)
-    number = 0
+    offset = 0
     supposed = 0
-    if numbers_ptr is not None:
+    if offsets_ptr is not None:
         if row >= 0:
-            number = tl.load(numbers_ptr + request)
-        if number > 0:
-            supposed = tl.load(ahead_ptr + row.to(tl.int64) * NUM_AHEAD + number - 1)
+            offset = tl.load(offsets_ptr + request)
+        if offset > 0:
+            supposed = tl.load(ahead_ptr + row.to(tl.int64) * NUM_AHEAD + offset - 1)
         if supposed < 0:
             row = -1
     if request < num_rows:
@@ -97,14 +97,14 @@ def prepare_kernel(
         return
 
     state = row.to(tl.int64)
-    computed = tl.load(num_computed_ptr + state) + number
+    computed = tl.load(num_computed_ptr + state) + offset
     known = tl.load(prefill_len_ptr + state)
     all_token_ids_ptr += tl.load(token_row_ptr + state).to(tl.int64) * all_token_ids_stride
     last_token = tl.load(last_token_ptr + state)
-    if numbers_ptr is not None:
-        if number > 0:
+    if offsets_ptr is not None:
+        if offset > 0:
             last_token = supposed
-        if number < 0:
+        if offset < 0:
             last_token = tl.load(history_ptr + state * history_stride + computed)
     seq_len = computed + end - start
     state_row_ptr = state_table_ptr + state * MAX_BLOCKS

@@ -3,9 +3,9 @@
 `StepSampling` launches these parts, in this order:
 
   1. The logits of the rows that sample, and a token for each by temperature and seed. The states advance, and the
-     tokens go to the host. A decode graph ends with this part (`launch_captured`); for other batches it follows the
+     tokens go to the host. A decode graph ends with this part (`launch_first`); for other batches it follows the
      forward (`launch_rest`). A step that samples nothing (a prompt chunk, or a step with another tail) only advances
-     the states (`StepAdvance.without_tokens`).
+     the states.
   2. After the late inputs, if any, have arrived: new tokens for rows with more parameters than temperature and seed, in
      the order of sampler.py. They replace the first tokens in the states and on the host (`complete`).
   3. The log-probabilities of the tokens, if requested.
@@ -16,7 +16,7 @@ reach the host through a ring buffer in pinned memory, from which `PendingStep.r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class StepSampling:
         sampler: Sampler,
         buffers: InputBuffers,
         pending: PendingSteps,
-        advance: StepAdvance,
+        advance: Advance,
     ):
         self._model, self.sampler, self._buffers = model, sampler, buffers
         self._pending, self.advance = pending, advance
@@ -57,16 +57,16 @@ class StepSampling:
 
     def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
         """Launch part 1 for a batch without a decode graph; returns its logits [R, V], None if nothing samples."""
-        count = batch.num_requests  # padding rows need no logits here
+        count = batch.num_real_rows  # padding rows need no logits here
         if not batch.samples.any():
-            self.advance.without_tokens(batch, count)
+            self.advance(batch, None, count)
             return None
         if len(output.tensor) != count:  # otherwise each token is a row, and nothing has to be gathered
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.launch_captured(output, batch, count)
+        return self.launch_first(output, batch, count)
 
-    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """Sample a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
 
         May be captured. output: one entry per row.
@@ -90,12 +90,17 @@ class StepSampling:
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV, edits)
-        return self._logprobs(batch, rows_R, logits_RV)
+        num_logprobs_R = self.sampler.num_logprobs(rows_R)
+        if num_logprobs_R is None:
+            return None
+        count = batch.num_real_rows
+        token_ids_R = self.advance.tokens(batch, count)
+        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
 
     def _sample_generally(
         self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, edits: StepEdits | None
     ) -> None:
-        count = batch.num_requests
+        count = batch.num_real_rows
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
             row_index_R = upload(rows_R.astype(np.int32), logits_RV.device)
@@ -104,42 +109,40 @@ class StepSampling:
         self.advance(batch, token_ids_R, batch.num_rows, again=True)
         self._pending.launched()
 
-    def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        num_logprobs_R = self.sampler.num_logprobs(rows_R)
-        if num_logprobs_R is None:
-            return None
-        count = batch.num_requests
-        token_ids_R = self.advance.tokens(batch, count)
-        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
+
+class Advance(Protocol):
+    """Advances the states by a step: stores its tokens there and in the ring buffer. May be captured."""
+
+    def __call__(
+        self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
+    ) -> None:
+        """Advance the first num_rows rows.
+
+        token_ids_R: int64; None if the step samples nothing. again: replace the tokens with which the states have
+        already advanced.
+        """
+        ...
+
+    def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        """Return the token that each of the first num_rows rows got, int32; any value for rows that got none."""
+        ...
 
 
 class StepAdvance:
-    """Advances the states by a step: stores its tokens there and in the ring buffer."""
-
-    # Advances by a numbered batch, given the sampled tokens, int64 [R], and the number of rows; it also writes taken_R
-    # (see InputBuffers). Set by the feature that makes numbered batches.
-    of_several: Callable[[torch.Tensor, int], None] | None = None
+    """The `Advance` of batches in which each request has one row."""
 
     def __init__(self, states: RequestStates, buffers: InputBuffers) -> None:
         self._states, self._buffers = states, buffers
 
-    def __call__(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:
-        """Advance the first num_rows rows. again: replace the tokens with which they have already advanced."""
-        if batch.numbered:
-            assert self.of_several is not None
-            self.of_several(token_ids_R, num_rows)
-            return
+    def __call__(
+        self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
+    ) -> None:
+        if token_ids_R is None:
+            token_ids_R = self._buffers.sample_positions_R  # no row gets a token, so any values will do
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
-    def without_tokens(self, batch: InputBatch, num_rows: int) -> None:
-        """Advance the states by a step that samples nothing. May be captured."""
-        self(batch, self._buffers.sample_positions_R, num_rows)  # no row gets a token, so any values will do
-
     def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Return the newest token of each of the first num_rows rows, int32."""
-        if batch.numbered:
-            return self._buffers.taken_R[:num_rows]
         return self._states.last_token_S.index_select(0, self._buffers.rows_R[:num_rows])
 
 
@@ -260,22 +263,17 @@ class PendingSteps:
         return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, results, self._clock)
 
 
+@dataclass(slots=True)
 class PendingStep:
     """A launched step. `result` waits for it."""
 
-    def __init__(
-        self,
-        ring_KR1: np.ndarray,
-        number: int,
-        event: torch.cuda.Event | None,
-        batch: InputBatch,
-        logprobs: BatchLogprobs | None,
-        results: Mapping[str, Deferred],
-        clock: StepClock,
-    ):
-        self._clock = clock
-        self._ring_KR1, self._number, self._event = ring_KR1, number, event
-        self._batch, self._logprobs, self._results = batch, logprobs, results
+    _ring_KR1: np.ndarray  # the ring buffer, with the step's tokens under `_number`
+    _number: int
+    _event: torch.cuda.Event | None  # after the step's last launch; None on a CPU
+    _batch: InputBatch
+    _logprobs: BatchLogprobs | None
+    _results: Mapping[str, Deferred]  # features' results, by name
+    _clock: StepClock
 
     def result(self) -> RunnerOutput:
         """Wait for the step and return its output. Raises RuntimeError if later steps overwrote its tokens."""
@@ -287,9 +285,9 @@ class PendingStep:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch
         extras = {name: result.by_request() for name, result in self._results.items()} if self._results else {}
-        if (owners := batch.rows_of_requests) is not None:
-            return owners.result(batch.request_ids, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
-        tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
+        if batch.combine is not None:
+            return batch.combine(batch.request_of_row, ring_row[1 : batch.num_rows + 1], self._logprobs, extras)
+        tokens_R, samples_R = ring_row[1 : batch.num_real_rows + 1], batch.samples
         if batch.order is not None:
             tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]
         token_ids = tokens_R.tolist()
@@ -301,7 +299,7 @@ class PendingStep:
         if self._logprobs.few_SW is not None:
             sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
-        many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
+        many = {batch.request_of_row[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
         return RunnerOutput(token_ids, few, many, extras=extras)
 
 

@@ -77,17 +77,6 @@ class StepBuilder:
         most = self.max_prefill_tokens
         return budget if most is None else min(budget, most - self.num_prefill_tokens)
 
-    def shares(self) -> Shares:
-        """Return all shares, those of decodes first."""
-        count, others = len(self.decodes), self.others
-        samples = all_but(self.unsampled, count)
-        return Shares(
-            self.decodes + others.requests,
-            self.decode_starts + others.starts,
-            [self.decode_tokens] * count + others.counts,
-            samples + others.samples,
-        )
-
 
 @dataclass(slots=True)
 class StepInFlight:
@@ -114,27 +103,27 @@ class StepInFlight:
         any_late: bool,
     ) -> StepInFlight:
         """Make a step from its builder. any_late: whether any request, of any step, samples late."""
-        shares = builder.shares()
-        request_ids = [request.request_id for request in shares.requests]
-        sampling, sampling_ids = shares.requests, request_ids
-        if not all(shares.samples):
-            sampling = list(compress(sampling, shares.samples))
-            sampling_ids = list(compress(sampling_ids, shares.samples))
+        others, num_decodes = builder.others, len(builder.decodes)
+        requests = builder.decodes + others.requests
+        samples = all_but(builder.unsampled, num_decodes) + others.samples
+        request_ids = [request.request_id for request in requests]
+        sampling, sampling_ids = requests, request_ids
+        if not all(samples):
+            sampling, sampling_ids = list(compress(sampling, samples)), list(compress(sampling_ids, samples))
         late = [request for request in sampling if request.samples_late] if any_late else []
         output = SchedulerOutput(
             step=number,
             removed=removed,
             new=tuple(builder.new),
             request_ids=request_ids,
-            starts=shares.starts,
-            counts=shares.counts,
-            samples=shares.samples,
+            starts=builder.decode_starts + others.starts,
+            counts=[builder.decode_tokens] * num_decodes + others.counts,
+            samples=samples,
             new_block_ids=builder.new_block_ids,
             samples_late=bool(late),
             single=builder.single,
         )
-        step = output, shares.requests, sampling, sampling_ids, late, registered
-        return cls(*step, builder.bounds, builder.decode_tokens)
+        return cls(output, requests, sampling, sampling_ids, late, registered, builder.bounds, builder.decode_tokens)
 
 
 class StepsInFlight(deque[StepInFlight]):
@@ -203,7 +192,7 @@ def tokens_output(
     finish: how the request ends; None if it continues. extras: see EngineOutput.
     """
     request_id = request.request_id
-    token_ids = tuple(result.token_ids[tokens]) if request.yields_tokens else ()
+    token_ids = tuple(result.token_ids[tokens]) if request.returns_tokens else ()
     logprobs = None
     if token_ids and (many := result.many_logprobs.get(request_id)) is not None:
         logprobs = many.select(slice(len(token_ids)))

@@ -35,7 +35,7 @@ from compiled_engine.attention.inputs import (
 )
 from compiled_engine.config import EngineConfig, effective_fields
 from compiled_engine.engine.forward import ForwardOutput, ModelForward
-from compiled_engine.engine.input_batch import InputBuffers, empty_batch, padding_starts
+from compiled_engine.engine.input_batch import InputBuffers, empty_batch, padding_starts, stage_empty
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.engine.step_sampling import StepSampling
@@ -68,7 +68,7 @@ def warm_up(config: EngineConfig, step: ModelStep, progress: Progress) -> int:
             for variant in step.model.variants:
                 _run_empty(step, shape, distinct=shape != shapes[0], variant=variant)
             progressed(1)
-        if len(config.numberings) > 1:
+        if len(config.offset_choices) > 1:
             _inputs(config, step)
     if not on_gpu:
         return 0
@@ -84,19 +84,20 @@ def _run_empty(step: ModelStep, shape: BatchShape, *, distinct: bool, variant: s
     states, buffers, tail = step.states, step.buffers, step.tail
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3, variant=variant)
+    stage_empty(batch, buffers)
     states.writes.apply()
     step.prepare(batch)
     hidden = step.model.forward(batch, buffers, hidden_wanted=True, distinct=distinct)
     if not isinstance(tail, StepSampling):
         step.model.forward(batch, buffers, distinct=distinct)
-        tail.advance.without_tokens(batch, num_requests)
+        tail.advance(batch, None, num_requests)
         return
     last_R = buffers.logits_index_R[:num_requests]
     logits_RV = step.model.logits_of(hidden.of_tokens(last_R))
     del hidden
     if step.model.ends_at_logits(num_tokens, variant):
         logits_RV = step.model.forward(batch, buffers, distinct=distinct).tensor[last_R]
-    tail.launch_captured(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
+    tail.launch_first(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, tail.sampler.vocabulary)
     tail.advance(batch, token_ids_R, num_requests, again=True)
 
@@ -171,7 +172,7 @@ def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[Bat
     """
     longest = config.scheduler.max_model_len
     dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
-    of_decodes = {*dispatcher.decode_keys, *dispatcher.several_keys, *dispatcher.short_keys}
+    of_decodes = {*dispatcher.decode_keys, *dispatcher.short_keys}
 
     def runs(shape: BatchShape) -> bool:
         if shape.num_tokens != shape.num_requests or (shape.query_len == 1 and shape.max_seq_len == longest):
@@ -278,12 +279,13 @@ def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuf
         empty = _empty_step(config, shape, buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
         arguments = arguments_of(empty, inputs, model.kv_caches)
-        beside = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
-        tokens, run = shape.num_tokens, partial(model.run, distinct=True, variant=variant, beside=beside)
+        inputs_of_logits = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
+        run = partial(model.run, distinct=True, variant=variant, logits_inputs=inputs_of_logits)
+        tokens = shape.num_tokens
         output = run(tokens, arguments, hidden_wanted=True)
         if model.ends_at_logits(tokens, variant):
             run(tokens, arguments)
-        if beside and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
+        if inputs_of_logits and config.model.yields_tokens:  # otherwise logits need no kernel of the engine
             model.logits_of(output.of_tokens(slice(shape.num_requests)))
 
 
@@ -305,14 +307,15 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
     """Run the kernels of a step's inputs and tokens, in a dry run or in the warm-up. Only they use rows and buffers."""
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
-    for num_tokens, numbered in product(counts, config.numberings):
+    for num_tokens, has_offsets in product(counts, config.offset_choices):
         host_3 = BatchShape(num_tokens, 1, 2).host_3
         batch = empty_batch(buffers, num_tokens, 1, host_3, variant=step.model.variants[-1])
-        batch = replace(batch, numbered=numbered)
+        batch = replace(batch, has_offsets=has_offsets)
+        stage_empty(batch, buffers)
         states.writes.apply()
         step.prepare(batch)
         advance = step.tail.advance
-        advance.without_tokens(batch, 1)
+        advance(batch, None, 1)
         advance(batch, torch.zeros(1, dtype=torch.int64, device=config.device), 1, again=True)
     buffers.forget_staged()  # in a dry run it does not reach the device
 

@@ -8,7 +8,8 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine.executor import Executor
 from compiled_engine.engine.load_model import EagerFeature
 from compiled_engine.engine.plan_hooks import PlanFeature
-from compiled_engine.engine.step_hooks import MakeFeatures, RunnerParts, StepFeature, Tail
+from compiled_engine.engine.step_hooks import MakeFeatures, RunnerFeatures, RunnerParts, Tail
+from compiled_engine.engine.step_sampling import Advance, StepAdvance
 from compiled_engine.features.adapters import table as adapters
 from compiled_engine.features.adapters.eager_adapters import EagerAdapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
@@ -26,6 +27,7 @@ from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
 from compiled_engine.features.speculation.eager_aux_hidden_states import EagerAuxHiddenStates
 from compiled_engine.features.speculation.step_drafts import drafting
+from compiled_engine.features.speculation.verification import DraftAdvance
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.features.structured.step_masks import MaskedSteps
@@ -91,27 +93,30 @@ def eager_features(config: EngineConfig) -> list[EagerFeature]:
     return features
 
 
-def step_features(parts: RunnerParts, link: StageLink | None = None) -> tuple[list[StepFeature], Tail | None]:
-    """Return the device parts of the enabled features, and the tail; see MakeFeatures. link: see `make_features`."""
+def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFeatures:
+    """Return the device parts of the enabled features. link: see `make_features`."""
     config, model = parts.config, parts.config.model
     features = drafting(parts)
     tail: Tail | None = None
+    advance: Advance = StepAdvance(parts.states, parts.buffers)
+    if config.speculation.num_tokens:
+        advance = DraftAdvance(config, parts.states, parts.buffers)
     if config.adapters is not None:
         features.append(StepAdapters.of(parts))
     if link is not None:
         traffic = StageTraffic(link, parts.states, parts.model, config.device)
         features.append(traffic)
         if not link.stage.is_last:
-            tail = SendTail(traffic, parts.advance)
+            tail = SendTail(traffic, advance)
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
     if model.token_types > 0:
         features.append(TokenTypes(parts.states.fields))
     if model.pooling is not None:
         features.append(by_token := ByToken())
-        tail = StepPooling(model.pooling, parts, by_token, parts.advance)
+        tail = StepPooling(model.pooling, parts, by_token, advance)
     else:
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
-    return features, tail
+    return RunnerFeatures(features, tail, advance)

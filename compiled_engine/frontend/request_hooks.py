@@ -24,13 +24,21 @@ class RequestPart(NamedTuple):
 
 NO_PART = RequestPart()
 
-Call = Callable[[ControlCall], Any]
+
+class Core(Protocol):
+    """The engine core's control calls, see EngineCore."""
+
+    def call(self, call: ControlCall) -> Any: ...
+
+    def tell(self, call: ControlCall) -> None: ...
 
 
-class AsyncCall(Protocol):
-    """Makes a control call on an event loop, see CoreClient.call."""
+class AsyncCore(Protocol):
+    """The engine core's control calls on an event loop, see CoreClient."""
 
-    def __call__(self, name: str, **arguments: Any) -> Awaitable[Any]: ...
+    def call(self, name: str, **arguments: Any) -> Awaitable[Any]: ...
+
+    def tell(self, call: ControlCall) -> None: ...
 
 
 class RequestFeature:
@@ -55,13 +63,13 @@ class RequestFeature:
         """Yield functions that read files for `parts`, so that an event loop can have each run in a thread."""
         return iter(())
 
-    def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
+    def before(self, requests: Sequence[EngineRequest], core: Core) -> None:
         """Make the control calls that must be served before the core gets these requests.
 
         Raises ValueError if one is refused.
         """
 
-    async def before_async(self, requests: Sequence[EngineRequest], call: AsyncCall) -> None:
+    async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
         """Do the same as `before`, on an event loop."""
 
 

@@ -21,6 +21,7 @@ from compiled_engine.processes.wire import (
     Control,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -111,6 +112,15 @@ class CoreClient:
             return await answer
         finally:
             self._calls.pop(number, None)
+
+    def tell(self, call: ControlCall) -> None:
+        """Make the core serve a control call, after all earlier messages, without an answer.
+
+        Raises EngineDeadError if the core has ended.
+        """
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        self._send(Tell(call))
 
     async def wait_dead(self) -> str:
         """Wait until the core has ended, or `close` is called; return the reason."""

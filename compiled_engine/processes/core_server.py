@@ -28,6 +28,7 @@ from compiled_engine.processes.wire import (
     Start,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_core,
@@ -190,6 +191,8 @@ class CoreServer:
                         self._release(request_id)
             case Control(number, call):
                 self._send(api_process, self._answer(number, call))
+            case Tell(call):
+                self._core.tell(call)
             case Start():
                 raise ValueError("the core has been started already")
 

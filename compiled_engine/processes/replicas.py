@@ -30,7 +30,7 @@ from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.processes.replica import Replica, RoutedRequest, metrics_of_all
 from compiled_engine.processes.router import Router
-from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, ToApi, ToCore
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, Stepped, Tell, ToApi, ToCore
 from compiled_engine.sampling.params import derived
 
 log = logging.getLogger("compiled_engine")
@@ -146,6 +146,12 @@ class Replicas:
         if isinstance(first, bool):
             return all(values)
         return sorted(set().union(*values)) if isinstance(first, list) else first
+
+    def tell(self, call: ControlCall) -> None:
+        """Have all replicas serve a control call before later requests, without waiting for an answer."""
+        self._require_living()
+        for replica in self._living.values():
+            self._send(replica, Tell(call))
 
     def _metrics(self, answers: Mapping[int, Answered]) -> dict[str, Any]:
         for number, answer in answers.items():

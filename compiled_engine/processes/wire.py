@@ -62,6 +62,12 @@ class Control(msgspec.Struct, tag=True, frozen=True):
     call: ControlCall
 
 
+class Tell(msgspec.Struct, tag=True, frozen=True):
+    """A control call without an answer."""
+
+    call: ControlCall
+
+
 class Started(msgspec.Struct, tag=True, frozen=True):
     """First message of a core to each API process."""
 
@@ -133,7 +139,7 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
     num_runs: int  # runs of the model, plus exchanges between ranks while sampling, so far
 
 
-ToCore = Start | Add | Abort | Control
+ToCore = Start | Add | Abort | Control | Tell
 ToApi = Started | Stepped | Answered | Failed
 ToWorker = Step | Late | Control | GoOn | Stop
 FromWorker = Ready | Failed | StepFailed | Answered

@@ -23,7 +23,7 @@ from compiled_engine.engine.cache_memory import allocate
 from compiled_engine.graphs.compiled_model import load_piece
 from compiled_engine.graphs.compiler.build import apply_passes, compile_pieces
 from compiled_engine.graphs.compiler.plan import Plan
-from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature, tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import compile_ranges, extra_step_tensors, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.graphs.compiler.trace import trace, without_storage
@@ -207,7 +207,7 @@ def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decode
     table_RB = table_RB.view(num_requests, blocks_per_request)
     ids_T = torch.randint(config.model.vocab_size, (num_tokens,), generator=generator).tolist()
     spans = [range(context - 1, context)] * num_tokens if decodes else [range(num_tokens)]
-    step = step_of(ids_T, spans, table_RB.tolist(), block_size, device, tensors_beside_steps(config))
+    step = step_of(ids_T, spans, table_RB.tolist(), block_size, device, extra_step_tensors(config))
     step["attention_inputs.host_3"][2] = config.model.max_model_len
     kv_caches = allocate(config, num_requests * blocks_per_request)
     for cache in kv_caches:

@@ -115,7 +115,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
     return found
 
 
-def tensors_beside_steps(config: EngineConfig) -> tuple[StepTensor, ...]:
+def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
     """Return the step tensors that not every model has: the ones specific to this model, and those that passes read."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)

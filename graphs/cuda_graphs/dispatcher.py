@@ -6,12 +6,15 @@ padded to the smallest size that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import product
+from typing import NamedTuple, TypeVar
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+
+T = TypeVar("T")
 
 
 class GraphKind(Enum):
@@ -22,8 +25,7 @@ class GraphKind(Enum):
     BREAKABLE = "breakable"  # eager code between attention ops
 
 
-@dataclass(frozen=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """The key of a captured graph: everything that its launches depend on.
 
     Launches outside of attention depend only on num_tokens. The fields from num_requests to max_seq_len describe the
@@ -38,13 +40,9 @@ class GraphKey:
     max_query_len: int = 0
     max_seq_len: int = 0  # longest context
     short: bool = False  # max_seq_len is below the engine's limit
-    unnumbered: bool = False  # the batch is not numbered, in an engine with numbered batches (see input_batch.py)
+    without_offsets: bool = False  # the rows have no offsets, in an engine where rows may have some
     purpose: str = ""  # names a graph that is not a step of the engine's model, "" for a step
     extra: tuple[tuple[str, int], ...] = ()  # names and sizes of further fields that the batch uses, see KeyField
-
-    def __hash__(self) -> int:
-        """Hash some of the fields, which is cheaper than all; a step looks up several keys."""
-        return hash((self.num_tokens, self.num_requests, self.max_query_len, self.max_seq_len, self.purpose))
 
     @property
     def is_decode(self) -> bool:
@@ -67,7 +65,7 @@ class GraphKey:
         if self.is_decode and (self.purpose or self.max_query_len > 1):
             purpose = self.purpose or f"verify-{self.max_query_len}"
             kind = f"{purpose}-{kind}" if self.short else purpose
-        kind = f"plain-{kind}" if self.unnumbered else kind
+        kind = f"plain-{kind}" if self.without_offsets else kind
         return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
 
 
@@ -128,52 +126,43 @@ class Dispatcher:
         """Build the tables.
 
         fields: further fields of the keys; each combination of their sizes has graphs of all sizes. query_lens: rows
-        per request in decodes with several rows. rare: see EngineConfig.rare_query_lens. token_sizes: those of
+        per request in decodes, besides 1. rare: see EngineConfig.rare_query_lens. token_sizes: those of
         graph.token_sizes that are captured; None: all.
         """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
 
-        def sizes_of(number: int) -> tuple[int, ...]:
-            most_requests = scheduler.max_num_batched_tokens // number
-            fitting = [size for size in sorted(graph.decode_sizes) if number == 1 or size <= most_requests]
-            return few_sizes(fitting, number) if number in rare else tuple(fitting)
+        def sizes_of(query_len: int) -> tuple[int, ...]:
+            most_requests = scheduler.max_num_batched_tokens // query_len
+            fitting = [size for size in sorted(graph.decode_sizes) if query_len == 1 or size <= most_requests]
+            return few_sizes(fitting, query_len) if query_len in rare else tuple(fitting)
 
-        decode_sizes = sizes_of(1)
-        self.decode_keys = tuple(decode_key(size, longest) for size in decode_sizes)
-        short_keys = [
-            decode_key(*shape, short=True) for shape in sorted(graph.short_shapes(1)) if shape[0] in decode_sizes
-        ]
-        several_keys: dict[int, tuple[GraphKey, ...]] = {}
-        for number in query_lens:
-            sizes = sizes_of(number)
-            several_keys[number] = tuple(decode_key(size, longest, query_len=number) for size in sizes)
-            short_keys += [
-                decode_key(size, context, short=True, query_len=number)
-                for size, context in sorted(graph.short_shapes(number))
-                if size in sizes
-            ]
-        self.several_keys = tuple(key for keys in several_keys.values() for key in keys)
-        self.short_keys = tuple(short_keys)
+        # By rows per request, and then by padded tokens: the keys of short contexts in ascending order, the usual last.
+        decodes: dict[int, dict[int, list[GraphKey]]] = {}
+        for query_len in (1, *query_lens):
+            decodes[query_len] = {size * query_len: [] for size in sizes_of(query_len)}
+            for size, context in sorted(graph.short_shapes(query_len)):
+                if (keys := decodes[query_len].get(size * query_len)) is not None:
+                    keys.append(decode_key(size, context, short=True, query_len=query_len))
+            for num_tokens, keys in decodes[query_len].items():
+                keys.append(decode_key(num_tokens // query_len, longest, query_len=query_len))
+        of_any_length = [keys for of_len in decodes.values() for keys in of_len.values()]
+        self.decode_keys = tuple(keys[-1] for keys in of_any_length)
+        self.short_keys = tuple(key for keys in of_any_length for key in keys[:-1])
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
             for size in sorted(graph.token_sizes if token_sizes is None else token_sizes)
         )
-        self._decode_table = _table(self.decode_keys)
-        self._several_tables = {number: _table(keys) for number, keys in several_keys.items()}
-        # Keys by (max_query_len, num_tokens), short contexts first.
-        self._short_keys: dict[tuple[int, int], list[GraphKey]] = {}
-        for key in self.short_keys:
-            self._short_keys.setdefault((key.max_query_len, key.num_tokens), []).append(key)
-        self._token_table = _table(self.token_keys)
-        usual_keys = self.decode_keys + self.several_keys + self.short_keys + self.token_keys
+        self._decode_tables = {query_len: _table(of_len) for query_len, of_len in decodes.items()}
+        self._token_table = _table({key.num_tokens: key for key in self.token_keys})
+        usual_keys = self.decode_keys + self.short_keys + self.token_keys
         # By the sizes of the fields: a map from each key without the fields to the key with them.
         self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
         for sizes in product(*((0, *field.sizes) for field in self._fields)):
             names = (field.name for field in self._fields)
             extra = tuple((name, size) for name, size in zip(names, sizes, strict=True) if size)
-            self._with_fields[sizes] = {key: replace(key, extra=extra) for key in usual_keys}
+            self._with_fields[sizes] = {key: key._replace(extra=extra) for key in usual_keys}
         self.keys = tuple(key for keys in self._with_fields.values() for key in keys.values())
 
     def dispatch(
@@ -189,6 +178,8 @@ class Dispatcher:
         uniform_query_len: rows per request if all requests are decodes with equally many; otherwise None. longest: the
         longest context, this step's tokens included. values: values of further fields by name, 0 if missing.
         """
+        if not 1 <= num_requests <= num_tokens:
+            return None
         key = self._usual_key(num_tokens, num_requests, uniform_query_len, longest)
         if not values or key is None:
             return key
@@ -198,26 +189,21 @@ class Dispatcher:
     def _usual_key(
         self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
     ) -> GraphKey | None:
-        if not 1 <= num_requests <= num_tokens:
-            return None
-        if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
-            return self._shortest(self._decode_table[num_tokens], longest)
-        several_table = self._several_tables.get(uniform_query_len or 0, ())
-        if num_tokens < len(several_table):
-            return self._shortest(several_table[num_tokens], longest)
+        decode_table = self._decode_tables.get(uniform_query_len or 0, ())
+        if num_tokens < len(decode_table) and num_tokens == num_requests * (uniform_query_len or 0):
+            *short_keys, key = decode_table[num_tokens]
+            for short_key in short_keys:
+                if longest <= short_key.max_seq_len:
+                    return short_key
+            return key
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
-    def _shortest(self, key: GraphKey, longest: int) -> GraphKey:
-        """Return the key with as many decodes as `key` and the smallest sufficient max_seq_len."""
-        short_keys = self._short_keys.get((key.max_query_len, key.num_tokens), ())
-        return next((short for short in short_keys if longest <= short.max_seq_len), key)
 
-
-def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """Return a list whose item n is the smallest key of at least n tokens. keys: in ascending order."""
-    table: list[GraphKey] = []
-    for key in keys:
-        table += [key] * (key.num_tokens + 1 - len(table))
+def _table(of_sizes: Mapping[int, T]) -> list[T]:
+    """Return a list whose item n is the value of the smallest size of at least n. of_sizes: in ascending order."""
+    table: list[T] = []
+    for size, value in of_sizes.items():
+        table += [value] * (size + 1 - len(table))
     return table
 
 

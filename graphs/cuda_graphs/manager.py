@@ -55,10 +55,12 @@ class Capturable(Protocol):
 
 
 class Captured(NamedTuple):
-    """A graph and its result."""
+    """A graph with its work and result."""
 
     graph: Replayable
     result: torch.Tensor  # see Capturable.run
+    step: Capturable
+    tensor_ids: tuple[int, ...]  # the step's, when it was captured
 
 
 class CudaGraphManager:
@@ -72,12 +74,8 @@ class CudaGraphManager:
 
     def __init__(self, steps: Mapping[GraphKey, Capturable], capture: Capture):
         self._capture, self._steps = capture, dict(steps)
-        self._distinct = tuple({id(step): step for step in self._steps.values()}.values())
-        single = len(self._distinct) == 1  # saves a call in each replay
-        self._tensor_ids = self._distinct[0].tensor_ids if single else self._all_tensor_ids
         self._pending = sorted(self._steps, key=capture_order, reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
-        self._captured_ids: tuple[int, ...] = ()
         self._memory: dict[GraphKey, MemoryReading] = {}
         self._kept_by_driver = 0  # memory of the graphs of `predict`, which the driver keeps for the next graphs
         self.capture_seconds = 0.0
@@ -160,7 +158,6 @@ class CudaGraphManager:
         key = self._pending.pop()
         start = time.perf_counter()
         self._graphs[key], self._memory[key] = self._capture_one(key)
-        self._captured_ids = self._tensor_ids()
         self.capture_seconds += time.perf_counter() - start
 
     def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
@@ -169,7 +166,7 @@ class CudaGraphManager:
         step.warm_up(key)  # so that nothing lazy ends up in a graph
         before = self._capture.memory()
         capture = self._capture.whole if key.kind is GraphKind.FULL else self._capture.segments
-        captured = Captured(*capture(lambda: step.run(key)))
+        captured = Captured(*capture(lambda: step.run(key)), step, step.tensor_ids())
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
@@ -177,16 +174,10 @@ class CudaGraphManager:
 
         inputs: the unpadded batch's attention inputs, if attention runs between graphs; None for a full graph.
         """
-        assert self._tensor_ids() == self._captured_ids, "a buffer that graphs read was replaced"
         captured = self._graphs[key]
+        assert captured.step.tensor_ids() == captured.tensor_ids, "a buffer that the graph reads was replaced"
         captured.graph.replay(inputs)
         return captured.result
-
-    def _all_tensor_ids(self) -> tuple[int, ...]:
-        ids: tuple[int, ...] = ()
-        for step in self._distinct:
-            ids += step.tensor_ids()
-        return ids
 
     def close(self) -> None:
         for captured in self._graphs.values():

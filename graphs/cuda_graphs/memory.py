@@ -72,7 +72,7 @@ def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         query_len = key.max_query_len if key.is_decode else 0
-        kind = key.kind, query_len, key.purpose, key.unnumbered, key.extra
+        kind = key.kind, query_len, key.purpose, key.without_offsets, key.extra
         found.setdefault(kind, []).append(key)
     return list(found.values())
 

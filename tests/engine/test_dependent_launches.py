@@ -19,8 +19,8 @@ from compiled_engine.engine.input_batch import InputBuffers, launch_prepare
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_kernels import TILE, prepare_kernel
 
-STEP: dict[str, Any] = {"NUM_DRAFTS": 0, "MAX_BLOCKS": 8, "BLOCK_SIZE": 16, "TILE": TILE}
-STEP |= dict.fromkeys(("numbers_ptr", "drafts_ptr", "history_ptr"))
+STEP: dict[str, Any] = {"NUM_AHEAD": 0, "MAX_BLOCKS": 8, "BLOCK_SIZE": 16, "TILE": TILE}
+STEP |= dict.fromkeys(("offsets_ptr", "ahead_ptr", "history_ptr"))
 LISTED: dict[str, Any] = {"HEADER": HEADER, "MAX_SPLITS": MAX_LISTED_SPLITS, "NUM_KV_HEADS": 2}
 HEADS: dict[str, Any] = {"HEAD_DIM": 64, "WIDTH": 64, "BLOCK_SIZE": 16, "WINDOW": 0, "TILE_D": 64}
 ATTENTION: dict[str, Any] = LISTED | HEADS | {"GROUP": 2, "TILE_M": 16, "TILE_N": 64, "GRAIN": GRAIN, "CAP_SCALE": 0.0}

@@ -247,6 +247,15 @@ def test_calls_between_steps() -> None:
             core.call(ControlCall(name))
 
 
+def test_an_order_whose_failure_nothing_awaits_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    core, executor = made(WITH_ADAPTERS)
+    core.tell(ControlCall("load_adapter", {"path": "/x", "digest": "x"}))
+    assert [name for name, _ in executor.calls] == ["adapters.load"]
+    core.tell(ControlCall("step"))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a control call has failed: call is 'step'; allowed: metrics, ")
+
+
 def test_the_prefix_cache_is_forgotten() -> None:
     core, _ = made()
     for expected in (0, 16, 0):

@@ -94,7 +94,7 @@ def test_a_mixed_batch(states: RequestStates, buffers: InputBuffers) -> None:
     assert attention.host_3.tolist() == [1, 5, 11]
     assert buffers.logits_index_R[:2].tolist() == [0, 5]
     assert buffers.sample_positions_R[:2].tolist() == [6, 11]
-    assert [id_ for id_, samples in zip(batch.request_ids, batch.samples, strict=True) if samples] == ["decode"]
+    assert [id_ for id_, samples in zip(batch.request_of_row, batch.samples, strict=True) if samples] == ["decode"]
 
 
 def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputBuffers) -> None:
@@ -103,8 +103,8 @@ def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputB
     states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]), 4)
     step = (scheduled("a", 2, 1), scheduled("b", 4, 1))
     batch, attention = gathered(step, states, buffers, decode_key(5, MAX_MODEL_LEN))
-    assert (batch.num_tokens, batch.num_requests, batch.num_rows) == (2, 2, 5)
-    assert batch.request_ids == ["b", "a"]  # the longest context first
+    assert (batch.num_tokens, batch.num_real_rows, batch.num_rows) == (2, 2, 5)
+    assert batch.request_of_row == ["b", "a"]  # the longest context first
     assert batch.order is not None
     assert batch.order.tolist() == [1, 0]
     assert buffers.input_ids_T[:5].tolist() == [9, 3, 0, 0, 0]
@@ -128,7 +128,7 @@ def test_decodes_in_a_graph_that_takes_any_batch(states: RequestStates, buffers:
     states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]), 4)
     step = (scheduled("a", 2, 1), scheduled("b", 4, 1))
     batch, attention = gathered(step, states, buffers, mixed_key(5, 3, MAX_MODEL_LEN))
-    assert (batch.decodes_only, batch.request_ids) == (False, ["a", "b"])
+    assert (batch.decodes_only, batch.request_of_row) == (False, ["a", "b"])
     assert attention.query_start_loc_R1.tolist() == [0, 1, 2, 5, 5]
     assert attention.host_3.tolist() == [0, 5, MAX_MODEL_LEN]
 
@@ -197,7 +197,7 @@ def test_sampled_tokens_and_blocks_are_read_by_the_next_step(states: RequestStat
     assert buffers.tokens_KR1[1, :3].tolist() == [1, 50, -1]  # b is in its prompt
     states.append_blocks(row, (2,))
     batch, attention = gathered((scheduled("a", 4, 1), scheduled("b", 7, 1, samples=False)), states, buffers)
-    assert batch.request_ids == ["b", "a"]
+    assert batch.request_of_row == ["b", "a"]
     assert buffers.input_ids_T[:2].tolist() == [7, 50]
     assert attention.slot_mapping_T.tolist() == [2 * 4 + 3, 2 * 4]
     advance(states, buffers, torch.tensor([78, 51]), batch.num_rows, decodes_only=True)
@@ -213,7 +213,7 @@ def test_tokens_come_back_in_the_order_of_the_step(states: RequestStates, buffer
         states.add(new_request(request_id, list(range(known)), blocks), known - 1)
     step = (scheduled("a", 2, 1), scheduled("b", 6, 1, samples=False), scheduled("c", 4, 1))
     batch, _ = gathered(step, states, buffers)
-    assert batch.request_ids == ["b", "c", "a"]
+    assert batch.request_of_row == ["b", "c", "a"]
     assert batch.samples.tolist() == [False, True, True]
     assert batch.num_computed.tolist() == [6, 4, 2]
     pending = PendingSteps(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
@@ -301,13 +301,13 @@ def test_a_prompt_that_ends_with_one_token_has_no_drafts(known: bool) -> None:
     states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_ahead=3)
     states.add(new_request("ends", [1, 2, 3, 4, 5], [0, 1]), 4)
     rows = StepRows.of(step_of(scheduled("ends", 4, 4)), states, known=known, query_lens=(1, 4))
-    assert (rows.number_A.tolist(), rows.lens_A.tolist(), rows.exists_A.tolist()) == ([0], [1], [True])
+    assert (rows.offset_A.tolist(), rows.lens_A.tolist(), rows.exists_A.tolist()) == ([0], [1], [True])
 
 
 def test_a_batch_with_drafts_that_did_not_reach_the_device_is_staged_again() -> None:
     states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_ahead=3)
     blocks = states.block_table_SB.shape[1]
-    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), numbered=True)
+    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_offsets=True)
     row = states.add(new_request("r", [1, 2, 3], [0, 1]), 0)
     states.writes.apply()
     step = step_of(scheduled("r", 0, 3))
@@ -327,7 +327,7 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
     generator = random.Random(seed)
     states = RequestStates(6, MAX_MODEL_LEN, BLOCK_SIZE, torch.device("cpu"), num_ahead=3)
     blocks = states.block_table_SB.shape[1]
-    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), numbered=True)
+    buffers = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_offsets=True)
     steps, drafting = DraftedSteps(states, buffers, (1, 2, 4), known=False), DraftingSteps(states)
     computed = dict.fromkeys("abcd", 3)
     for request_id in computed:
@@ -360,7 +360,7 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
             buffers.forget_staged()
             batch = steps.make_batch(step, steps.rows(step), key)
         states.writes.apply()
-        own = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), numbered=True)
+        own = InputBuffers(64, 25, blocks, states.writes, torch.device("cpu"), has_offsets=True)
         fresh = StepRows.of(step, states, known=False, query_lens=(1, 2, 4))
         expected = make_drafted_batch(step, states, own, fresh, key)
         states.writes.apply()
@@ -370,10 +370,8 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
             expected.num_rows,
             expected.padded_tokens,
         )
-        assert isinstance(batch.rows_of_requests, DraftedRows)
-        assert [
-            batch.request_ids[i] for i in batch.rows_of_requests.places[batch.rows_of_requests.starts].tolist()
-        ] == names
+        assert isinstance(batch.combine, DraftedRows)
+        assert [batch.request_of_row[i] for i in batch.combine.places[batch.combine.starts].tolist()] == names
         found, made = drafting.rows(step), DraftingRows.of(step, states)
         assert dict(zip(found.rows_R.tolist(), found.room_R.tolist(), strict=True)) == dict(
             zip(made.rows_R.tolist(), made.room_R.tolist(), strict=True)
@@ -386,19 +384,19 @@ def test_rows_that_are_taken_over_are_those_that_would_be_made(seed: int) -> Non
 
 def _by_request(batch: InputBatch, buffers: InputBuffers) -> list[tuple[Any, ...]]:
     """The rows of a batch, and what the device has of each, in an order that does not depend on the batch's."""
-    rows_R, numbers_R = buffers.rows_R[: batch.num_rows].tolist(), buffers.row_numbers_R
-    assert numbers_R is not None
+    rows_R, offsets_R = buffers.rows_R[: batch.num_rows].tolist(), buffers.offsets_R
+    assert offsets_R is not None
     starts = buffers.query_start_loc_R1[: batch.num_rows + 1]
     real = zip(
-        batch.request_ids,
+        batch.request_of_row,
         batch.rows.tolist(),
         rows_R,
-        numbers_R.tolist(),
+        offsets_R.tolist(),
         starts.diff().tolist(),
         batch.step_starts,
         batch.samples.tolist(),
         strict=False,
     )
-    count = len(batch.request_ids)
-    padding = zip(rows_R[count:], numbers_R[count : batch.num_rows].tolist(), starts[count:].tolist(), strict=False)
+    count = len(batch.request_of_row)
+    padding = zip(rows_R[count:], offsets_R[count : batch.num_rows].tolist(), starts[count:].tolist(), strict=False)
     return [*sorted(real), *padding]

@@ -272,7 +272,7 @@ def test_grammars_need_the_vocabulary(made: Callable[..., LLM], made_async: Any)
     arguments = {"tokenizer": "{}", "vocab_size": 9, "eos_token_ids": [1, 3]}
     given = iter([prepared("a"), *[prepared("b", grammar="a grammar")] * 2])
     inputs = SimpleNamespace(process=lambda *arguments, **named: [next(given)])
-    core = SimpleNamespace(call=calls.append, close=lambda: None)
+    core = SimpleNamespace(tell=calls.append, close=lambda: None)
     loop = SimpleNamespace(run=lambda *arguments, **named: iter(()), close=lambda: None)
     told = features()
     told.structured.vocabulary = GrammarVocabulary("{}", 9, frozenset({3, 1}))

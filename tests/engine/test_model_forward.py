@@ -61,7 +61,7 @@ def made(on_attention: Any = None, **bindable: Any) -> ModelForward:
 @pytest.mark.parametrize("tokens", [slice(3), slice(1, 4), torch.tensor([4, 1])], ids=["first", "inner", "chosen"])
 def test_rows_keep_their_own_slots(tokens: Any) -> None:
     model = made()
-    hidden = ForwardOutput(HIDDEN_TD, False, variant="adapted", beside=(SLOTS_T,))
+    hidden = ForwardOutput(HIDDEN_TD, False, variant="adapted", logits_inputs=(SLOTS_T,))
     expected = HIDDEN_TD[tokens] + 100 * SLOTS_T[tokens].view(-1, 1)
     assert torch.equal(model.logits_of(hidden.of_tokens(tokens)), expected)
     plain = ForwardOutput(HIDDEN_TD, is_logits=False)

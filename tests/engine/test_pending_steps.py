@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_engine.engine.input_batch import NO_ROW, NOT_TAKEN, RING, InputBatch
+from compiled_engine.engine.input_batch import RING, InputBatch
 from compiled_engine.engine.step_sampling import Deferred, LateStep, PendingStep
 from compiled_engine.features.pooling.step_pooling import PooledRows
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import PromptRows
-from compiled_engine.features.speculation.draft_rows import DraftedRows
+from compiled_engine.features.speculation.draft_rows import NO_ROW, NOT_TAKEN, DraftedRows
 from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS
 from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.logprobs import BatchLogprobs
@@ -36,7 +36,7 @@ def pending(
     samples: list[bool],
     *,
     order: list[int] | None = None,
-    rows_of_requests: DraftedRows | None = None,
+    combine: DraftedRows | None = None,
     logprobs: BatchLogprobs | None = None,
     **results: Deferred,
 ) -> PendingStep:
@@ -51,12 +51,12 @@ def pending(
         np.array(samples),
         count,
         None,
-        rows_of_requests is None,
+        combine is None,
         count,
         count,
         (count, 1, 1),
         None if order is None else np.array(order),
-        rows_of_requests,
+        combine,
     )
     clock = StepClock(torch.device("cpu"))
     return PendingStep(ring_KR1, NUMBER, None, batch, logprobs, results, clock)
@@ -109,9 +109,7 @@ def test_tokens_behind_drafts() -> None:
     many: dict[int, Any] = {place: rows(10 * place) for place in (1, 2, 3)}
     logprobs = BatchLogprobs(rows(*range(100, 107)), many)
     prompt = PromptRows({"c": (1, [rows(31)])})
-    result = pending(
-        tokens, names, samples, rows_of_requests=drafted, logprobs=logprobs, prompt_logprobs=prompt
-    ).result()
+    result = pending(tokens, names, samples, combine=drafted, logprobs=logprobs, prompt_logprobs=prompt).result()
     assert (result.token_ids, result.lengths, result.columns) == (
         [5, 6, 7, 8],
         [2, 2],
@@ -120,7 +118,7 @@ def test_tokens_behind_drafts() -> None:
     assert row_tokens(result.logprobs) == [101, 102, 104, 105]
     assert {name: row_tokens(found) for name, found in result.many_logprobs.items()} == {"a": [10, 20]}
     assert list(result.extras["prompt_logprobs"]) == ["c"]
-    none = pending(tokens, names, samples, rows_of_requests=drafted).result()
+    none = pending(tokens, names, samples, combine=drafted).result()
     assert (none.token_ids, none.logprobs, none.many_logprobs) == ([5, 6, 7, 8], None, {})
 
 

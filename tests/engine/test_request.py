@@ -59,7 +59,7 @@ def test_it_has_what_was_asked_for() -> None:
     assert (request.request_id, request.order, request.sampling_params) == ("r", (3, 7), params)
     assert (request.token_ids, request.num_prompt_tokens, request.num_tokens) == ([1, 2, 3, 8, 9], 3, 5)
     assert (request.prefix_root, request.asked.extras, request.extras) == (b"root", {"f": 3}, {})
-    assert (request.samples_late, request.yields_tokens, request.computes_every_token) == (False, True, False)
+    assert (request.samples_late, request.returns_tokens, request.computes_every_token) == (False, True, False)
     assert request.eos_token_ids == {5}
     assert request.ending_ids == {4, 5} | NO_TOKENS
     assert (request.stop_rule.min_tokens, request.stop_rule.max_tokens, request.max_num_tokens) == (2, 20, 23)

@@ -216,8 +216,8 @@ class _Launched(StepFeature):
     def before_inputs(self, batch: InputBatch) -> None:
         states, buffers = self._states, self._buffers
         assert states.ahead_SK is not None
-        assert buffers.row_numbers_R is not None
-        numbers = buffers.row_numbers_R.tolist()
+        assert buffers.offsets_R is not None
+        numbers = buffers.offsets_R.tolist()
         for row, number in zip(buffers.rows_R[: batch.num_rows].tolist(), numbers, strict=False):
             computed = int(states.num_computed_S[row])
             assert row < 0 or computed + number < self._longest

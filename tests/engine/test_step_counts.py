@@ -43,7 +43,7 @@ NUM_STEPS = 100
 # In which each request fills three blocks.
 COUNTED_STEPS = 48
 # Of these packages' functions, in a steady step of one request; and for each request more, whose blocks fill up.
-MOST_CALLS = 78
+MOST_CALLS = 65
 MOST_CALLS_MORE = 2
 # More than without a head, for any number of requests: the plan of drafts, and hooks that find nothing to do. Eight of
 # them read the layers' inputs of a model that is not compiled.

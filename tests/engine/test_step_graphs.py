@@ -244,7 +244,7 @@ def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
     core = make_core(make_config(GraphMode.FULL))
     buffers = runner_of(core).buffers
     buffers.input_ids_T = buffers.input_ids_T.clone()
-    with pytest.raises(AssertionError, match="a buffer that graphs read was replaced"):
+    with pytest.raises(AssertionError, match="a buffer that the graph reads was replaced"):
         run(core, make_requests(1, 1))
 
 
@@ -283,7 +283,7 @@ def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) ->
 
 
 def step_of_slots(slots_T: torch.Tensor) -> ModelStep:
-    buffers = SimpleNamespace(beside=lambda variant, num_tokens: (slots_T[:num_tokens],))
+    buffers = SimpleNamespace(of_variant=lambda variant, num_tokens: (slots_T[:num_tokens],))
     model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= 4)
     given: Any = (model, buffers, None, None)
     return ModelStep(*given, 64)
@@ -299,9 +299,9 @@ def test_what_a_graph_leaves_has_the_slots_of_its_batch(key: GraphKey, is_logits
     slots_T = torch.arange(14, dtype=torch.int32)
     left_TD, step = torch.zeros(key.num_tokens, 2), step_of_slots(slots_T)
     plain = step.output(key, left_TD)
-    assert (plain.is_logits, plain.beside) == (is_logits, ())
-    adapted = step.output(replace(key, extra=(("adapted", 1),)), left_TD, "adapted")
-    assert (adapted.is_logits, [each.tolist() for each in adapted.beside]) == (
+    assert (plain.is_logits, plain.logits_inputs) == (is_logits, ())
+    adapted = step.output(key._replace(extra=(("adapted", 1),)), left_TD, "adapted")
+    assert (adapted.is_logits, [each.tolist() for each in adapted.logits_inputs]) == (
         is_logits,
         [slots_T[: key.num_tokens].tolist()],
     )

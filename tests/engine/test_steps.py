@@ -186,7 +186,7 @@ class TestTokensOutput:
 
     def test_a_token_may_be_no_output(self) -> None:
         asked, vectors = request("v", logprobs=0), Vectors(0, 1, bytes(4))
-        asked.yields_tokens = False
+        asked.returns_tokens = False
         output = tokens_output(asked, slice(0, 1), Finish("length", None), self.RESULT, {"f": vectors})
         assert (output.new_token_ids, output.logprobs, output.extras) == ((), None, {"f": vectors})
 

@@ -16,10 +16,11 @@ from compiled_engine.engine.load_model import load_model
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepHooks
-from compiled_engine.engine.step_sampling import PendingSteps, StepAdvance, StepSampling, launch_advance
+from compiled_engine.engine.step_sampling import Advance, PendingSteps, StepAdvance, StepSampling, launch_advance
 from compiled_engine.engine.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
+from compiled_engine.features.speculation import verification
 from compiled_engine.features.speculation.ngram import Ngrams
-from compiled_engine.features.speculation.verification import Acceptance, launch_verify
+from compiled_engine.features.speculation.verification import DraftAdvance, launch_verify
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.options import EngineOptions
@@ -84,12 +85,12 @@ def step_of(config: EngineConfig) -> ModelStep:
         states.writes,
         device,
         model.work_length(most_tokens, most_rows),
-        numbered=in_each > 0,
+        has_offsets=in_each > 0,
     )
     pending = PendingSteps(buffers, device, StepClock(device))
-    advance = StepAdvance(states, buffers)
-    acceptance = Acceptance((), device)
-    advance.of_several = lambda tokens_R, num_rows: launch_verify(states, buffers, tokens_R, num_rows, acceptance)
+    advance: Advance = StepAdvance(states, buffers)
+    if in_each:
+        advance = DraftAdvance(config, states, buffers)
     sampling = StepSampling(model, sampler, buffers, pending, advance)
     ngrams = [Ngrams(speculation, states, buffers)] if in_each else []
     return ModelStep(model, buffers, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
@@ -106,6 +107,8 @@ def test_the_warm_up_launches_only_what_was_asked_for(
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(verification, "advance", launch_advance)
+    monkeypatch.setattr(verification, "verify_reference", launch_verify)
     # What other tests have compiled is there for device 0.
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
     launched: set[tuple[str, str, str]] = set()
@@ -131,6 +134,8 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(verification, "advance", launch_advance)
+    monkeypatch.setattr(verification, "verify_reference", launch_verify)
     runs: list[tuple[int, bool]] = []
     run = ModelForward.run
 
@@ -175,6 +180,8 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: shapes)
     monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
+    monkeypatch.setattr(verification, "advance", launch_advance)
+    monkeypatch.setattr(verification, "verify_reference", launch_verify)
     monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
     launched: set[tuple[str, str]] = set()
 

@@ -15,7 +15,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
-from compiled_engine.engine.step_hooks import RunnerParts, StepFeature, Tail
+from compiled_engine.engine.step_hooks import RunnerFeatures, RunnerParts, StepFeature
 from compiled_engine.features.registry import make_features, plan_features, step_features
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.profiling import StepClock
@@ -103,21 +103,21 @@ class StepTokenRows(StepFeature):
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Read the field of the step's rows, whether or not the host knows of a limit."""
-        rows_R = upload(batch.rows[: len(batch.request_ids)], self._device)
+        rows_R = upload(batch.rows[: len(batch.request_of_row)], self._device)
         self._limits_R = self._fields[NAME][rows_R]
         self._num_limited += (self._limits_R > 0).sum()
 
     def after_forward(self, batch: InputBatch, output: ForwardOutput) -> ReadLimits:
-        return ReadLimits(list(batch.request_ids), self._limits_R)
+        return ReadLimits(list(batch.request_of_row), self._limits_R)
 
     def metrics(self) -> dict[str, Any]:
         return {"limited_rows": int(self._num_limited)}
 
 
-def with_rows(parts: RunnerParts) -> tuple[list[StepFeature], Tail | None]:
+def with_rows(parts: RunnerParts) -> RunnerFeatures:
     """Implements MakeFeatures.of_runner."""
-    features, tail = step_features(parts)
-    return [*features, StepTokenRows(parts)], tail
+    made = step_features(parts)
+    return made._replace(features=[*made.features, StepTokenRows(parts)])
 
 
 def start(*, has_feature: bool) -> EngineCore:

@@ -76,9 +76,11 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
     graph, scheduler = GraphConfig(GraphMode.FULL, sizes, (), short, short), SchedulerConfig(256, 200, 4096, "fcfs")
     few = Dispatcher(graph, scheduler, query_lens=(2, 4), rare=(1, 2))
     all_sizes = Dispatcher(graph, scheduler, query_lens=(2, 4))
-    assert [key.num_requests for key in few.decode_keys] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    of_two = [key.num_requests // 2 for key in few.several_keys if key.max_query_len == 2]
-    assert of_two == [1, 2, 4, 8, 16, 32, 64, 96]
+    found = {
+        query_len: [key.num_requests // query_len for key in few.decode_keys if key.max_query_len == query_len]
+        for query_len in (1, 2)
+    }
+    assert found == {1: [1, 2, 4, 8, 16, 32, 64, 128, 256], 2: [1, 2, 4, 8, 16, 32, 64, 96]}
     names = {
         (count, query_len): key.name
         for count in (20, 70, 96)

@@ -182,7 +182,7 @@ def test_drafts_of_short_contexts_have_graphs_of_their_own() -> None:
     found = {}
     for requests in range(1, 5):
         for longest in (50, 51, 101):
-            key = dispatcher.dispatch(4 * requests, 4 * requests, 4, longest)
+            key = dispatcher.dispatch(4 * requests, requests, 4, longest)
             assert key is not None
             assert (key.max_query_len, key.num_decodes) == (4, key.num_tokens)
             found[requests, longest] = key.name
@@ -227,7 +227,7 @@ def test_a_pass_adds_a_field_to_the_keys(
         assert found is None
     else:
         extra = tuple((name, size) for name, size in sizes.items() if size)
-        assert found == replace(expected, extra=extra)
+        assert found == expected._replace(extra=extra)
         assert found in dispatcher.keys
     assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys)
     assert set(plain.keys) <= set(dispatcher.keys)

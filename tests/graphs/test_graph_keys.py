@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ OTHER: dict[str, Any] = {
     "max_query_len": 9,
     "max_seq_len": 9,
     "short": True,
-    "unnumbered": True,
+    "without_offsets": True,
     "purpose": "draft-9",
     "extra": (("rank", 16),),
 }
@@ -37,12 +36,12 @@ READ = [decode_key(8, 256, short=True, query_len=4), decode_key(8, 256, short=Tr
 FOLLOWING = prefill_head_keys(READ, 4096).values()
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(GraphKey)])
+@pytest.mark.parametrize("field", GraphKey._fields)
 def test_keys_that_differ_in_any_value_are_different_keys(field: str) -> None:
     key = decode_key(8, 4096)
-    other = replace(key, **{field: OTHER[field]})
-    assert {key: "one", other: "other"} == {decode_key(8, 4096): "one", replace(other): "other"}
-    assert hash(replace(other)) == hash(other)
+    other = key._replace(**{field: OTHER[field]})
+    assert {key: "one", other: "other"} == {decode_key(8, 4096): "one", other._replace(): "other"}
+    assert hash(other._replace()) == hash(other)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +55,13 @@ def test_keys_that_differ_in_any_value_are_different_keys(field: str) -> None:
         (drafting(decode_key(16, 256, short=True), 3), "draft-3-short-256 16"),
         (drafting(decode_key(8, 4096, query_len=2), 3), "draft-3 16"),
         *((key, name) for key, name in zip(FOLLOWING, ("follow-verify-4 32", "follow-decode 8"), strict=True)),
-        (replace(decode_key(8, 4096), unnumbered=True), "plain-decode 8"),
-        (replace(decode_key(8, 256, short=True), unnumbered=True), "plain-short-256 8"),
+        (decode_key(8, 4096)._replace(without_offsets=True), "plain-decode 8"),
+        (decode_key(8, 256, short=True)._replace(without_offsets=True), "plain-short-256 8"),
         (mixed_key(512, 8, 4096), "full 512"),
         (drafting(mixed_key(512, 8, 4096), 3), "full 512"),
         (GraphKey(GraphKind.PIECEWISE, 512), "piecewise 512"),
         (GraphKey(GraphKind.BREAKABLE, 512), "breakable 512"),
-        (replace(decode_key(8, 4096), extra=(("rank", 16), ("pictures", 2))), "decode 8 rank 16 pictures 2"),
+        (decode_key(8, 4096)._replace(extra=(("rank", 16), ("pictures", 2))), "decode 8 rank 16 pictures 2"),
     ],
 )
 def test_names(key: GraphKey, name: str) -> None:
@@ -74,7 +73,7 @@ def test_what_attention_is_launched_with_is_in_the_key_where_it_is_captured() ->
     values = ("kind", "num_tokens", "num_requests", "num_decodes", "max_query_len", "max_seq_len", "short")
 
     def of(key: GraphKey) -> tuple[Any, ...]:
-        assert (key.unnumbered, key.purpose, key.extra) == (False, "", ())
+        assert (key.without_offsets, key.purpose, key.extra) == (False, "", ())
         return tuple(getattr(key, value) for value in values)
 
     assert of(decode_key(8, 4096)) == (GraphKind.FULL, 8, 8, 8, 1, 4096, False)

@@ -227,7 +227,7 @@ def test_a_buffer_that_was_replaced_since_the_capture_is_found_out() -> None:
     manager = manager_of(capture, DECODES)
     manager.capture_all(SilentProgress())
     capture.ids = (1, 3)
-    with pytest.raises(AssertionError, match="a buffer that graphs read was replaced"):
+    with pytest.raises(AssertionError, match="a buffer that the graph reads was replaced"):
         manager.replay(DECODES[0], None)
 
 

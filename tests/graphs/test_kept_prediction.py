@@ -125,7 +125,7 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
         {"kind": GraphKind.PIECEWISE},
         {"max_query_len": 2},
         {"purpose": "draft-2"},
-        {"unnumbered": True},
+        {"without_offsets": True},
         {"extra": (("rank", 16),)},
     ],
     ids=lambda other: next(iter(other)),
@@ -133,7 +133,7 @@ def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: in
 def test_graphs_that_hold_other_kernels_are_measured_apart(other: dict[str, Any]) -> None:
     """Each takes about as much memory as those of its kind, and the prediction is a mean for each kind."""
     keys = [decode_key(size, 64) for size in (1, 2, 4)]
-    others = [replace(key, **other) for key in keys]
+    others = [key._replace(**other) for key in keys]
     found = families([*keys, *others])
     assert sorted(found, key=str) == sorted([keys[::-1], others[::-1]], key=str)
 

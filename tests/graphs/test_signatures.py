@@ -18,9 +18,9 @@ from compiled_engine.graphs.compiler.signature import (
     callables_of,
     combine_signature,
     compile_ranges,
+    extra_step_tensors,
     forward_signature,
     logits_signature,
-    tensors_beside_steps,
 )
 from compiled_engine.passes.framework.graph_pass import CompileRange
 from compiled_engine.passes.registry import registered_passes
@@ -131,8 +131,8 @@ def test_steps_with_adapters_read_their_slots(device: str) -> None:
     assert adapted.ranges == (forward.ranges if device == "cuda" else (WHOLE,))
     added = [tensor.name for tensor in adapted.asked if tensor not in forward.asked]
     assert len(added) == 1
-    assert [tensor.name for tensor in tensors_beside_steps(config)] == added
-    assert tensors_beside_steps(config_with()) == ()
+    assert [tensor.name for tensor in extra_step_tensors(config)] == added
+    assert extra_step_tensors(config_with()) == ()
     assert replace(adapted, ranges=forward.ranges, asked=forward.asked, adapted=False) == forward
 
 

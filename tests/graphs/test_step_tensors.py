@@ -257,7 +257,7 @@ def test_real_rows_have_their_values_and_padding_has_its_own(
     states.writes.apply()
     prepare(batch, states, buffers)
     made = step_of_batch(batch, buffers)
-    slots = [1 - requests[int(request_id)][0] % 2 for request_id in batch.request_ids]
+    slots = [1 - requests[int(request_id)][0] % 2 for request_id in batch.request_of_row]
     assert made["slots_R"].tolist() == slots + [NO_SLOT] * (batch.num_rows - len(slots))
     positions = made["positions_T"].tolist()[: batch.num_tokens]
     rows = [[position, 2 * position] for position in positions]

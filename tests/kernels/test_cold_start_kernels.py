@@ -15,7 +15,7 @@ from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
 from compiled_engine.attention.inputs import attention_inputs_of
 from compiled_engine.engine import warm_up
 from compiled_engine.engine.executor import InProcessExecutor
-from compiled_engine.engine.input_batch import empty_batch, prepare, step_of_batch
+from compiled_engine.engine.input_batch import empty_batch, prepare, stage_empty, step_of_batch
 from compiled_engine.engine.runner import Runner
 from compiled_engine.engine.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
 from compiled_engine.kernels.cache_folder import VARIABLE
@@ -135,6 +135,7 @@ def test_requests_without_keys_are_alike() -> None:
         for num_tokens, num_requests in SHAPES:
             shape = BatchShape(num_tokens, num_requests, 64)
             batch = empty_batch(step.buffers, num_tokens, num_requests, shape.host_3)
+            stage_empty(batch, step.buffers)
             step.states.writes.apply()
             prepare(batch, step.states, step.buffers)
             inputs = attention_inputs_of(step_of_batch(batch, step.buffers), "torch")

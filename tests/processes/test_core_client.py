@@ -28,6 +28,7 @@ from compiled_engine.processes.wire import (
     FrontendOptions,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -254,6 +255,20 @@ def test_the_end_of_the_core_is_told_once_to_everyone(end: Callable[[ScriptedEnd
         client.attach(asyncio.get_running_loop())  # reads nothing
         await asyncio.sleep(0)
         assert len(held.deaths) == 1
+
+    with_client(main)
+
+
+def test_an_order_is_sent_in_its_turn_and_awaits_no_answer() -> None:
+    async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
+        order = ControlCall("set_vocabulary", {"vocab_size": 9})
+        client.tell(order)
+        client.add(request())
+        assert core.heard() == [Tell(order), Add(request())]
+        core.connection.close()
+        await client.wait_dead()
+        with pytest.raises(EngineDeadError, match=r"^the engine core has ended"):
+            client.tell(order)
 
     with_client(main)
 

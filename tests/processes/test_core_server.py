@@ -29,6 +29,7 @@ from compiled_engine.processes.wire import (
     Start,
     Started,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -49,6 +50,7 @@ class HeldCore(ServedCore):
         self.allowed = 0
         self.masks: dict[str, TokenMask | None] = {}
         self.failure: Exception | None = None
+        self.told: list[tuple[ControlCall, list[str]]] = []  # with the requests that were there
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
         if request.request_id in self.live:
@@ -63,6 +65,9 @@ class HeldCore(ServedCore):
             self.allowed += call.arguments["steps"]
             return None
         return {"running": len(self.live)}
+
+    def tell(self, call: ControlCall) -> None:
+        self.told.append((call, sorted(self.live)))
 
     def can_step(self) -> bool:
         return super().can_step() and (self.allowed > 0 or self.failure is not None)
@@ -271,6 +276,14 @@ def test_a_core_is_started_once(core: HeldCore, served: Served) -> None:
         until(other, lambda message: False)
     assert ask(served.starter, 1, ControlCall("metrics"))[-1] == Answered(1, {"running": 0, "api_processes": 1})
     assert core.aborted == ["1:a"]
+
+
+def test_an_order_without_an_answer_is_served_in_its_turn(core: HeldCore, served: Served) -> None:
+    order = ControlCall("set_vocabulary", {"vocab_size": 9})
+    say(served.starter, add("0:a"), Tell(order), add("0:b"))
+    answers = [each for each in ask(served.starter, 1, ControlCall("metrics")) if isinstance(each, Answered)]
+    assert answers == [Answered(1, {"running": 2, "api_processes": 1})]
+    assert core.told == [(order, ["0:a"])]
 
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server(core: HeldCore, served: Served) -> None:

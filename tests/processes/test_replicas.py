@@ -33,6 +33,7 @@ from compiled_engine.processes.wire import (
     Answered,
     Control,
     Stepped,
+    Tell,
     ToApi,
     ToCore,
     decode_to_api,
@@ -318,6 +319,20 @@ def test_a_late_answer_is_not_one_to_the_next_question(monkeypatch: pytest.Monke
     monkeypatch.setattr(replicas, "_ANSWER_S", 20.0)
     engine.call(ControlCall("reset_prefix_cache"))
     assert reset.is_set()
+    engine.close()
+
+
+def test_an_order_without_an_answer_is_served_before_later_requests() -> None:
+    """No replica answers here, nor has one ever answered."""
+    cores = [FakeCore(), FakeCore()]
+    engine, order = make(cores), ControlCall("set_vocabulary", {"vocab_size": 9})
+    engine.tell(order)
+    for request_id in "ab":
+        engine.add(EngineRequest(request_id, (5, 6), SamplingParams(max_tokens=2)))
+    for core in cores:
+        told, added = core.connection.receive()
+        assert told == Tell(order)
+        assert isinstance(added, Add)
     engine.close()
 
 

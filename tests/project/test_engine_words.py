@@ -21,7 +21,8 @@ from test_import_directions import imports_of, modules, within
 WORDS = {
     "speculation": r"draft|eagle|n_?gram|specul|taps?(?![a-z])|aux_(hidden|layers)|sharpness|accept|verif"
     r"|(?<![a-z])(rests|rested|resting|let_rest|plain|follows?|head(?!_dim|_width))(?![a-z])",
-    # The idea in the engine that drafts need, in its own words: they cost a reader as much.
+    # The idea in the engine that drafts need, in its own words: they cost a reader as much. Rows at an offset are the
+    # core's own idea.
     "several rows": r"numbered|row_numbers|ahead_SK|num_ahead|of_several|several_|rows_of_requests|history_|NO_ROW"
     r"|NOT_TAKEN|taken_R",
     "adapters": r"adapt|lora(?![a-z])|overtak|set_aside",
@@ -31,7 +32,9 @@ WORDS = {
     "pipelines": r"(?<![a-z])(lanes?|stages?|micro_?batch(es)?)(?![a-z])|traffic|pipeline",
     "prompt log-probabilities": r"prompt_?logprob",
 }
-NO_WORDS = r"\btl \.|\bmask (=|&) |begin \+ lane|(\.|def) stage \(|stage_(batch|decodes)|num_stages|compile \. verify"
+NO_WORDS = (
+    r"\btl \.|\bmask (=|&) |begin \+ lane|(\.|def) stage \(|stage_(batch|decodes|empty)|num_stages|compile \. verify"
+)
 # Modules of features, and packages of such.
 FEATURES = (
     "features",
@@ -46,14 +49,11 @@ FEATURES = (
 PACKAGES = ("engine", "rows", "graphs.cuda_graphs")
 # By module of the core: lines that name a feature, and imports from features. Any other module of PACKAGES has none.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "engine.input_batch": (41, 0),
+    "engine.input_batch": (10, 0),
     "engine.request_states": (8, 0),
-    "engine.runner": (3, 0),
+    "engine.runner": (2, 0),
     "engine.scheduler": (2, 0),
-    "engine.step_sampling": (7, 0),
-    "engine.warm_up": (3, 0),
-    "graphs.cuda_graphs.dispatcher": (11, 0),
-    "graphs.cuda_graphs.memory": (1, 0),
+    "graphs.cuda_graphs.dispatcher": (2, 0),
 }
 
 

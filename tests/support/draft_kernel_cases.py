@@ -24,7 +24,7 @@ from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.features.speculation.draft_rows import (
     keep_drafts,
     launch_keep_drafts,
-    stage_numbered,
+    stage_with_offsets,
 )
 from compiled_engine.features.speculation.ngram import Ngrams, ngram_drafts
 from compiled_engine.features.speculation.verification import Acceptance, launch_verify, verify_reference
@@ -44,7 +44,7 @@ class DraftCase:
         self.states = RequestStates(ROWS, max_model_len, BLOCK_SIZE, device, 2, self.num_drafts, has_history=True)
         self.states.fields.declare(RowField("seed", torch.int64))
         blocks = self.states.block_table_SB.shape[1]
-        self.buffers = InputBuffers(200, 80, blocks, self.states.writes, device, numbered=True)
+        self.buffers = InputBuffers(200, 80, blocks, self.states.writes, device, has_offsets=True)
         self.lookup = random_.randrange(1, 3), random_.randrange(3, 7)
 
         def fill(tensor: torch.Tensor, values: np.ndarray) -> None:
@@ -83,13 +83,13 @@ class DraftCase:
         if random_.random() < 0.5:
             entries += [(-1, 0, 1)] * random_.randrange(4) if all(n == 1 for *_, n in entries) else []
         rows, numbers, lens = (np.array(values, np.int32) for values in zip(*entries, strict=True))
-        self.batch: InputBatch = stage_numbered(
+        self.batch: InputBatch = stage_with_offsets(
             self.buffers, [""] * len(rows), rows, numbers, lens, np.zeros(len(rows), np.int32), rows >= 0
         )
         states.writes.apply()
         for name in MADE[:6]:
             getattr(self.buffers, name).fill_(77)
-        self.buffers.taken_R.fill_(77)
+        self.taken_R = torch.full_like(self.buffers.rows_R, 77)
         self.buffers.num_steps_1.fill_(random_.choice([0, RING - 1, LAST_NUMBER]))
         token_ids_R = generator.integers(0, 2, len(rows))
         token_ids_R[generator.random(len(rows)) < 0.1] = NOT_A_NUMBER
@@ -101,28 +101,30 @@ class DraftCase:
 
     def same_as(self, other: DraftCase) -> None:
         for owner, names in (
-            ("buffers", (*MADE, "taken_R")),
+            ("buffers", MADE),
             ("states", (*STATES, "ahead_SK", "history_SL")),
         ):
             for name in names:
                 mine, theirs = getattr(getattr(self, owner), name), getattr(getattr(other, owner), name)
                 torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=0, atol=0, msg=name)
+        assert self.taken_R.tolist() == other.taken_R.tolist()
 
 
 def check(seed: int, device: torch.device) -> None:
     """Prepare, also as without drafts, verify with two sets of tokens, draft: the kernels on `device`, the references
     on the CPU."""
-    for numbered in (False, True):
+    for has_offsets in (False, True):
         case, reference = DraftCase(seed, device), DraftCase(seed, torch.device("cpu"))
         batch = reference.batch
         shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
-        launch_prepare(case.states, case.buffers, *shape, numbered=numbered)
-        prepare_reference(reference.states, reference.buffers, *shape, numbered=numbered)
+        launch_prepare(case.states, case.buffers, *shape, has_offsets=has_offsets)
+        prepare_reference(reference.states, reference.buffers, *shape, has_offsets=has_offsets)
         case.same_as(reference)
     for add in () if case.is_first_pass else (0, 1):
-        launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance)
+        launch_verify(case.states, case.buffers, case.token_ids_R + add, batch.num_rows, case.acceptance, case.taken_R)
         tokens_R = reference.token_ids_R + add
-        verify_reference(reference.states, reference.buffers, tokens_R, batch.num_rows, reference.acceptance)
+        given = reference.states, reference.buffers, tokens_R, batch.num_rows
+        verify_reference(*given, reference.acceptance, reference.taken_R)
         if device.type == "cuda":
             torch.cuda.synchronize()
         case.same_as(reference)
@@ -132,7 +134,7 @@ def check(seed: int, device: torch.device) -> None:
     states = reference.states
     assert states.history_SL is not None
     assert states.ahead_SK is not None
-    for row, number in zip(batch.rows.tolist(), reference.buffers.row_numbers_R.tolist(), strict=False):
+    for row, number in zip(batch.rows.tolist(), reference.buffers.offsets_R.tolist(), strict=False):
         computed = int(states.num_computed_S[row])
         if row >= 0 and number == 0 and computed >= int(states.prefill_len_S[row]):
             found = ngram_drafts(states.history_SL[row, : computed + 1].numpy(), longest, shortest, case.num_drafts)
@@ -153,15 +155,15 @@ def check_kept(seed: int, device: torch.device) -> None:
     draft = int(generator.integers(case.num_drafts))
     for each in (case, reference):
         each.buffers.rows_R[:num_rows].copy_(torch.from_numpy(rows))
-        assert each.buffers.row_numbers_R is not None
-        each.buffers.row_numbers_R.fill_(77)
+        assert each.buffers.offsets_R is not None
+        each.buffers.offsets_R.fill_(77)
     launch_keep_drafts(case.states, case.buffers, room_R.to(device), token_ids_R.to(device), draft)
     keep_drafts(reference.states, reference.buffers, room_R, token_ids_R, draft)
     if device.type == "cuda":
         torch.cuda.synchronize()
     for mine, theirs in (
         (case.states.ahead_SK, reference.states.ahead_SK),
-        (case.buffers.row_numbers_R, reference.buffers.row_numbers_R),
+        (case.buffers.offsets_R, reference.buffers.offsets_R),
     ):
         assert mine is not None
         torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0)

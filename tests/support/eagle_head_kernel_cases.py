@@ -31,7 +31,7 @@ class HeadCase(DraftCase):
         generator = np.random.default_rng(seed)
         batch = self.batch
         shape = batch.num_rows, batch.padded_tokens, batch.decodes_only
-        prepare_reference(self.states, self.buffers, *shape, numbered=True)
+        prepare_reference(self.states, self.buffers, *shape, has_offsets=True)
         # Some requests have taken tokens of the step.
         computed_S = self.states.num_computed_S.numpy()
         for row, end in zip(batch.rows.tolist(), self.buffers.sample_positions_R.tolist(), strict=False):
@@ -44,7 +44,7 @@ class HeadCase(DraftCase):
                 (self.buffers, name)
                 for name in ("rows_R", "query_start_loc_R1", "positions_T", "sample_positions_R", "logits_index_R")
             ),
-            (self.buffers, "row_numbers_R"),
+            (self.buffers, "offsets_R"),
         ]
         for owner, name in moved:
             setattr(owner, name, getattr(owner, name).to(device))
@@ -68,7 +68,7 @@ class HeadCase(DraftCase):
     def results(self) -> list[torch.Tensor]:
         inputs = self.inputs
         found = [self.token_ids_T, self.kept_SD, self.begun_RD, self.positions_R, self.states.ahead_SK]
-        found += [self.buffers.row_numbers_R, inputs.token_ids_T, inputs.positions_R]
+        found += [self.buffers.offsets_R, inputs.token_ids_T, inputs.positions_R]
         return [each.cpu() for each in found if each is not None]
 
 

@@ -17,7 +17,7 @@ from compiled_engine.engine.cache_memory import allocate
 from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
-from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of, tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of, extra_step_tensors
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.graphs.compiler.trace import trace, without_storage
@@ -57,7 +57,7 @@ class FusedModel:
             spans = [range(computed[row], computed[row] + step[row]) for row in rows]
             ids = [sequences[row][position] for row, span in zip(rows, spans, strict=True) for position in span]
             blocks = [range(row * per_sequence, (row + 1) * per_sequence) for row in rows]
-            tensors = step_of(ids, spans, blocks, BLOCK_SIZE, device, tensors_beside_steps(self.config))
+            tensors = step_of(ids, spans, blocks, BLOCK_SIZE, device, extra_step_tensors(self.config))
             if self.config.model.recurrences is not None:
                 tensors[ROWS.name] = torch.tensor(rows, dtype=ROWS.dtype, device=device)
             inputs = attention_inputs_of(tensors, self.config.attention_backend)

@@ -11,7 +11,7 @@ from plain_config import BASE
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.engine.messages import ControlCall, EngineRequest
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.adapters.frontend.requests import AdapterRequests
 from compiled_engine.features.pooling.frontend.task import PoolingParams
@@ -113,6 +113,9 @@ class Client:
         if name == "load_adapter" and self.refuses:
             raise ControlError("rank 9; allowed: 4")
         return self.drops if name == "load_adapter" else {"steps": 5}
+
+    def tell(self, call: ControlCall) -> None:
+        self.sent.append((call.name, call.arguments))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import StepFeature
-from compiled_engine.engine.step_sampling import Deferred, StepAdvance
+from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.parallel.stages import StageLink
 from compiled_engine.rows.staged_writes import upload
 
@@ -64,7 +64,7 @@ class StageTraffic(StepFeature):
         """Send a step's activations to the next stage. packed: on a GPU, the next step may overwrite it."""
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
-            sampled = frozenset(compress(batch.request_ids, batch.samples.tolist()))
+            sampled = frozenset(compress(batch.request_of_row, batch.samples.tolist()))
             self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
 
     def after_sample(self, batch: InputBatch) -> None:
@@ -85,16 +85,16 @@ class StageTraffic(StepFeature):
 class SendTail:
     """The `Tail` of a stage that is not the last: sends the forward's output to the next stage."""
 
-    def __init__(self, traffic: StageTraffic, advance: StepAdvance) -> None:
+    def __init__(self, traffic: StageTraffic, advance: Advance) -> None:
         self._traffic, self.advance = traffic, advance
 
-    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """See Tail."""
-        self.advance.without_tokens(batch, num_rows)
+        self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
-            self.advance.without_tokens(batch, batch.num_requests)
+            self.advance(batch, None, batch.num_real_rows)
         self._traffic.send(output.tensor, batch)

@@ -13,7 +13,7 @@ class PoolingPlan(PlanFeature):
     """Ends a pooling request with its first token, which means nothing: its max_tokens is 1."""
 
     def added(self, request: Request) -> None:
-        request.yields_tokens = False
+        request.returns_tokens = False
         asked = request.asked.extras
         if NAME in asked:
             request.computes_every_token = request.extras[NAME] = True

@@ -22,7 +22,7 @@ from compiled_engine.engine.forward import ForwardOutput
 from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import NewRequest
 from compiled_engine.engine.step_hooks import RunnerParts, StepFeature
-from compiled_engine.engine.step_sampling import Deferred, StepAdvance
+from compiled_engine.engine.step_sampling import Advance, Deferred
 from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES, Vectors
 from compiled_engine.graphs.compiler.signature import POOLER
 from compiled_engine.pooling import LAST, Pooling
@@ -96,7 +96,7 @@ class TokenTypes(StepFeature):
 class StepPooling:
     """The `Tail` of a model that pools. Row fields are only used if a prompt may take several steps."""
 
-    def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: StepAdvance) -> None:
+    def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: Advance) -> None:
         model = parts.config.model
         self._kinds, self._states, self._buffers = pooling.kinds, parts.states, parts.buffers
         self._by_token, self.advance = by_token.rows, advance
@@ -107,21 +107,21 @@ class StepPooling:
             fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
             self._states.fields.declare(*fields)
 
-    def launch_captured(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
         """See Tail."""
-        self.advance.without_tokens(batch, num_rows)
+        self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
         """See Tail."""
         if not batch.has_decode_graph:
-            self.advance.without_tokens(batch, batch.num_requests)
+            self.advance(batch, None, batch.num_real_rows)
         if (pooled := self._results(batch, output.tensor)) is not None:
             results[ByToken.name] = pooled
 
     def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
         """Launch the pooling of a step; returns None if no request gets a result."""
-        count, by_token = batch.num_requests, self._by_token
+        count, by_token = batch.num_real_rows, self._by_token
         done = np.flatnonzero(batch.samples).tolist()
         if by_token:
             done = [i for i in done if int(batch.rows[i]) not in by_token]
@@ -143,12 +143,12 @@ class StepPooling:
         if not parts:
             return None
         result_ML = self._pooler(parts[0] if len(parts) == 1 else torch.cat(parts))
-        request_ids = [batch.request_ids[i] for i in (*done, *each)]
+        request_ids = [batch.request_of_row[i] for i in (*done, *each)]
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Pool each request's tokens up to the end of this step, fp32 [R, W]; the row fields keep the result."""
-        count, num_tokens = batch.num_requests, batch.num_tokens
+        count, num_tokens = batch.num_real_rows, batch.num_tokens
         buffers = self._buffers
         starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
         starts_R1 = starts_R1[: count + 1].long()

@@ -65,7 +65,7 @@ class StepPromptLogprobs(StepFeature):
         """Compute the log-probability of the prompt token after each of the step's tokens, for requests in prefill."""
         if not self._computes:
             return None
-        found = {request_id: self._rows(batch, i, output) for i, request_id in enumerate(batch.request_ids)}
+        found = {request_id: self._rows(batch, i, output) for i, request_id in enumerate(batch.request_of_row)}
         return PromptRows({request_id: rows for request_id, rows in found.items() if rows is not None})
 
     def _rows(self, batch: InputBatch, index: int, output: ForwardOutput) -> tuple[int, list[torch.Tensor]] | None:

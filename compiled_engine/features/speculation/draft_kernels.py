@@ -1,6 +1,6 @@
 """Triton kernels for drafts: verify drafts, find n-gram drafts, and store a draft model's drafts.
 
-Rows are rows of the batch; S are rows of the request states. See draft_rows.py for numbered rows.
+Rows are rows of the batch; S are rows of the request states. See draft_rows.py for rows with offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = 32
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids_ptr"])
 def verify_kernel(
     rows_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     drafts_ptr: tl.tensor,
@@ -45,11 +45,11 @@ def verify_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Store each request's tokens of a step up to the first wrong draft, see verification.verify.
+    """Store each request's tokens of a step up to the first wrong draft, see verification.DraftAdvance.
 
     A single program handles all rows, since they share the step's number.
 
-    rows_ptr: int32 [R], the state row of each row, -1 for padding; numbers_ptr: int32 [R], row numbers.
+    rows_ptr: int32 [R], the state row of each row, -1 for padding; offsets_ptr: int32 [R].
     ends_ptr: int64 [R], positions of the sampled tokens, 0 for padding and for drafts that do not exist; token_ids_ptr:
         int64 [R], the sampled tokens.
     drafts_ptr: int32 [S, NUM_DRAFTS], -1 for none. seeds_ptr: int64 [S], read only with thresholds_ptr.
@@ -72,33 +72,33 @@ def verify_kernel(
     end_R = tl.load(ends_ptr + place_R, mask=inside_R, other=0).to(tl.int32)
     real_R = (row_R >= 0) & (end_R > 0)
     state_R = tl.where(real_R, row_R, 0).to(tl.int64)
-    number_R = tl.load(numbers_ptr + place_R, mask=real_R, other=0)
+    offset_R = tl.load(offsets_ptr + place_R, mask=real_R, other=0)
     sampled_R = tl.load(token_ids_ptr + place_R, mask=real_R, other=-1).to(tl.int32)
     taken_R = real_R & (end_R >= tl.load(prefill_len_ptr + state_R, mask=real_R, other=0))
     # The next row has the draft that this row's token must equal.
     next_inside_R = place_R + 1 < num_rows
     next_row_R = tl.load(rows_ptr + place_R + 1, mask=next_inside_R, other=-1)
     next_end_R = tl.load(ends_ptr + place_R + 1, mask=next_inside_R, other=0)
-    next_number_R = tl.load(numbers_ptr + place_R + 1, mask=next_inside_R, other=0)
-    followed_R = real_R & (next_row_R == row_R) & (next_end_R > 0) & (next_number_R == number_R + 1)
-    draft_R = tl.load(drafts_ptr + state_R * NUM_DRAFTS + number_R, mask=followed_R, other=-1)
+    next_offset_R = tl.load(offsets_ptr + place_R + 1, mask=next_inside_R, other=0)
+    followed_R = real_R & (next_row_R == row_R) & (next_end_R > 0) & (next_offset_R == offset_R + 1)
+    draft_R = tl.load(drafts_ptr + state_R * NUM_DRAFTS + offset_R, mask=followed_R, other=-1)
     if thresholds_ptr is not None:
         seed_R = tl.load(seeds_ptr + state_R, mask=real_R, other=0).to(tl.uint64)
-        key_R = splitmix64(seed_R, (end_R - number_R).to(tl.uint64))
+        key_R = splitmix64(seed_R, (end_R - offset_R).to(tl.uint64))
         draw_R = (splitmix64(key_R, tl.zeros_like(key_R) + NO_TOKEN) >> 1).to(tl.int64)
-        num_accepted_R = tl.zeros_like(number_R)
+        num_accepted_R = tl.zeros_like(offset_R)
         for draft in tl.static_range(NUM_DRAFTS):
             num_accepted_R += (draw_R < tl.load(thresholds_ptr + draft)).to(tl.int32)
         # A request without tokens has no drafts yet.
-        taken_R &= number_R <= num_accepted_R
-        followed_R &= number_R < num_accepted_R
+        taken_R &= offset_R <= num_accepted_R
+        followed_R &= offset_R < num_accepted_R
         token_R = tl.where(followed_R, draft_R, sampled_R)
     else:
         for back in range(1, NUM_DRAFTS + 1):
-            checked_R = real_R & (back <= number_R)
+            checked_R = real_R & (back <= offset_R)
             before_R = tl.load(token_ids_ptr + place_R - back, mask=checked_R, other=0).to(tl.int32)
-            guess_R = tl.load(drafts_ptr + state_R * NUM_DRAFTS + number_R - back, mask=checked_R, other=0)
-            taken_R &= (before_R == guess_R) | (back > number_R)
+            guess_R = tl.load(drafts_ptr + state_R * NUM_DRAFTS + offset_R - back, mask=checked_R, other=0)
+            taken_R &= (before_R == guess_R) | (back > offset_R)
         followed_R &= draft_R == sampled_R
         token_R = sampled_R
     # An error code ends its request, but another of its steps may be in flight.
@@ -106,7 +106,7 @@ def verify_kernel(
     tl.store(history_ptr + state_R * history_stride + end_R, new_R, mask=taken_R)
     last_R = taken_R & (followed_R == 0)
     tl.store(last_token_ptr + state_R, new_R, mask=last_R)
-    computed_R = last_R | (real_R & (number_R == 0) & (taken_R == 0))
+    computed_R = last_R | (real_R & (offset_R == 0) & (taken_R == 0))
     tl.store(num_computed_ptr + state_R, end_R, mask=computed_R)
     number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
     ring_row_ptr = ring_ptr + (number % RING) * ring_stride
@@ -122,7 +122,7 @@ def verify_kernel(
 @triton.jit(do_not_specialize=["longest", "shortest", "history_stride"])
 def ngram_kernel(
     rows_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
     num_computed_ptr: tl.tensor,
     prefill_len_ptr: tl.tensor,
     history_ptr: tl.tensor,
@@ -140,7 +140,7 @@ def ngram_kernel(
     Only the row with a request's newest token gets drafts, and only if that token was sampled. The best match is the
     largest (tokens compared, end position).
 
-    rows_ptr, numbers_ptr: int32 [R], see verify_kernel; num_computed_ptr, prefill_len_ptr: int32 [S].
+    rows_ptr, offsets_ptr: int32 [R], see verify_kernel; num_computed_ptr, prefill_len_ptr: int32 [S].
     history_ptr: int32 [S, L], the requests' tokens. drafts_ptr: int32 [S, NUM_DRAFTS], receives the drafts, or -1.
     longest, shortest: tokens of a match. TILE: end positions compared at a time; TILE_K: NUM_DRAFTS rounded up to a
         power of two.
@@ -152,7 +152,7 @@ def ngram_kernel(
     row = tl.load(rows_ptr + place).to(tl.int64)
     if row < 0:
         return
-    if tl.load(numbers_ptr + place) != 0:
+    if tl.load(offsets_ptr + place) != 0:
         return
     last = tl.load(num_computed_ptr + row)
     if last < tl.load(prefill_len_ptr + row):
@@ -190,7 +190,7 @@ def keep_drafts_kernel(
     room_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     drafts_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
     head_ids_ptr: tl.tensor,
     head_positions_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -204,7 +204,7 @@ def keep_drafts_kernel(
     rows_ptr: int32 [R], see verify_kernel; room_ptr: int32 [R], most drafts of each row; token_ids_ptr: int64 [R], the
         drafts.
     drafts_ptr: int32 [S, NUM_DRAFTS], whose column `draft` is written, with -1 for rows without room.
-    numbers_ptr: int32 [R], receives the row numbers of the next pass.
+    offsets_ptr: int32 [R], receives the offsets of the next pass.
     head_ids_ptr, head_positions_ptr: int64 [R], see HeadInputs, or None: the drafts are not a head's.
     """
     if DEPENDENT_LAUNCH:
@@ -218,9 +218,9 @@ def keep_drafts_kernel(
     kept_R = tl.where(draft < room_R, tl.maximum(token_R, 0), -1)
     tl.store(drafts_ptr + row_R.to(tl.int64) * NUM_DRAFTS + draft, kept_R, mask=row_R >= 0)
     if head_ids_ptr is None:
-        tl.store(numbers_ptr + place_R, tl.zeros([TILE], tl.int32) + (draft + 1), mask=inside_R)
+        tl.store(offsets_ptr + place_R, tl.zeros([TILE], tl.int32) + (draft + 1), mask=inside_R)
     else:
-        tl.store(numbers_ptr + place_R, tl.zeros([TILE], tl.int32) + draft, mask=inside_R)
+        tl.store(offsets_ptr + place_R, tl.zeros([TILE], tl.int32) + draft, mask=inside_R)
         tl.store(head_ids_ptr + place_R, tl.maximum(token_R, 0).to(tl.int64), mask=inside_R)
         position_R = tl.load(head_positions_ptr + place_R, mask=inside_R, other=0)
         tl.store(head_positions_ptr + place_R, position_R + 1, mask=inside_R)

@@ -18,6 +18,7 @@ from compiled_engine.engine.input_batch import (
     empty_batch,
     make_batch,
     prepare,
+    stage_empty,
 )
 from compiled_engine.engine.load_model import compile_in_turn, load_model
 from compiled_engine.engine.messages import SchedulerOutput
@@ -27,7 +28,7 @@ from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Draft
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.features.speculation.graph_keys import FIRST, model_keys
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
-from compiled_engine.graphs.compiler.signature import LOGITS, tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import LOGITS, extra_step_tensors
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.sampling.sampler import SamplerClass
 
@@ -66,15 +67,17 @@ class DraftModel(Drafter):
         most_requests, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.model = ModelForward(config, loaded, parts.on_attention)
 
-        def buffers_of(num_tokens: int, num_rows: int, *, numbered: bool) -> InputBuffers:
-            length, asked = self.model.work_length(num_tokens, num_rows), tensors_beside_steps(config)
+        def buffers_of(num_tokens: int, num_rows: int, *, has_offsets: bool) -> InputBuffers:
+            length, asked = self.model.work_length(num_tokens, num_rows), extra_step_tensors(config)
             table_length, writes, device = states.block_table_SB.shape[1], states.writes, config.device
-            return InputBuffers(num_tokens, num_rows, table_length, writes, device, length, asked, numbered=numbered)
+            return InputBuffers(
+                num_tokens, num_rows, table_length, writes, device, length, asked, has_offsets=has_offsets
+            )
 
         # The inputs of the passes.
-        self.prompts = buffers_of(most_tokens, most_requests + 1, numbered=False)
-        self.first = buffers_of(FIRST * most_requests, FIRST * most_requests, numbered=True)
-        self.further = buffers_of(most_requests, most_requests, numbered=True)
+        self.prompts = buffers_of(most_tokens, most_requests + 1, has_offsets=False)
+        self.first = buffers_of(FIRST * most_requests, FIRST * most_requests, has_offsets=True)
+        self.further = buffers_of(most_requests, most_requests, has_offsets=True)
         self._room = states.writes.field(most_requests)
         self._staged_room = NO_ROWS
         self._rows_of_steps = DraftingSteps(states)
@@ -239,6 +242,7 @@ class DraftModel(Drafter):
                 self._pass(draft, num_requests, count, longest, distinct=distinct)
             return
         batch = empty_batch(self.prompts, num_tokens, num_requests, host_3)
+        stage_empty(batch, self.prompts)
         self._states.writes.apply()
         prepare(batch, self._states, self.prompts)
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
@@ -248,6 +252,7 @@ class DraftModel(Drafter):
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts, num_tokens, 1, host_3)
+            stage_empty(batch, self.prompts)
             self._states.writes.apply()
             prepare(batch, self._states, self.prompts)
         tokens_R = torch.zeros(1, dtype=torch.int64, device=self.config.device)

@@ -25,11 +25,9 @@ import numpy as np
 import torch
 
 from compiled_engine.engine.input_batch import (
-    NO_ROW,
-    NOT_TAKEN,
+    CombineRows,
     InputBatch,
     InputBuffers,
-    RowsOfRequests,
     host_of,
 )
 from compiled_engine.engine.messages import RunnerOutput, SchedulerOutput
@@ -40,6 +38,9 @@ from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
+# Entries of the ring buffer besides tokens and error codes: a row without a token, and a row that did not exist.
+NOT_TAKEN, NO_ROW = -1, -1000
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -48,7 +49,7 @@ class StepRows:
     # Index of the row's request in the step. A request's rows are consecutive, in token order; rows of one token come
     # first.
     request_A: np.ndarray
-    number_A: np.ndarray  # row numbers, see input_batch.py
+    offset_A: np.ndarray  # offsets, see input_batch.py
     lens_A: np.ndarray  # number of tokens
     exists_A: np.ndarray  # False for padding
     query_len: int | None  # rows per request if it is uniform and each row has one token; otherwise None
@@ -82,10 +83,10 @@ class StepRows:
             order_R = np.argsort(-step_starts_R, kind="stable")  # see make_batch
         num_rows_R = num_rows_R[order_R]
         request_A = np.repeat(order_R, num_rows_R)
-        number_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
+        offset_A = np.arange(len(request_A)) - np.repeat(np.cumsum(num_rows_R) - num_rows_R, num_rows_R)
         lens_A = np.where(single_R, 1, counts_R)[request_A]
         lasting = of_each is not None and bool((behind_R >= 0).all())
-        return cls(request_A, number_A, lens_A, number_A <= num_drafts_R[request_A], of_each, lasting)
+        return cls(request_A, offset_A, lens_A, offset_A <= num_drafts_R[request_A], of_each, lasting)
 
 
 class DraftedSteps:
@@ -101,7 +102,7 @@ class DraftedSteps:
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
         self._batch: InputBatch | None = None  # the newest batch of these rows
-        self._staged = buffers.numbered
+        self._staged = buffers.staged_offsets
 
     def rows(self, step: SchedulerOutput) -> StepRows:
         """Return the rows of a step whose requests are in the states."""
@@ -116,20 +117,20 @@ class DraftedSteps:
         batch = self._batch
         if batch is None or batch.key != key or rows is not self._rows:
             self._batch = batch = make_drafted_batch(step, self._states, self._buffers, rows, key)
-            self._staged = self._buffers.numbered
+            self._staged = self._buffers.staged_offsets
             return batch
-        if self._buffers.numbered is not self._staged:
+        if self._buffers.staged_offsets is not self._staged:
             assert self._staged is not None
             self._buffers.stage_batch(*self._staged)
-            self._staged = self._buffers.numbered
-        starts_A = np.array(step.starts, np.int32)[rows.request_A] + rows.number_A
+            self._staged = self._buffers.staged_offsets
+        starts_A = np.array(step.starts, np.int32)[rows.request_A] + rows.offset_A
         host = host_of(key, *batch.host[:2], int((starts_A + rows.lens_A).max()))
         return replace(batch, step_starts=starts_A.tolist(), host=host)
 
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Combines the results of a batch's rows into those of requests (RowsOfRequests).
+    """Combines the results of a batch's rows into those of requests (CombineRows).
 
     A request has a row for its newest token and one for each draft after it.
 
@@ -140,14 +141,14 @@ class DraftedRows:
     starts: np.ndarray  # int [requests], where each request begins in `places`
     samples: np.ndarray  # bool [requests]
 
-    def result(
+    def __call__(
         self,
-        request_ids: Sequence[str],
+        request_of_row: Sequence[str],
         tokens_R: np.ndarray,
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """See RowsOfRequests. tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist."""
+        """See CombineRows. tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist."""
         tokens_R = tokens_R[self.places]
         taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
         num_real = np.add.reduceat(tokens_R != NO_ROW, self.starts, dtype=np.int64)[self.samples]
@@ -158,7 +159,7 @@ class DraftedRows:
             if logprobs.few_SW is not None:
                 few = LogprobRows.of_array(logprobs.few_SW.numpy()[places])
             for place in filter(logprobs.many.__contains__, places.tolist()):
-                many.setdefault(request_ids[place], []).append(logprobs.many[place].numpy())
+                many.setdefault(request_of_row[place], []).append(logprobs.many[place].numpy())
         drafts = zip((num_real - 1).tolist(), np.maximum(counts - 1, 0).tolist(), strict=True)
         return RunnerOutput(
             tokens_R[taken_R].tolist(),
@@ -189,17 +190,17 @@ def make_drafted_batch(
     step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, rows: StepRows, key: GraphKey | None = None
 ) -> InputBatch:
     """Make the batch of a step with drafts, padded to `key`, and stage it, like input_batch.make_batch."""
-    request_A, number_A = rows.request_A, rows.number_A
+    request_A, offset_A = rows.request_A, rows.offset_A
     places = np.argsort(request_A, kind="stable")
-    starts = np.flatnonzero(number_A[places] == 0)
+    starts = np.flatnonzero(offset_A[places] == 0)
     samples_R = np.array(step.samples)
-    request_ids = [step.request_ids[request] for request in request_A.tolist()]
+    request_of_row = [step.request_ids[request] for request in request_A.tolist()]
     rows_A = np.where(rows.exists_A, states.rows(step.request_ids)[request_A], -1)
-    return stage_numbered(
+    return stage_with_offsets(
         buffers,
-        request_ids,
+        request_of_row,
         rows_A,
-        number_A,
+        offset_A,
         rows.lens_A,
         np.array(step.starts, np.int32)[request_A],
         samples_R[request_A] & rows.exists_A,
@@ -209,26 +210,26 @@ def make_drafted_batch(
     )
 
 
-def stage_numbered(
+def stage_with_offsets(
     buffers: InputBuffers,
-    request_ids: list[str],
+    request_of_row: list[str],
     rows_A: np.ndarray,
-    number_A: np.ndarray,
+    offset_A: np.ndarray,
     lens_A: np.ndarray,
     starts_A: np.ndarray,
     samples_A: np.ndarray,
-    rows_of_requests: RowsOfRequests | None = None,
+    combine: CombineRows | None = None,
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Make a numbered batch (see input_batch.py) and stage it.
+    """Make a batch with offsets (see input_batch.py) and stage it.
 
     Rows of one token must come first. lens_A: tokens of each row. starts_A: upper bound of the newest token's position.
     key, query_len: see make_batch and StepRows.
     """
     query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
-    rows_A, number_A = rows_A.astype(np.int32), number_A.astype(np.int32)
-    count, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + number_A + lens_A
+    rows_A, offset_A = rows_A.astype(np.int32), offset_A.astype(np.int32)
+    count, num_tokens, ends_A = len(rows_A), int(query_starts[-1]), starts_A + offset_A + lens_A
     num_single = count if num_tokens == count else int(np.argmax(lens_A > 1))
     num_rows, padded_tokens = count, num_tokens if key is None else key.num_tokens
     # In batches of one-token rows, the longest query is the number of rows per request.
@@ -239,13 +240,13 @@ def stage_numbered(
     buffers.stage_batch(
         np.concatenate((rows_A, np.full(padding, -1, np.int32))),
         np.concatenate((query_starts, np.full(padding, padded_tokens, np.int32))),
-        np.concatenate((number_A, np.zeros(padding, np.int32))),
+        np.concatenate((offset_A, np.zeros(padding, np.int32))),
     )
     return InputBatch(
-        request_ids=request_ids,
+        request_of_row=request_of_row,
         rows=rows_A,
         query_starts=query_starts,
-        step_starts=(starts_A + number_A).tolist(),
+        step_starts=(starts_A + offset_A).tolist(),
         samples=samples_A,
         num_tokens=num_tokens,
         key=key,
@@ -253,8 +254,8 @@ def stage_numbered(
         num_rows=num_rows,
         padded_tokens=padded_tokens,
         host=host,
-        rows_of_requests=rows_of_requests,
-        numbered=True,
+        combine=combine,
+        has_offsets=True,
     )
 
 
@@ -276,12 +277,12 @@ def keep_drafts(
 ) -> None:
     """Store a drafting pass's tokens, int64 [R], as draft `draft` of the first R rows of the batch in `buffers`.
 
-    room_R: most drafts of each row, int32; a row without room for this draft gets -1. Also sets the row numbers of the
+    room_R: most drafts of each row, int32; a row without room for this draft gets -1. Also sets the offsets of the
     next pass, which computes these drafts. For a head the numbers are one less, because it computes the KV entry of a
     position from the token after it; `head` then gets its inputs. May be captured.
     """
     assert states.ahead_SK is not None
-    assert buffers.row_numbers_R is not None
+    assert buffers.offsets_R is not None
     if buffers.rows_R.device.type != "cpu":
         launch_keep_drafts(states, buffers, room_R, token_ids_R, draft, head)
         return
@@ -290,7 +291,7 @@ def keep_drafts(
     real_R = rows_R >= 0
     kept_R = np.where(draft < room_R.numpy()[:count], kept_R, -1)
     states.ahead_SK.numpy()[rows_R[real_R], draft] = kept_R[real_R]
-    buffers.row_numbers_R[:count] = draft + (head is None)
+    buffers.offsets_R[:count] = draft + (head is None)
     if head is not None:
         head.token_ids_T[:count] = token_ids_R.clamp(min=0)
         head.positions_R[:count] += 1
@@ -316,7 +317,7 @@ def launch_keep_drafts(
         room_R,
         token_ids_R,
         states.ahead_SK,
-        buffers.row_numbers_R,
+        buffers.offsets_R,
         None if head is None else head.token_ids_T,
         None if head is None else head.positions_R,
         count,

@@ -12,7 +12,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers
-from compiled_engine.engine.step_hooks import ModelBeside, StepFeature
+from compiled_engine.engine.step_hooks import FeatureModel, StepFeature
 from compiled_engine.engine.warm_up import BatchShape, compile_forward, not_captured, start_up_batches
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
@@ -38,7 +38,7 @@ def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
     nothing = np.empty(0, np.int32)
     host = num_rows, query_len, longest
     return InputBatch(
-        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, numbered=True
+        [], nothing, nothing, [], nothing > 0, num_rows, None, True, num_rows, num_rows, host, has_offsets=True
     )
 
 
@@ -50,12 +50,12 @@ class Drafter(StepFeature, ABC):
     prompts: InputBuffers  # of the pass over prompts, whose kernels the other passes use too
     compiled: CompiledModel | None
     model: ModelForward
-    _replay: Callable[[GraphKey, int], torch.Tensor] | None = None  # replays a graph, once these are captured
+    _replay: Callable[[GraphKey, int], torch.Tensor]  # replays a graph for a number of tokens; set by `graphs`
     _drafting: Drafting | None = None  # of the step that is being launched
 
     @property
-    def models(self) -> tuple[ModelBeside, ...]:
-        return (ModelBeside("draft ", self.compiled, self.model),)
+    def models(self) -> tuple[FeatureModel, ...]:
+        return (FeatureModel("draft ", self.compiled, self.model),)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
         """Make the step's drafts, and read its prompts."""
@@ -65,13 +65,8 @@ class Drafter(StepFeature, ABC):
         if drafting.key is None:
             self.draft(drafting)
         else:
-            self.replay(drafting.key, drafting.num_tokens)
+            self._replay(drafting.key, drafting.num_tokens)
         self.read_prompts(drafting)
-
-    def replay(self, key: GraphKey, num_tokens: int) -> None:
-        """Replay a graph, for this many tokens."""
-        assert self._replay is not None
-        self._replay(key, num_tokens)
 
     @abstractmethod
     def draft(self, drafting: Drafting) -> None:

@@ -8,7 +8,6 @@ know the tokens. For batches of decodes, each is in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from compiled_engine.engine.input_batch import (
     StagedDecodes,
     empty_batch,
     prepare,
+    stage_empty,
     step_of_batch,
 )
 from compiled_engine.engine.load_model import compile_in_turn, load_model
@@ -36,7 +36,7 @@ from compiled_engine.features.speculation.drafter import NO_ROWS, Drafter, Draft
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.features.speculation.graph_keys import drafting as drafting_key
 from compiled_engine.features.speculation.graph_keys import head_keys, prefill_head_keys
-from compiled_engine.graphs.compiler.signature import COMBINE, LOGITS, tensors_beside_steps
+from compiled_engine.graphs.compiler.signature import COMBINE, LOGITS, extra_step_tensors
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
@@ -207,7 +207,7 @@ class EagleDrafter(Drafter):
         self.query_lens = engine.speculation.verified
         scheduler, device, dtype = config.scheduler, config.device, config.model.dtype
         most_tokens, most_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        asked = tensors_beside_steps(config)
+        asked = extra_step_tensors(config)
         own = InputBuffers(
             most_requests,
             most_requests,
@@ -216,7 +216,7 @@ class EagleDrafter(Drafter):
             device,
             self.model.work_length(most_requests, most_requests),
             asked,
-            numbered=True,
+            has_offsets=True,
         )
         self.prompts = self._own = own
         self._asked = tuple(tensor.name for tensor in asked)
@@ -253,7 +253,7 @@ class EagleDrafter(Drafter):
         self._token_ids_V = token_ids_V.to(config.device)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
-        read = [key for key in keys if not key.unnumbered]
+        read = [key for key in keys if not key.without_offsets]
         self._prefill_head_keys = prefill_head_keys(read, self.config.scheduler.max_model_len)
         self._replay = replay
         return FeatureGraphs(keys, dict.fromkeys((*self._prefill_head_keys.values(), *self._num_drafts_of), self))
@@ -271,7 +271,7 @@ class EagleDrafter(Drafter):
     # Prefill the head -----------------------------------------------------------------------------------------------
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
-        if batch.numbered:
+        if batch.has_offsets:
             self.combine_hidden_states(output.further)
 
     def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
@@ -285,15 +285,15 @@ class EagleDrafter(Drafter):
 
     def after_step(self, batch: InputBatch) -> None:
         """Prefill the head with the tokens of a step, unless it skips the head; after decodes, with one graph."""
-        if not batch.numbered:
+        if not batch.has_offsets:
             return
         key = batch.key
         if key is not None:
-            key = self._prefill_head_keys.get(replace(key, extra=()) if key.extra else key)
+            key = self._prefill_head_keys.get(key._replace(extra=()) if key.extra else key)
         if key is None:
             self.prefill_head(batch)
         else:
-            self.replay(key, batch.num_tokens)
+            self._replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
         """Run the head on the tokens of a step, and keep the hidden states that `draft` begins with; returns all.
@@ -390,6 +390,7 @@ class EagleDrafter(Drafter):
 
     def _fill_step(self, num_tokens: int, num_rows: int, host_3: tuple[int, int, int]) -> InputBatch:
         batch = empty_batch(self._steps, num_tokens, num_rows, host_3)
+        stage_empty(batch, self._steps)
         self._states.writes.apply()
         prepare(batch, self._states, self._steps)
         return batch
@@ -409,8 +410,7 @@ class EagleDrafter(Drafter):
         if (num_drafts := self._num_drafts_of.get(key)) is not None:
             return self._draft(key.num_requests, num_drafts, key.max_seq_len, distinct=distinct)
         host_3 = key.num_decodes, key.max_query_len, key.max_seq_len
-        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, replace(key, purpose=""))
-        self._states.writes.discard()  # `fill` made these writes
+        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, key._replace(purpose=""))
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:

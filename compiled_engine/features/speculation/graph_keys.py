@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, decode_key
 
@@ -31,8 +31,8 @@ class StepKeys:
         for key in same:
             if key.is_decode and key.max_query_len == 1:
                 size = min((s for s in sizes_read if s >= key.num_requests), default=key.num_requests)
-                unread[key] = replace(key, unnumbered=True)
-                read[key] = replace(decode_key(size, longest), extra=key.extra)
+                unread[key] = key._replace(without_offsets=True)
+                read[key] = decode_key(size, longest)._replace(extra=key.extra)
         return cls(unread, read)
 
     @property
@@ -49,7 +49,7 @@ def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, 
 
     def following(key: GraphKey) -> GraphKey:
         purpose = f"follow-verify-{key.max_query_len}" if key.max_query_len > 1 else "follow-decode"
-        return replace(key, purpose=purpose, short=False, max_seq_len=longest, extra=())
+        return key._replace(purpose=purpose, short=False, max_seq_len=longest, extra=())
 
     return {key: following(key) for key in keys if key.is_decode}
 
@@ -71,4 +71,4 @@ def head_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, 
 
 def drafting(key: GraphKey, num_drafts: int) -> GraphKey:
     """Return the key of the graph that makes num_drafts drafts per request, for a batch of the size of `key`."""
-    return replace(key, purpose=f"draft-{num_drafts}")
+    return key._replace(purpose=f"draft-{num_drafts}")

@@ -87,7 +87,7 @@ class Ngrams(StepFeature):
         num_drafts = states.ahead_SK.shape[1]
         ngram_kernel[(batch.num_rows,)](
             buffers.rows_R,
-            buffers.row_numbers_R,
+            buffers.offsets_R,
             states.num_computed_S,
             states.prefill_len_S,
             states.history_SL,

@@ -1,4 +1,4 @@
-"""The device parts of speculation: a feature that verifies drafts, and the choice of a feature that makes them."""
+"""The device parts of speculation: a feature that lays out drafts, and the choice of a feature that makes them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRo
 from compiled_engine.features.speculation.eagle import EagleDrafter
 from compiled_engine.features.speculation.graph_keys import StepKeys
 from compiled_engine.features.speculation.ngram import Ngrams, NgramsOnHost
-from compiled_engine.features.speculation.verification import Acceptance, verify
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 
 
 def drafting(parts: RunnerParts) -> list[StepFeature]:
-    """Return the features that verify drafts and make them; none for an engine without drafts.
+    """Return the features that lay out drafts and make them; none for an engine without drafts.
 
     Drafts are made on the device, so a request has a row for each draft that it may have. n-grams on a CPU without
     captured graphs are the exception: they are found before a step's batch is made, and only existing drafts have rows,
@@ -40,7 +39,7 @@ def drafting(parts: RunnerParts) -> list[StepFeature]:
 
 
 class StepDrafts(StepFeature):
-    """Verifies drafts. A request has a row for its newest token and one for each draft.
+    """Lays out steps with drafts: a request has a row for its newest token and one for each draft.
 
     known: whether the host knows the drafts when it makes a batch; otherwise there is a row for each draft that a
     request may have.
@@ -49,13 +48,8 @@ class StepDrafts(StepFeature):
     def __init__(self, parts: RunnerParts, *, known: bool) -> None:
         config = parts.config
         self._config, self._states, self._buffers = config, parts.states, parts.buffers
-        self._acceptance = Acceptance(config.speculation.acceptance_rates, config.device)
         self._steps = DraftedSteps(self._states, self._buffers, config.speculation.query_lens, known=known)
         self._keys = StepKeys.of((), config.scheduler.max_model_len)
-        parts.advance.of_several = self._verify
-
-    def _verify(self, token_ids_R: torch.Tensor, num_rows: int) -> None:
-        verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         """Return different graphs for steps that a head reads and for those that skip it, if steps may skip it."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.engine.input_batch import LAST_NUMBER, NO_ROW, NOT_TAKEN, RING, InputBuffers
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
 from compiled_engine.engine.request_states import RequestStates
+from compiled_engine.engine.step_sampling import advance
+from compiled_engine.features.speculation.draft_rows import NO_ROW, NOT_TAKEN
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.sampling.gumbel import splitmix64
 
@@ -29,35 +32,52 @@ class Acceptance:
             self.thresholds_K = torch.tensor(thresholds, dtype=torch.int64, device=device)
 
 
-def verify(
+class DraftAdvance:
+    """The `Advance` of an engine with drafts.
+
+    In a batch with offsets, a request's tokens up to the first wrong draft are stored. The ring buffer gets NOT_TAKEN
+    for tokens after a wrong draft, and NO_ROW for rows whose draft does not exist.
+    """
+
+    def __init__(self, config: EngineConfig, states: RequestStates, buffers: InputBuffers) -> None:
+        self._states, self._buffers = states, buffers
+        self._acceptance = Acceptance(config.speculation.acceptance_rates, config.device)
+        self._taken_R = torch.zeros_like(buffers.rows_R)
+
+    def __call__(
+        self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
+    ) -> None:
+        if token_ids_R is None:
+            token_ids_R = self._buffers.sample_positions_R  # no row gets a token, so any values will do
+        if not batch.has_offsets:
+            decodes_only = batch.decodes_only
+            advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
+            return
+        verify = verify_reference if self._taken_R.device.type == "cpu" else launch_verify
+        verify(self._states, self._buffers, token_ids_R, num_rows, self._acceptance, self._taken_R)
+
+    def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
+        if batch.has_offsets:
+            return self._taken_R[:num_rows]
+        return self._states.last_token_S.index_select(0, self._buffers.rows_R[:num_rows])
+
+
+def launch_verify(
     states: RequestStates,
     buffers: InputBuffers,
     token_ids_R: torch.Tensor,
     num_rows: int,
     acceptance: Acceptance,
+    taken_R: torch.Tensor,
 ) -> None:
-    """Store each request's tokens of a step up to the first wrong draft, in the states and in the ring buffer.
-
-    Takes the place of step_sampling.advance in numbered batches. token_ids_R: int64. The ring buffer gets NOT_TAKEN for
-    tokens after a wrong draft, and NO_ROW for rows whose draft does not exist. May be called again with other tokens,
-    which replace the first ones.
-    """
-    if buffers.rows_R.device.type == "cpu":
-        verify_reference(states, buffers, token_ids_R, num_rows, acceptance)
-    else:
-        launch_verify(states, buffers, token_ids_R, num_rows, acceptance)
-
-
-def launch_verify(
-    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
-) -> None:
+    """Launch draft_kernels.verify_kernel. token_ids_R: int64. taken_R: int32; gets each row's token, 0 for none."""
     from compiled_engine.features.speculation.draft_kernels import verify_kernel  # Triton is not installed everywhere
 
     assert states.ahead_SK is not None
     assert states.history_SL is not None
     verify_kernel[(1,)](
         buffers.rows_R,
-        buffers.row_numbers_R,
+        buffers.offsets_R,
         buffers.sample_positions_R,
         token_ids_R,
         states.ahead_SK,
@@ -68,7 +88,7 @@ def launch_verify(
         states.last_token_S,
         states.history_SL,
         buffers.num_steps_1,
-        buffers.taken_R,
+        taken_R,
         buffers.tokens_KR1,
         num_rows,
         states.history_SL.stride(0),
@@ -85,12 +105,17 @@ def launch_verify(
 
 
 def verify_reference(
-    states: RequestStates, buffers: InputBuffers, token_ids_R: torch.Tensor, num_rows: int, acceptance: Acceptance
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    acceptance: Acceptance,
+    taken_R: torch.Tensor,
 ) -> None:
     """Do the work of draft_kernels.verify_kernel on a CPU."""
     assert states.ahead_SK is not None
-    assert buffers.row_numbers_R is not None
-    rows_R, numbers_R = buffers.rows_R.numpy()[:num_rows], buffers.row_numbers_R.numpy()[:num_rows]
+    assert buffers.offsets_R is not None
+    rows_R, offsets_R = buffers.rows_R.numpy()[:num_rows], buffers.offsets_R.numpy()[:num_rows]
     ends_R, tokens_R = buffers.sample_positions_R.numpy()[:num_rows], np.zeros(num_rows, np.int32)
     tokens_R[: len(token_ids_R)] = token_ids_R.numpy()[:num_rows]  # rows of padding may have none
     computed_S = states.num_computed_S.numpy()
@@ -98,24 +123,24 @@ def verify_reference(
     if states.history_SL is not None:
         token_row_S, all_token_ids_KL = np.arange(len(computed_S)), states.history_SL.numpy()
     real_R = (rows_R >= 0) & (ends_R > 0)
-    taken_R = real_R & (ends_R >= states.prefill_len_S.numpy()[rows_R])
-    first_R = real_R & (numbers_R == 0)
+    is_taken_R = real_R & (ends_R >= states.prefill_len_S.numpy()[rows_R])
+    first_R = real_R & (offsets_R == 0)
     computed_S[rows_R[first_R]] = ends_R[first_R]
-    drafted = np.flatnonzero(real_R & (numbers_R > 0))
-    drafts = states.ahead_SK.numpy()[rows_R[drafted], numbers_R[drafted] - 1]
+    drafted = np.flatnonzero(real_R & (offsets_R > 0))
+    drafts = states.ahead_SK.numpy()[rows_R[drafted], offsets_R[drafted] - 1]
     right_R = real_R.copy()
     if acceptance.rates:
-        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - numbers_R)[drafted]
-        right_R[drafted] = numbers_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
+        seeds, begins = states.fields["seed"].numpy()[rows_R[drafted]], (ends_R - offsets_R)[drafted]
+        right_R[drafted] = offsets_R[drafted] <= accepted_at_random(seeds, begins, acceptance.rates)
         accepted = right_R[drafted]
         tokens_R[drafted[accepted] - 1] = drafts[accepted]
     else:  # the row before has the token that the draft is a guess of
         right_R[drafted] = drafts == tokens_R[drafted - 1]
-    for number in range(int(numbers_R[real_R].max(initial=0)) + 1):
-        at = np.flatnonzero(taken_R & (numbers_R == number))
+    for number in range(int(offsets_R[real_R].max(initial=0)) + 1):
+        at = np.flatnonzero(is_taken_R & (offsets_R == number))
         if number:
-            right = taken_R[at - 1] & right_R[at]
-            taken_R[at[~right]] = False
+            right = is_taken_R[at - 1] & right_R[at]
+            is_taken_R[at[~right]] = False
             at = at[right]
         rows = rows_R[at]
         # An error code ends its request, but a step with it may be under way.
@@ -126,8 +151,8 @@ def verify_reference(
     buffers.num_steps_1[0] = step = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
     ring_row = buffers.tokens_KR1.numpy()[step % RING]
     ring_row[0] = step
-    ring_row[1 : num_rows + 1] = np.where(taken_R, tokens_R, np.where(real_R, NOT_TAKEN, NO_ROW))
-    buffers.taken_R.numpy()[:num_rows] = np.where(taken_R, np.maximum(tokens_R, 0), 0)
+    ring_row[1 : num_rows + 1] = np.where(is_taken_R, tokens_R, np.where(real_R, NOT_TAKEN, NO_ROW))
+    taken_R.numpy()[:num_rows] = np.where(is_taken_R, np.maximum(tokens_R, 0), 0)
 
 
 def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:

@@ -26,7 +26,7 @@ class MaskedSteps(StepFeature):
         masks = masks_in(late)
         if not masks.request_ids:
             return None
-        words_MW, index_R = masks_of_batch(masks, batch.request_ids)
+        words_MW, index_R = masks_of_batch(masks, batch.request_of_row)
         return StepMasks.of(self._vocabulary.own_words(words_MW), index_R, self._device)
 
 

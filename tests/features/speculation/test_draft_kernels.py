@@ -32,7 +32,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     room_R = torch.zeros(count, dtype=torch.int32)
     with ThreadPoolExecutor(2) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
         launch_prepare(case.states, case.buffers, count, batch.padded_tokens, batch.decodes_only)
-        launch_verify(case.states, case.buffers, case.token_ids_R, count, case.acceptance)
+        launch_verify(case.states, case.buffers, case.token_ids_R, count, case.acceptance, case.taken_R)
         launch_keep_drafts(case.states, case.buffers, room_R, case.token_ids_R, 0)
         Ngrams(SpeculationConfig("ngram", case.num_drafts, 3, 1), case.states, case.buffers).launch(batch)
         assert [loading.result() is not None for loading in kernels.load()] == [True] * 4

@@ -11,7 +11,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall, EngineRequest
 from compiled_engine.features.adapters.extras import AdapterRef, adapters_of, extras_of
 from compiled_engine.features.adapters.frontend.finder import AdapterFinder
-from compiled_engine.frontend.request_hooks import NO_PART, AsyncCall, Call, RequestFeature, RequestPart
+from compiled_engine.frontend.request_hooks import NO_PART, AsyncCore, Core, RequestFeature, RequestPart
 
 if TYPE_CHECKING:
     from compiled_engine.config import AdapterConfig
@@ -44,35 +44,35 @@ class AdapterRequests(RequestFeature):
             if request is not None and not self.finder.has_read(request):
                 yield partial(self.finder.find, request)
 
-    def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
+    def before(self, requests: Sequence[EngineRequest], core: Core) -> None:
         for adapter in adapters_of(requests):
             try:
-                call(ControlCall("load_adapter", {"path": adapter.path, "digest": adapter.digest}))
+                core.call(ControlCall("load_adapter", {"path": adapter.path, "digest": adapter.digest}))
             except ControlError as error:
                 raise _refused(adapter, error) from error
 
-    async def before_async(self, requests: Sequence[EngineRequest], call: AsyncCall) -> None:
+    async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
         for adapter in adapters_of(requests):
-            await self.load(adapter, call)
+            await self.load(adapter, core)
 
-    async def load(self, adapter: AdapterRef, call: AsyncCall) -> None:
+    async def load(self, adapter: AdapterRef, core: AsyncCore) -> None:
         """Have the core load an adapter, which serves other requests meanwhile. Raises ValueError if it refuses."""
         if adapter.digest in self._loaded:
             return
         try:
-            await call("begin_load_adapter", path=adapter.path, digest=adapter.digest)
-            while not await call("has_read_adapter", digest=adapter.digest):
+            await core.call("begin_load_adapter", path=adapter.path, digest=adapter.digest)
+            while not await core.call("has_read_adapter", digest=adapter.digest):
                 await asyncio.sleep(_POLL_S)
-            dropped = await call("load_adapter", path=adapter.path, digest=adapter.digest)
+            dropped = await core.call("load_adapter", path=adapter.path, digest=adapter.digest)
         except ControlError as error:
             raise _refused(adapter, error) from error
         self._loaded.difference_update(dropped)
         self._loaded.add(adapter.digest)
 
-    async def unload(self, digest: str, call: AsyncCall) -> None:
+    async def unload(self, digest: str, core: AsyncCore) -> None:
         """Have the core drop an adapter when no request uses it any more."""
         self._loaded.discard(digest)
-        await call("unload_adapter", digest=digest)
+        await core.call("unload_adapter", digest=digest)
 
 
 def _refused(adapter: AdapterRef, error: ControlError) -> ValueError:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features.structured.extras import NAME, extras_of
 from compiled_engine.features.structured.grammars.text import grammar_text
 from compiled_engine.features.structured.grammars.vocabulary import GrammarVocabulary
-from compiled_engine.frontend.request_hooks import NO_PART, AsyncCall, Call, RequestFeature, RequestPart
+from compiled_engine.frontend.request_hooks import NO_PART, AsyncCore, Core, RequestFeature, RequestPart
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 
@@ -62,22 +60,20 @@ class StructuredRequests(RequestFeature):
     def is_slow(self, params: object) -> bool:
         return getattr(params, "structured_outputs", None) is not None
 
-    def before(self, requests: Sequence[EngineRequest], call: Call) -> None:
+    def before(self, requests: Sequence[EngineRequest], core: Core) -> None:
         if not self._has_vocabulary and any(NAME in each.extras for each in requests):
-            given = self.vocabulary.as_call()
-            self._has_vocabulary = True
-            with suppress(ControlError):  # a replica that is busy serves the call later, but before the requests
-                call(given)
+            self._give(self.vocabulary, core)
 
-    async def before_async(self, requests: Sequence[EngineRequest], call: AsyncCall) -> None:
+    async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
         if any(NAME in each.extras for each in requests):
-            await self.give_vocabulary(call)
+            await self.give_vocabulary(core)
 
-    async def give_vocabulary(self, call: AsyncCall) -> None:
+    async def give_vocabulary(self, core: AsyncCore) -> None:
         """Give the core the vocabulary, once. Raises ValueError as `vocabulary`."""
         if not self._has_vocabulary:
-            vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
-            if not self._has_vocabulary:
-                self._has_vocabulary, given = True, vocabulary.as_call()
-                with suppress(ControlError):  # as above
-                    await call(given.name, **given.arguments)
+            self._give(await asyncio.to_thread(lambda: self.vocabulary), core)
+
+    def _give(self, vocabulary: GrammarVocabulary, core: Core | AsyncCore) -> None:
+        if not self._has_vocabulary:
+            self._has_vocabulary = True
+            core.tell(vocabulary.as_call())
