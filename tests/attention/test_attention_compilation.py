@@ -16,9 +16,9 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_S
 from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_combine import combine_kernel
-from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles
-from compiled_engine.attention.backends.triton_draft_decode import (
-    draft_decode_kernel,
+from compiled_engine.attention.backends.triton_decode import (
+    decode_kernel,
+    decode_tiles,
     draft_tiles,
     queries_of_tile,
 )
@@ -45,6 +45,8 @@ INDICES = {
     "arrived_ptr": "*i32",
     "sinks_ptr": "*bf16",
 }
+# Of decodes without drafts.
+ONE_QUERY = {"QUERY_LEN": 1, "TILE_QUERIES": 1, "TILE_Q": 1}
 PLAIN = {"sinks_ptr": None, "scales_ptr": None, "CAP_SCALE": 0.0}
 # Bytes that may be spilled where registers hold a whole tile; Triton 3.9 spills more than 3.6.
 SPILLED = 400
@@ -174,7 +176,7 @@ def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int,
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int) -> None:
     tiles = decode_tiles(shape[2], dtype.itemsize, programs)
-    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True}
+    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True, **ONE_QUERY}
     chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
     # With a single warp Triton 3.9 spills some addresses, which 3.6 does not.
@@ -188,7 +190,7 @@ def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int,
 @pytest.mark.parametrize("query_len", [4, 9])
 @pytest.mark.parametrize("programs", [1, 2, SMALL])
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (32, 8, 128)), *VARIANTS])
-def test_draft_decode(
+def test_decode_with_drafts(
     check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int, query_len: int
 ) -> None:
     group = shape[0] // shape[1]
@@ -199,7 +201,7 @@ def test_draft_decode(
     further |= {"TILE_QUERIES": tile_queries, "TILE_Q": triton.next_power_of_2(query_len)}
     chosen = constants(*shape, TILE_M=rows, TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
-    ptx = check(draft_decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
+    ptx = check(decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
     assert "cp.async.cg.shared.global" in ptx
     assert "griddepcontrol.wait" in ptx
 
@@ -266,7 +268,8 @@ def test_soft_cap_and_sinks_in_prefill(check: Callable[..., str], head_dim: int,
 @CAPPED
 def test_soft_cap_and_sinks_in_decode(check: Callable[..., str], head_dim: int, programs: int) -> None:
     tiles = decode_tiles(head_dim, 2, programs)
-    chosen = capped(head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, LOOK_AHEAD=tiles.look_ahead)
+    sizes = {"TILE_M": 16, "TILE_N": tiles.keys, "GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead}
+    chosen = capped(head_dim, **sizes, **ONE_QUERY)
     spilled = 96 if programs == SMALL else 0
     check(decode_kernel, torch.bfloat16, chosen, spilled=spilled, **_options(tiles))
 
@@ -365,7 +368,7 @@ def _decode_over_codes(
     dtype: torch.dtype, shape: tuple[int, int, int], programs: int
 ) -> tuple[Any, Any, dict[str, Any], int]:
     tiles = decode_tiles(shape[2], dtype.itemsize, programs)
-    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True}
+    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True, **ONE_QUERY}
     return decode_kernel, tiles, {"TILE_M": max(16, shape[0] // shape[1]), "TILE_N": tiles.keys, **further}, 1
 
 

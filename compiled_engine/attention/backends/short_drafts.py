@@ -129,7 +129,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     """Attention of QUERY_LEN tokens per request: program (K/V head, request) computes the GROUP heads of all of them.
 
     It norms and rotates q and the new keys, and writes new keys and values to the cache if they have slots. The rows
-    (tokens) of a request are consecutive, padding last, see draft_decode.
+    (tokens) of a request are consecutive, padding last, as in decode_kernel.
 
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of rows.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.

@@ -33,7 +33,6 @@ from compiled_engine.attention.backends.kernel_choice import (
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
-from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, PrefillTiles, prefill, prefill_tiles
@@ -140,12 +139,10 @@ class TritonBackend:
         match plan:
             case Plan(Kernel.LISTED_DECODE):
                 _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
-            case Plan(Kernel.DRAFT_DECODE, Splits() as splits):
-                draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
             case Plan(Kernel.CODED_DECODE, CodedPlan() as coded):
                 coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, coded, scoring)
             case Plan(Kernel.DECODE, Splits() as splits):
-                decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, splits, scoring)
+                decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
 
     def attend_packed(
         self,

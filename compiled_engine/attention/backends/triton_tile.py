@@ -228,12 +228,14 @@ def fold_keys(
     acc_MD: tl.tensor,
     max_M: tl.tensor,
     sum_M: tl.tensor,
+    positions_M: tl.tensor | None,
     table_ptr: tl.tensor,
     head_cache_ptr: tl.tensor,
     head_scales_ptr: tl.tensor | None,
     first_key: tl.tensor,
     end_key: tl.tensor,
     scale_log2: tl.tensor,
+    WINDOW: tl.constexpr,
     CAP_SCALE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -243,15 +245,18 @@ def fold_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of the heads of its single query.
+    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of its queries.
 
-    table_ptr: the request's row of the block table. Other arguments are those of attend_tile. LOOK_AHEAD: look up
-    blocks one tile ahead, so that several tiles are in flight. That is faster for long contexts of few requests; with
-    many programs it gains nothing and takes registers.
+    positions_M: the position of each query; None: there is one query, which sees all these keys.
+    table_ptr: the request's row of the block table. Other arguments are those of attend_tile.
+    LOOK_AHEAD: look up blocks one tile ahead, so that several tiles are in flight. That is faster for long contexts of
+        few requests; with many programs it gains nothing and takes registers.
     """
-    positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
+    SINGLE: tl.constexpr = positions_M is None
+    if SINGLE:
+        positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
     n_N = tl.arange(0, TILE_N)
-    if LOOK_AHEAD:
+    if LOOK_AHEAD or not SINGLE:  # with several queries, this lookup makes the code of the loop smaller
         block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
     for key in range(first_key, end_key, TILE_N):
         if LOOK_AHEAD:
@@ -271,7 +276,7 @@ def fold_keys(
             head_scales_ptr,
             scale_log2,
             True,
-            0,
+            0 if SINGLE else WINDOW,
             CAP_SCALE,
             BLOCK_SIZE,
             NUM_KV_HEADS,
@@ -325,12 +330,14 @@ def attend_keys(
         tl.zeros([TILE_M, TILE_D], tl.float32),
         tl.full([TILE_M], LOWEST, tl.float32),
         tl.zeros([TILE_M], tl.float32),
+        None,
         table_ptr,
         cache_ptr + kv_head * HEAD_DIM,
         head_scales_ptr,
         first_key,
         end_key,
         scale_log2,
+        0,
         CAP_SCALE,
         BLOCK_SIZE,
         NUM_KV_HEADS,
