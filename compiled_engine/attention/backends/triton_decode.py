@@ -22,16 +22,16 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Split
 from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
 from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
 from compiled_engine.attention.backends.triton_tile import (
-    LOWEST,
+    HeadCache,
+    attend_keys,
     first_seen,
-    fold_keys,
     keys_of_rows,
     normalised,
     scales,
 )
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
-from compiled_engine.attention.triton_codes import product_type, scales_of
+from compiled_engine.attention.triton_codes import scales_of
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -195,38 +195,30 @@ def decode_kernel(
     if (split > 0) & (first_key >= end_key):
         return
 
-    d_D = tl.arange(0, TILE_D)
-    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
     # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
     q_ptr += tl.multiple_of(first_row * q_token_stride, 8)
-    q_rows_M = query_M * q_token_stride + head_M * Q_HEAD_STRIDE
-    q_MD = tl.load(q_ptr + q_rows_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
     head_scales_ptr = None
     if scales_ptr is not None:
         head_scales_ptr = scales_ptr + kv_head
-    acc_MD, max_M, sum_M = fold_keys(
-        product_type(q_MD, cache_ptr.dtype.element_ty),
-        tl.zeros([TILE_M, TILE_D], tl.float32),
-        tl.full([TILE_M], LOWEST, tl.float32),
-        tl.zeros([TILE_M], tl.float32),
+    acc_MD, max_M, sum_M = attend_keys(
+        q_ptr + (query_M * q_token_stride + head_M * Q_HEAD_STRIDE),
+        mask_M,
         positions_M,
         # A row's table has no blocks beyond the row's own context, so the last row's is read.
         block_table_ptr + last_row * table_stride,
-        cache_ptr + kv_head * HEAD_DIM,
-        head_scales_ptr,
+        HeadCache(cache_ptr + kv_head * HEAD_DIM, head_scales_ptr, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH),
         first_key,
         end_key,
         scale_log2,
         WINDOW,
         CAP_SCALE,
-        BLOCK_SIZE,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        WIDTH,
+        TILE_M,
         TILE_N,
         TILE_D,
         LOOK_AHEAD,
     )
+    d_D = tl.arange(0, TILE_D)
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
     if length < num_keys:
         partials_M = ((first_row + query_M) * (NUM_KV_HEADS * GROUP) + head_M) * num_splits + split
         partials = partial_ptr, partial_max_ptr, partial_sum_ptr

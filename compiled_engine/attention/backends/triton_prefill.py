@@ -16,6 +16,7 @@ from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.kernel_arguments import paged_constants
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
+    HeadCache,
     attend_tile,
     blocks_of,
     first_read,
@@ -177,16 +178,11 @@ def prefill_kernel(
                         key,
                         end_key,
                         block_N,
-                        head_cache_ptr,
-                        head_scales_ptr,
+                        HeadCache(head_cache_ptr, head_scales_ptr, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH),
                         scale_log2,
                         masked == 1,
                         WINDOW,
                         CAP_SCALE,
-                        BLOCK_SIZE,
-                        NUM_KV_HEADS,
-                        HEAD_DIM,
-                        WIDTH,
                         TILE_N,
                         TILE_D,
                     )
