@@ -1,7 +1,4 @@
-"""Attention with the engine's own Triton and Gluon kernels, the default on CUDA.
-
-Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 256.
-"""
+"""The attention backend of the engine's own Triton and Gluon kernels, the default on CUDA."""
 
 from __future__ import annotations
 
@@ -57,11 +54,11 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """See the module's docstring; kernel_choice.py chooses the kernel of each batch.
+    """Attention of the engine's own kernels, for block sizes of multiples of 16 and heads of multiples of 8 up to 256.
 
-    A batch with prompts has separate kernels for its decodes and its prompts, because a tile of 16 rows needs other
-    registers than one of 128. Kernels read everything that differs between batches from the device. Launches depend
-    only on tensor shapes and host_3, so every batch can be captured.
+    kernel_choice.py chooses the kernel of each batch. A batch with prompts has separate kernels for its decodes and its
+    prompts, because a tile of 16 rows needs other registers than a tile of 128. Kernels read everything that differs
+    between batches from the device. Launches depend only on tensor shapes and host_3, so every batch can be captured.
     """
 
     name = "triton"
@@ -166,7 +163,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """See AttentionBackend. Serves batches of decodes with a plain rotation, if one kernel is faster."""
+        """Serve batches of decodes with a plain rotation, if one kernel is faster. See AttentionBackend."""
         if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
             return False
         _, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window, unrotated=True)

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
-from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS, paged_constants, rows_of
 from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
 from compiled_engine.attention.backends.triton_tile import (
     HeadCache,
@@ -105,14 +105,8 @@ def query_options(query_len: int, group: int, head_dim: int, element_size: int, 
 
 @quick_launches
 @triton.jit(
-    do_not_specialize=["table_stride", "q_token_stride", "out_token_stride", "min_keys"],
-    do_not_specialize_on_alignment=[
-        "partial_max_ptr",
-        "partial_sum_ptr",
-        "seq_lens_ptr",
-        "block_table_ptr",
-        "sinks_ptr",
-    ],
+    do_not_specialize=STEP_NUMBERS,
+    do_not_specialize_on_alignment=[*STEP_TENSORS, "partial_max_ptr", "partial_sum_ptr"],
 )
 def decode_kernel(
     q_ptr: tl.tensor,

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS, paged_constants, rows_of
 from compiled_engine.attention.backends.triton_combine import Partials, combined, store_partials
 from compiled_engine.attention.backends.triton_tile import (
     HeadCache,
@@ -52,10 +52,7 @@ def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
 
 
 @quick_launches
-@triton.jit(
-    do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride", "min_keys"],
-    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
-)
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def listed_decode_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,

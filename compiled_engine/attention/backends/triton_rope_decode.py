@@ -13,7 +13,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
-from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants, rows_of
+from compiled_engine.attention.backends.kernel_arguments import (
+    STEP_NUMBERS,
+    STEP_TENSORS,
+    RotatingArguments,
+    paged_constants,
+    rows_of,
+)
 from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
 from compiled_engine.attention.backends.triton_decode import decode_tiles
 from compiled_engine.attention.backends.triton_tile import (
@@ -48,19 +54,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 @quick_launches
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "q_stride",
-        "k_stride",
-        "v_stride",
-        "cos_stride",
-        "sin_stride",
-        "out_stride",
-        "min_keys",
-    ],
-    do_not_specialize_on_alignment=["slot_mapping_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
-)
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def rope_decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
