@@ -1,10 +1,11 @@
 """Device functions of Triton kernels that write or read a KV cache: addresses of keys and scales, 8-bit codes.
 
-Kernels are specialised on the dtype of the cache and on WIDTH, the number of elements of a token's head in it. That is
-HEAD_DIM, or more if the cache has scales, see compiled_engine/kv_format.py. Codes are rounded as in kv_codes.py.
+A code is a quantised value of 8 bits. Kernels are specialised on the dtype of the cache and on WIDTH, the number of
+elements per head and token in it: HEAD_DIM, or more if the cache has scales, see compiled_engine/kv_format.py. Codes
+are rounded as in kv_codes.py; rounding is written out, since Triton's interpreter rounds bfloat16 and e4m3 differently.
 
-scales_ptr is the cache itself as int16 (bits of bfloat16) for an int8 cache, kv_scales_2K or None for an FP8 cache, and
-None for any other. Rounding is written out, since Triton's interpreter rounds bfloat16 and e4m3 differently.
+scales_ptr is the cache itself as int16 (bits of bfloat16) for an int8 cache, kv_scales_2K or ones for an FP8 cache, and
+None for any other.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def scales_of(kv_cache_N2PKd: torch.Tensor, kv_scales_2K: torch.Tensor | None) -
 
 @triton.jit
 def row_of(block: tl.tensor, key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Row of a key in a cache without scales, viewed as [N * 2 * P, K * d]; its value is P rows further.
+    """Return the row of a key in a cache without scales, viewed as [N * 2 * P, K * d]; its value is P rows further.
 
-    key: its position in the request or its slot. 64 bits: a cache may hold more than 2**31 elements.
+    key: its position in the request, or its slot. The row has 64 bits: a cache may hold more than 2**31 elements.
     """
     return block.to(tl.int64) * (2 * BLOCK_SIZE) + key % BLOCK_SIZE
 
@@ -50,7 +51,10 @@ def key_offset(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Elements before a key in the cache; its value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH further. key: see row_of."""
+    """Return the number of elements before a key in the cache. key: see row_of.
+
+    The key's value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH elements further.
+    """
     if WIDTH == HEAD_DIM:
         return row_of(block, key, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
     else:
@@ -67,7 +71,10 @@ def scale_offset(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Scales before that of a key's first head; that of its value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2 further."""
+    """Return the number of scales before the scale of a key's first head. key: see row_of.
+
+    The scale of the key's value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2 further.
+    """
     half = block.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * WIDTH)
     return half + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM // 2 + key % BLOCK_SIZE * NUM_KV_HEADS
 
@@ -83,8 +90,10 @@ def load_scales(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The scales of keys and of their values, fp32 [N]; 1 where nothing is stored. head_scales_ptr: that of the head's
-    first scale."""
+    """Return (scales of keys, scales of their values), fp32 [N]; 1 where nothing is stored.
+
+    head_scales_ptr: scales_ptr from the K/V head on.
+    """
     if WIDTH != HEAD_DIM:
         offsets_N = scale_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
         v_offsets_N = offsets_N + BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2
@@ -99,8 +108,11 @@ def load_scales(
 
 @triton.jit
 def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
-    """Queries in the type that they are multiplied in with elements of a cache: codes become half precision in an
-    instruction or two, exactly."""
+    """Return queries in the type of their products with elements of the cache.
+
+    Queries of bfloat16 become float16 for 8-bit codes, which are converted to float16 exactly in one or two
+    instructions.
+    """
     if x.dtype == tl.bfloat16 and element != tl.bfloat16:
         return x.to(tl.float16)
     else:
@@ -109,9 +121,9 @@ def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """The values of codes, not yet scaled, in this type; of any other elements these."""
+    """Return elements of a cache in this type. int8 codes lose their bias; scales are not applied."""
     if codes.dtype == tl.uint8 and dtype == tl.float16:
-        # 1024 + the code, whose byte is the last of that number's.
+        # 0x6400 is 1024 in float16; its lowest byte holds the code.
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + INT8_BIAS)
     elif codes.dtype == tl.uint8:
         return codes.to(dtype) - INT8_BIAS
@@ -121,20 +133,20 @@ def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def int8_scale(largest: tl.tensor) -> tl.tensor:
-    """The scale of heads with these largest magnitudes: the bits of a bfloat16, int16."""
+    """Return the scale of int8 heads with these largest magnitudes, as bits of bfloat16 in an int16."""
     bits = tl.maximum(tl.div_rn(largest, INT8_LARGEST), LEAST_SCALE).to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def wide_scale(bits: tl.tensor) -> tl.tensor:
-    """fp32 from the bits of a positive bfloat16."""
+    """Return the fp32 value of these bits of a positive bfloat16."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fp8_codes(x: tl.tensor) -> tl.tensor:
-    """The bytes of the nearest e4m3 of fp32 values, ties to even; the largest for what is larger."""
+    """Return the bytes of fp32 values rounded to e4m3, ties to even. Values out of range become the largest."""
     size = tl.minimum(tl.abs(x), FP8_LARGEST)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -145,7 +157,10 @@ def fp8_codes(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def codes_of(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Codes of fp32 values for a cache of this type. scale: as x or to be broadcast, fp32; None: 1."""
+    """Return the codes of fp32 values for a cache of this type.
+
+    scale: fp32, of the shape of x or broadcast to it; None, for FP8 only: 1.
+    """
     if dtype == tl.uint8:
         code = tl.floor(tl.div_rn(x, scale) + (INT8_BIAS + 0.5))
         code = tl.minimum(tl.maximum(code, INT8_BIAS - INT8_LARGEST), INT8_BIAS + INT8_LARGEST)
@@ -166,7 +181,7 @@ def scale_pointers(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers to the scales of a key's first head and of its value's."""
+    """Return pointers to the scales of a key's first head and of its value's first head. key: see row_of."""
     if WIDTH != HEAD_DIM:
         k_scale_ptr = scales_ptr + scale_offset(block, key, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
         return k_scale_ptr, k_scale_ptr + BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2
@@ -178,8 +193,10 @@ def scale_pointers(
 def rounded_heads(
     x_HD: tl.tensor, scale_ptr: tl.tensor, head_H: tl.tensor, mask_H: tl.tensor, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Codes of heads for a cache of this type, whose scales of int8 are stored. x_HD: zeros behind the end of a head;
-    scale_ptr: see scale_pointers."""
+    """Return the codes of heads [H, D] for a cache of this type, and store their scales if they are int8.
+
+    x_HD: zeros beyond the end of a head. scale_ptr: a result of scale_pointers.
+    """
     x_HD = x_HD.to(tl.float32)
     if dtype == tl.uint8:
         scale_H = int8_scale(tl.max(tl.abs(x_HD), 1))
@@ -191,7 +208,7 @@ def rounded_heads(
 
 @triton.jit
 def rounded_head(x_D: tl.tensor, scale_ptr: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The same for one head, [D]: its codes and its scale."""
+    """Return the codes [D] of one head and their scale, and store the scale if they are int8. See rounded_heads."""
     x_D = x_D.to(tl.float32)
     if dtype == tl.uint8:
         stored = int8_scale(tl.max(tl.abs(x_D), 0))

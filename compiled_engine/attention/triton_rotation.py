@@ -1,7 +1,7 @@
 """Device functions of Triton kernels that norm and rotate heads.
 
-They round where the textbook models round: after the norm, after its weight, after each of the two products with cos
-and sin, and after their sum.
+Results are rounded where the textbook models round: after the norm, after its weight, after each of the two products
+with cos and sin, and after their sum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """fp32 with no more bits than the dtype has."""
+    """Round to the dtype; returns fp32."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -20,7 +20,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def weighted(
     x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Normed values times the weight, rounded as in rms_norm."""
+    """Return normed values times the weight, rounded as in rms_norm. OFFSET, WIDE: see Rotation."""
     if OFFSET != 0:
         weight += OFFSET
     if not WIDE:
@@ -43,8 +43,10 @@ def turned(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Elements d of heads, normed where there are weights, and rotated. x: these elements; y: their partners in the
-    rotation, half a head apart; all in fp32, except the weights.
+    """Return elements d of heads, normed if there are weights, and rotated.
+
+    x, y: fp32, these elements and their partners in the rotation, half a head apart. x_weight, y_weight: of any dtype;
+    None: no norm. cos, sin: fp32, at d.
     """
     if x_weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / HEAD_DIM + eps)
@@ -68,9 +70,9 @@ def normed_and_rotated(
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Elements d of the heads that start at ptr + start; zeros where mask is not set.
+    """Load elements d of the heads that start at ptr + start, norm and rotate them; zeros where mask is not set.
 
-    start, d and mask go together by broadcasting; d runs over the last dimension. weight_ptr None leaves the norm out.
+    start, d and mask are broadcast; d runs over the last dimension. weight_ptr None: no norm.
     """
     dtype: tl.constexpr = ptr.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2

@@ -24,8 +24,8 @@ def exchange_flags(
 ) -> tl.tensor:
     """Raise this rank's flag for the slot to `epoch` in all buffers, and wait for the flags of all ranks.
 
-    Returns the address of this rank's memory, which then holds all ranks' rows. Read them bypassing the L1 cache, which
-    does not see peers' writes.
+    Returns the address of this rank's memory, which then holds the rows of all ranks. Loads of these rows must bypass
+    the L1 cache, which does not see peers' writes.
     """
     tl.debug_barrier()  # the rows of all threads are written before one raises the flags
     for peer in range(num_ranks):
@@ -46,8 +46,10 @@ def raise_flag(
     num_ranks: tl.tensor,
     epoch: tl.tensor,
 ) -> None:
-    """Raise this rank's flag of the slot in a peer's memory. Requires a barrier before, after which all threads' rows
-    are written."""
+    """Raise this rank's flag for the slot in a peer's memory.
+
+    The caller puts a barrier before it, so that all threads have written their rows.
+    """
     flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
 
@@ -56,14 +58,16 @@ def raise_flag(
 def await_flag(
     own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
 ) -> None:
-    """Wait for a peer's flag of the slot, in this rank's memory. Requires a barrier after it, before threads read the
-    peer's row."""
+    """Wait for a peer's flag for the slot, in this rank's memory.
+
+    The caller puts a barrier after it, before threads read the peer's row.
+    """
     flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
     while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
         pass
 
 
-# Type for accessing x, residual, weight and results: two elements.
+# The type in which x, residual, weight and results are read and written: two elements.
 WORD = torch.int32
 
 
@@ -86,7 +90,12 @@ def tagged_sum_kernel(
     BLOCK_W: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token), also the slot of a PushBuffer; W words per row."""
+    """Tagged sum: program (token) exchanges and sums one row, and writes the sum and its norm.
+
+    x_ptr, residual_ptr, normed_ptr, sum_ptr: int32 [T, W], words of two bfloat16; weight_ptr: int32 [W]. The token is
+    also the slot of the PushBuffer; addresses_ptr, epochs_ptr, num_slots, data_offset: its addresses, tagged_epochs,
+    num_tagged_slots and tagged_offset.
+    """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * W
     column_W = tl.arange(0, BLOCK_W)
@@ -157,7 +166,10 @@ def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
 def tagged_sum(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute all_reduce_residual_rms_norm for rows that satisfy `pushed.tags`. All ranks launch it together."""
+    """Return (normed, sum) as all_reduce_residual_rms_norm does, for rows that satisfy `pushed.tags`.
+
+    All ranks launch the kernel together. x_TD, residual_TD: bfloat16, contiguous.
+    """
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size // 2)

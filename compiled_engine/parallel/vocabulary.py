@@ -23,7 +23,10 @@ def embedding_part_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): copy its row, or zeros if another rank has it."""
+    """Embedding: program (token) copies the token's row of weights, or writes zeros if another rank has the row.
+
+    weight_ptr: [num_rows, D], the rows from first_row on; ids_ptr: [T]; out_ptr: [T, D].
+    """
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -44,7 +47,7 @@ def reference(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.
 
 
 def embedding_part(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """Compute `reference`, on a GPU with a kernel."""
+    """Return the result of `reference`; on a GPU a kernel computes it."""
     if weight_VD.device.type != "cuda":
         return reference(weight_VD, ids_T, rank)
     num_rows, hidden_size = weight_VD.shape

@@ -1,4 +1,4 @@
-"""Triton kernel that makes staged writes."""
+"""Triton kernel: copies staged writes to their targets on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ TILE = 256
 @quick_launches
 @triton.jit
 def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexpr) -> None:
-    """Program (write): copy its words. A header holds the address, the first word's index, and the number of words."""
+    """Staged writes: program (write) copies the words of one write to its target.
+
+    headers_ptr: int64 [writes, 3], the target's address, the index of the first word, and the number of words.
+    words_ptr: int32, the words of all writes.
+    """
     header_ptr = headers_ptr + tl.program_id(0) * 3
     target_ptr = tl.load(header_ptr).to(tl.pointer_type(tl.int32))
     position = tl.load(header_ptr + 1).to(tl.int32)

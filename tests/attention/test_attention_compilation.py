@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,14 +15,10 @@ from triton.compiler import ASTSource
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
 from compiled_engine.attention.backends.decoded_contexts import TILE, decode_contexts_kernel
+from compiled_engine.attention.backends.kernel_arguments import rows_of
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_combine import combine_kernel
-from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles
-from compiled_engine.attention.backends.triton_draft_decode import (
-    draft_decode_kernel,
-    draft_tiles,
-    queries_of_tile,
-)
+from compiled_engine.attention.backends.triton_decode import decode_kernel, decode_tiles, query_options
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
 from compiled_engine.attention.backends.triton_packed import FEW_TOKENS, SEARCHED, packed_kernel, packed_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
@@ -32,7 +29,7 @@ from compiled_engine.kv_format import head_width
 
 ADA = GPUTarget("cuda", 89, 32)
 ELEMENTS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
-# Of caches of 8 bits.
+# The scales of 8-bit caches.
 SCALES = {torch.uint8: "*i16", torch.float8_e4m3fn: "*fp32"}
 INDICES = {
     "query_start_loc_ptr": "*i32",
@@ -45,7 +42,6 @@ INDICES = {
     "arrived_ptr": "*i32",
     "sinks_ptr": "*bf16",
 }
-PLAIN = {"sinks_ptr": None, "scales_ptr": None, "CAP_SCALE": 0.0}
 # Bytes that may be spilled where registers hold a whole tile; Triton 3.9 spills more than 3.6.
 SPILLED = 400
 # Query heads, K/V heads, head size: those of small Qwen and Llama models, and the extremes that are allowed.
@@ -60,13 +56,13 @@ VARIANTS = [
 
 
 def drawn_but_one(*further: tuple[torch.dtype, tuple[int, int, int]]) -> list[Any]:
-    """The variants, of which one always runs, for each of the tiles that depend on more than the variant."""
+    """Return the variants, of which one always runs, for each of the tiles that depend on more than the variant."""
     always, product = VARIANTS[1], pytest.mark.product(one_in=1000)
     return [always, *(pytest.param(*each, marks=product) for each in (*further, *VARIANTS) if each != always)]
 
 
 def without_machine_code(*compilation: Any) -> tuple[str, str]:
-    """A hook of triton.compile: it ends with LLVM's code, before which shared memory is laid out."""
+    """End triton.compile with LLVM's code, before which shared memory is laid out. A hook of Triton."""
     if compilation:
         _, stages, *_ = compilation
         stages["ptx"] = lambda _, metadata: metadata.update(name="none") or ""
@@ -74,21 +70,86 @@ def without_machine_code(*compilation: Any) -> tuple[str, str]:
     return "without machine code", "without machine code"  # in the key of Triton's cache
 
 
+class Compilation(NamedTuple):
+    """A kernel with the constants and options of one of its launches."""
+
+    kernel: Any
+    constants: dict[str, Any]  # beyond those of `constants_of`
+    num_warps: int
+    num_stages: int | None = None
+    programs: int = 1  # that must fit on a multiprocessor
+
+    @classmethod
+    def of(cls, kernel: Any, tiles: Any, programs: int = 1, **constants: Any) -> Compilation:
+        return cls(kernel, {"TILE_N": tiles.keys, **constants}, tiles.num_warps, tiles.num_stages, programs)
+
+
+Shape = tuple[int, int, int]
+
+
+def prefill(dtype: torch.dtype, shape: Shape, max_seq_len: int, coded: bool = False) -> Compilation:
+    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
+    programs = 1 if coded and dtype.itemsize == 4 else tiles.programs
+    return Compilation.of(prefill_kernel, tiles, programs, TILE_M=tiles.rows, MAX_SPLITS=MAX_LISTED_SPLITS)
+
+
+def decode(dtype: torch.dtype, shape: Shape, programs: int, query_len: int = 1) -> Compilation:
+    options = query_options(query_len, shape[0] // shape[1], shape[2], dtype.itemsize, programs)
+    return Compilation(decode_kernel, options, options["num_warps"], options["num_stages"])
+
+
+def listed_decode(dtype: torch.dtype, shape: Shape, _: int = 0) -> Compilation:
+    tiles = listed_decode_tiles(shape[2], dtype.itemsize)
+    sizes = {"TILE_M": rows_of(shape[0] // shape[1]), "MAX_SPLITS": MAX_LISTED_SPLITS}
+    return Compilation.of(listed_decode_kernel, tiles, tiles.programs, **sizes)
+
+
+def rope_decode(dtype: torch.dtype, shape: Shape, _: int = 0) -> Compilation:
+    tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
+    sizes = {"TILE_M": rows_of(shape[0] // shape[1]), "FIRST_N": tiles.keys}
+    return Compilation.of(rope_decode_kernel, tiles, **sizes)
+
+
+def constants_of(compilation: Compilation, shape: Shape, cache: torch.dtype | None, cap_scale: float) -> dict[str, Any]:
+    """Return the kernel's constants. cap_scale: that of a layer with a soft cap and sinks; 0: without both."""
+    num_heads, num_kv_heads, head_dim = shape
+    given = {f"{name}_HEAD_STRIDE": head_dim for name in ("Q", "K", "V", "OUT")} | {
+        "OFFSET": 0.0,
+        "WIDE": False,
+        "STRIDE_MULTIPLE": 8,
+        "WINDOW": 0,
+        "CAP_SCALE": cap_scale,
+        "GROUP": num_heads // num_kv_heads,
+        "BLOCK_SIZE": 16,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "WIDTH": head_width(cache, head_dim) if cache else head_dim,
+        "TILE_D": triton.next_power_of_2(head_dim),
+        "HEADER": HEADER,
+        "GRAIN": GRAIN,
+        "DEPENDENT_LAUNCH": True,
+    }
+    given |= ({} if cap_scale else {"sinks_ptr": None}) | ({} if cache else {"scales_ptr": None})
+    given |= compilation.constants
+    return {name: given[name] for name in compilation.kernel.arg_names if name in given}
+
+
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Compile a kernel, assert that it fits (so many programs on a multiprocessor) and spills at most so many bytes a
-    thread, and return its PTX."""
+    """Compile a kernel, assert that it fits on Hopper and Ada, and return its PTX for Hopper.
+
+    It fits if shared memory and registers are enough for its programs, and a thread spills at most `spilled` bytes.
+    """
 
     def compile_and_check(
-        kernel: Any,
+        compilation: Compilation,
         dtype: torch.dtype,
-        constants: dict[str, Any],
+        shape: Shape,
         spilled: int = 0,
-        programs: int = 1,
         cache: torch.dtype | None = None,
-        **options: Any,
+        cap_scale: float = 0.0,
     ) -> str:
-        kernel = getattr(kernel, "jit_function", kernel)
+        kernel, constants = compilation.kernel, constants_of(compilation, shape, cache, cap_scale)
         signature, attributes = {}, {}
         for index, name in enumerate(kernel.arg_names):
             if name in constants:
@@ -96,125 +157,72 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             elif name in INDICES:
                 signature[name] = INDICES[name]
             elif name == "scales_ptr":
-                signature[name] = SCALES[cache]
+                signature[name] = SCALES[cache]  # type: ignore[index]
             elif name.endswith("_ptr"):
-                signature[name] = (
-                    "*fp32"
-                    if name.startswith("partial")
-                    else ELEMENTS[cache if cache and name == "cache_ptr" else dtype]
-                )
+                element = ELEMENTS[cache if cache and name == "cache_ptr" else dtype]
+                signature[name] = "*fp32" if name.startswith("partial") else element
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
-        constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(kernel, signature, constexprs, attributes)
-        program = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
+
+        def compiled(target: GPUTarget, **given: Any) -> Any:
+            jit_function = getattr(kernel, "jit_function", kernel)
+            values = {(kernel.arg_names.index(name),): value for name, value in (constants | given).items()}
+            options = {"enable_fp_fusion": True, "num_warps": compilation.num_warps}
+            options |= {"num_stages": compilation.num_stages} if compilation.num_stages else {}
+            options |= {} if given else {"launch_pdl": True}
+            return triton.compile(ASTSource(jit_function, signature, values, attributes), target, options)
+
+        program = compiled(HOPPER)
         # Of 228 KiB each program takes one more than it asks for.
-        assert programs * (program.metadata.shared + 1024) <= 228 << 10
+        assert compilation.programs * (program.metadata.shared + 1024) <= 228 << 10
         assert stack_bytes(program) <= spilled
-        assert programs * -(-registers(program) // 8) * 8 * 32 * options["num_warps"] <= 1 << 16
-        if "DEPENDENT_LAUNCH" in constants:
-            constexprs[(kernel.arg_names.index("DEPENDENT_LAUNCH"),)] = False
-        options.pop("launch_pdl", None)
-        on_ada = ASTSource(kernel, signature, constexprs, attributes)
+        allocated = -(-registers(program) // 8) * 8 * 32 * compilation.num_warps
+        assert compilation.programs * allocated <= 1 << 16
         with monkeypatch.context() as patched:
             patched.setattr(triton.knobs.runtime, "add_stages_inspection_hook", without_machine_code)
-            program_on_ada = triton.compile(on_ada, target=ADA, options={"enable_fp_fusion": True, **options})
-        assert program_on_ada.metadata.shared <= MIN_SHARED_MEMORY
+            assert compiled(ADA, DEPENDENT_LAUNCH=False).metadata.shared <= MIN_SHARED_MEMORY
         return program.asm["ptx"]
 
     return compile_and_check
 
 
-def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) -> dict[str, Any]:
-    return PLAIN | {
-        "Q_HEAD_STRIDE": head_dim,
-        "OUT_HEAD_STRIDE": head_dim,
-        "WINDOW": 0,
-        "GROUP": num_heads // num_kv_heads,
-        "BLOCK_SIZE": 16,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "WIDTH": head_dim,
-        "TILE_D": triton.next_power_of_2(head_dim),
-        **further,
-    }
-
-
 @pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 @pytest.mark.parametrize(("dtype", "shape"), drawn_but_one())
-def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int) -> None:
-    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
-    further = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "DEPENDENT_LAUNCH": True}
-    chosen = constants(*shape, TILE_M=tiles.rows, TILE_N=tiles.keys, **further)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, max_seq_len: int) -> None:
     # With heads of size 256 Triton 3.9 spills some addresses, which 3.6 does not.
-    ptx = check(
-        prefill_kernel, dtype, chosen, spilled=104 if shape[2] == 256 else 0, programs=tiles.programs, **options
-    )
+    ptx = check(prefill(dtype, shape, max_seq_len), dtype, shape, spilled=104 if shape[2] == 256 else 0)
     assert ("wgmma" in ptx) == (dtype != torch.float32)
     assert "cp.async.cg.shared.global" in ptx
 
 
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
 @pytest.mark.parametrize(("dtype", "shape"), drawn_but_one((torch.bfloat16, (12, 12, 32))))
-def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], num_tokens: int) -> None:
+def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: Shape, num_tokens: int) -> None:
     tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
-    sizes = {"TILE_M": tiles.queries, "TILE_N": tiles.keys, "SEARCHED": SEARCHED, "DEPENDENT_LAUNCH": True}
-    chosen = constants(*shape, K_HEAD_STRIDE=shape[2], V_HEAD_STRIDE=shape[2], **sizes)
-    chosen = {name: chosen[name] for name in packed_kernel.arg_names if name in chosen}
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
-    ptx = check(packed_kernel, dtype, chosen, spilled=64, **options)
+    packed = Compilation.of(packed_kernel, tiles, TILE_M=tiles.queries, SEARCHED=SEARCHED)
+    ptx = check(packed, dtype, shape, spilled=64)
     assert ("wgmma" in ptx) == (dtype != torch.float32 and tiles.queries >= 64)
     assert "cp.async.cg.shared.global" in ptx
 
 
 @pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("query_len", [1, 4, 9])
 @pytest.mark.parametrize("programs", [1, 2, SMALL])
-@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int) -> None:
-    tiles = decode_tiles(shape[2], dtype.itemsize, programs)
-    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True}
-    chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (32, 8, 128)), *VARIANTS])
+def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: Shape, programs: int, query_len: int) -> None:
     # With a single warp Triton 3.9 spills some addresses, which 3.6 does not.
-    ptx = check(decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
+    ptx = check(decode(dtype, shape, programs, query_len), dtype, shape, spilled=96 if programs == SMALL else 0)
     # K and V come in 16 bytes at a time, while earlier tiles are computed.
     assert "cp.async.cg.shared.global" in ptx
     assert "griddepcontrol.wait" in ptx
 
 
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("query_len", [4, 9])
-@pytest.mark.parametrize("programs", [1, 2, SMALL])
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (32, 8, 128)), *VARIANTS])
-def test_draft_decode(
-    check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int, query_len: int
-) -> None:
-    group = shape[0] // shape[1]
-    tile_queries = queries_of_tile(query_len, group, dtype.itemsize)
-    rows = max(16, triton.next_power_of_2(tile_queries * group))
-    tiles = draft_tiles(shape[2], dtype.itemsize, programs, rows)
-    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True, "QUERY_LEN": query_len}
-    further |= {"TILE_QUERIES": tile_queries, "TILE_Q": triton.next_power_of_2(query_len)}
-    chosen = constants(*shape, TILE_M=rows, TILE_N=tiles.keys, **further)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
-    ptx = check(draft_decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
-    assert "cp.async.cg.shared.global" in ptx
-    assert "griddepcontrol.wait" in ptx
-
-
-@pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
-    further = {f"{name}_HEAD_STRIDE": shape[2] for name in ("Q", "K", "V", "OUT")}
-    further |= {"OFFSET": 0.0, "WIDE": False, "STRIDE_MULTIPLE": 8, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
-    further |= {"FIRST_N": tiles.keys}
-    chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
     # The first tile is held in registers while q is made, which spills some addresses.
-    ptx = check(rope_decode_kernel, dtype, chosen, spilled=SPILLED, **options)
+    ptx = check(rope_decode(dtype, shape), dtype, shape, spilled=SPILLED)
     assert "cp.async.cg.shared.global" in ptx
     # The first keys and values are asked for before the wait.
     before_the_wait, _, _ = ptx.partition("griddepcontrol.wait")
@@ -223,105 +231,60 @@ def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_listed_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    tiles = listed_decode_tiles(shape[2], dtype.itemsize)
-    further = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
-    chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+def test_listed_decode(check: Callable[..., str], dtype: torch.dtype, shape: Shape) -> None:
     # Triton 3.6 spills a little of the largest tile; 3.9 does not.
     spilled = 16 if dtype == torch.float32 and shape[2] == 256 else 0
-    ptx = check(listed_decode_kernel, dtype, chosen, spilled=spilled, programs=tiles.programs, **options)
+    ptx = check(listed_decode(dtype, shape), dtype, shape, spilled=spilled)
     assert "cp.async.cg.shared.global" in ptx
     assert "griddepcontrol.wait" in ptx
     assert "atom.global.gpu.acq_rel" in ptx
 
 
-def _options(tiles: Any) -> dict[str, Any]:
-    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
-
-
-# Of GPT-OSS, Phi-3, Gemma 2 of 27B and of 9B.
-CAPPED = pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-
-
-def capped(head_dim: int, **further: Any) -> dict[str, Any]:
-    """Constants with a soft cap and sinks."""
-    chosen = constants(8, 4, head_dim, CAP_SCALE=0.0017, DEPENDENT_LAUNCH=True, **further)
-    return {name: value for name, value in chosen.items() if name != "sinks_ptr"}
-
-
 @pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
-@CAPPED
-def test_soft_cap_and_sinks_in_prefill(check: Callable[..., str], head_dim: int, max_seq_len: int) -> None:
-    tiles = prefill_tiles(head_dim, 2, max_seq_len)
-    sizes = {"TILE_M": tiles.rows, "TILE_N": tiles.keys, "MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER}
-    spilled = 104 if head_dim == 256 else 0
-    chosen = capped(head_dim, **sizes)
-    check(prefill_kernel, torch.bfloat16, chosen, spilled=spilled, programs=tiles.programs, **_options(tiles))
-
-
-@pytest.mark.product(one_in=1000)
-@pytest.mark.parametrize("programs", [1, 2, SMALL])
-@CAPPED
-def test_soft_cap_and_sinks_in_decode(check: Callable[..., str], head_dim: int, programs: int) -> None:
-    tiles = decode_tiles(head_dim, 2, programs)
-    chosen = capped(head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, LOOK_AHEAD=tiles.look_ahead)
-    spilled = 96 if programs == SMALL else 0
-    check(decode_kernel, torch.bfloat16, chosen, spilled=spilled, **_options(tiles))
-
-
-@pytest.mark.product(one_in=1000)
-@CAPPED
-def test_soft_cap_and_sinks_in_listed_decode(check: Callable[..., str], head_dim: int) -> None:
-    tiles = listed_decode_tiles(head_dim, 2)
-    listed = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER}
-    chosen = capped(head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, **listed)
-    spilled = 16 if head_dim == 256 else 0
-    options = _options(tiles)
-    check(listed_decode_kernel, torch.bfloat16, chosen, spilled=spilled, programs=tiles.programs, **options)
+@pytest.mark.parametrize(
+    ("kind", "number", "spilled", "spilled_of_256"),
+    [
+        (prefill, SHORT_CONTEXT, 0, 104),
+        (prefill, SHORT_CONTEXT + 1, 0, 104),
+        (decode, 1, 0, 0),
+        (decode, 2, 0, 0),
+        (decode, SMALL, 96, 96),
+        (listed_decode, 0, 0, 16),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])  # of GPT-OSS, Phi-3, Gemma 2 of 27B and of 9B
+def test_soft_cap_and_sinks(
+    check: Callable[..., str],
+    head_dim: int,
+    kind: Callable[..., Compilation],
+    number: int,
+    spilled: int,
+    spilled_of_256: int,
+) -> None:
+    most, shape = spilled_of_256 if head_dim == 256 else spilled, (8, 4, head_dim)
+    check(kind(torch.bfloat16, shape, number), torch.bfloat16, shape, spilled=most, cap_scale=0.0017)
 
 
 def test_work_list(check: Callable[..., str]) -> None:
-    chosen = {"HEADER": HEADER, "QUERIES": 64, "MAX_SPLITS": MAX_LISTED_SPLITS, "NUM_KV_HEADS": 8, "TILE_K": 8}
-    check(list_kernel, torch.bfloat16, chosen | {"DEPENDENT_LAUNCH": True}, num_warps=1, launch_pdl=True)
+    sizes = {"QUERIES": 64, "MAX_SPLITS": MAX_LISTED_SPLITS, "TILE_K": 8}
+    check(Compilation(list_kernel, sizes, num_warps=1), torch.bfloat16, (16, 8, 128))
 
 
 @pytest.mark.product(one_in=1000)
+@pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_combine(check: Callable[..., str], head_dim: int) -> None:
-    chosen = {
-        "sinks_ptr": None,
-        "OUT_HEAD_STRIDE": head_dim,
-        "WINDOW": 0,
-        "HEAD_DIM": head_dim,
-        "TILE_S": MAX_SPLITS,
-        "TILE_D": triton.next_power_of_2(head_dim),
-        "GRAIN": GRAIN,
-        "DEPENDENT_LAUNCH": True,
-    }
-    for query_len in (1, 4):
-        shared = {"QUERY_LEN": query_len, "TILE_Q": query_len}
-        ptx = check(combine_kernel, torch.bfloat16, chosen | shared, num_warps=4, launch_pdl=True)
-        assert "ld.global.v4" in ptx
+def test_combine(check: Callable[..., str], head_dim: int, query_len: int) -> None:
+    sizes = {"TILE_S": MAX_SPLITS, "QUERY_LEN": query_len, "TILE_Q": query_len}
+    ptx = check(Compilation(combine_kernel, sizes, num_warps=4), torch.bfloat16, (16, 8, head_dim))
+    assert "ld.global.v4" in ptx
 
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "num_warps"), [(8, 128, 4), (4, 80, 1)])
 def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, num_warps: int) -> None:
-    chosen = {
-        "K_HEAD_STRIDE": head_dim,
-        "V_HEAD_STRIDE": head_dim,
-        "BLOCK_SIZE": 16,
-        "NUM_KV_HEADS": num_kv_heads,
-        "scales_ptr": None,
-        "HEAD_DIM": head_dim,
-        "WIDTH": head_dim,
-        "TILE_K": triton.next_power_of_2(num_kv_heads),
-        "TILE_D": triton.next_power_of_2(head_dim),
-        "DEPENDENT_LAUNCH": True,
-    }
-    ptx = check(write_kv_kernel, torch.bfloat16, chosen, num_warps=num_warps)
+    sizes = {"TILE_K": triton.next_power_of_2(num_kv_heads)}
+    shape = num_kv_heads, num_kv_heads, head_dim
+    ptx = check(Compilation(write_kv_kernel, sizes, num_warps), torch.bfloat16, shape)
     assert "ld.global.v4" in ptx
     assert "st.global.v4" in ptx
 
@@ -330,73 +293,22 @@ def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, n
 @pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_decoded_contexts(check: Callable[..., str], head_dim: int, cache: torch.dtype) -> None:
-    chosen = {
-        "WINDOW": 100,
-        "BLOCK_SIZE": 16,
-        "NUM_KV_HEADS": 8,
-        "HEAD_DIM": head_dim,
-        "WIDTH": head_width(cache, head_dim),
-        "TILE_H": TILE // 128,
-        "TILE_D": triton.next_power_of_2(head_dim),
-        "DEPENDENT_LAUNCH": True,
-    }
-    options = {"num_warps": 4, "launch_pdl": True}
-    ptx = check(decode_contexts_kernel, torch.bfloat16, chosen, cache=cache, spilled=8, **options)
+    sizes = {"WINDOW": 100, "TILE_H": TILE // 128}
+    decoding = Compilation(decode_contexts_kernel, sizes, num_warps=4)
+    ptx = check(decoding, torch.bfloat16, (16, 8, head_dim), cache=cache, spilled=8)
     assert "ld.global.v4" in ptx
     assert "st.global.v4" in ptx
-
-
-def coded(cache: torch.dtype, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The constants over a cache of 8 bits with scales."""
-    del chosen["scales_ptr"]
-    return chosen | {"WIDTH": head_width(cache, chosen["HEAD_DIM"])}
-
-
-def _prefill_over_codes(
-    dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int
-) -> tuple[Any, Any, dict[str, Any], int]:
-    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
-    listed = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "DEPENDENT_LAUNCH": True}
-    programs = tiles.programs if dtype.itemsize == 2 else 1
-    return prefill_kernel, tiles, {"TILE_M": tiles.rows, "TILE_N": tiles.keys, **listed}, programs
-
-
-def _decode_over_codes(
-    dtype: torch.dtype, shape: tuple[int, int, int], programs: int
-) -> tuple[Any, Any, dict[str, Any], int]:
-    tiles = decode_tiles(shape[2], dtype.itemsize, programs)
-    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True}
-    return decode_kernel, tiles, {"TILE_M": max(16, shape[0] // shape[1]), "TILE_N": tiles.keys, **further}, 1
-
-
-def _listed_decode_over_codes(
-    dtype: torch.dtype, shape: tuple[int, int, int], _: int
-) -> tuple[Any, Any, dict[str, Any], int]:
-    tiles = listed_decode_tiles(shape[2], dtype.itemsize)
-    listed = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
-    rows = max(16, shape[0] // shape[1])
-    return listed_decode_kernel, tiles, {"TILE_M": rows, "TILE_N": tiles.keys, **listed}, tiles.programs
-
-
-def _rope_decode_over_codes(
-    dtype: torch.dtype, shape: tuple[int, int, int], _: int
-) -> tuple[Any, Any, dict[str, Any], int]:
-    tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
-    further = {f"{name}_HEAD_STRIDE": shape[2] for name in ("Q", "K", "V", "OUT")}
-    further |= {"OFFSET": 0.0, "WIDE": False, "STRIDE_MULTIPLE": 8, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
-    further |= {"FIRST_N": tiles.keys, "TILE_M": max(16, shape[0] // shape[1]), "TILE_N": tiles.keys}
-    return rope_decode_kernel, tiles, further, 1
 
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        (_prefill_over_codes, SHORT_CONTEXT),
-        (_prefill_over_codes, SHORT_CONTEXT + 1),
-        *((_decode_over_codes, programs) for programs in (1, 2, SMALL)),
-        (_listed_decode_over_codes, 0),
-        (_rope_decode_over_codes, 0),
+        (partial(prefill, coded=True), SHORT_CONTEXT),
+        (partial(prefill, coded=True), SHORT_CONTEXT + 1),
+        *((decode, programs) for programs in (1, 2, SMALL)),
+        (listed_decode, 0),
+        (rope_decode, 0),
     ],
 )
 @pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn], ids=str)
@@ -404,13 +316,11 @@ def _rope_decode_over_codes(
 def test_caches_of_8_bits(
     check: Callable[..., str],
     dtype: torch.dtype,
-    shape: tuple[int, int, int],
+    shape: Shape,
     cache: torch.dtype,
-    kind: Callable[..., tuple[Any, Any, dict[str, Any], int]],
+    kind: Callable[..., Compilation],
     number: int,
 ) -> None:
     """Codes become numbers in registers, which may spill a little."""
-    kernel, tiles, further, programs = kind(dtype, shape, number)
-    chosen = coded(cache, constants(*shape, **further))
-    spilled = 2 * SPILLED if kernel is rope_decode_kernel else SPILLED
-    check(kernel, dtype, chosen, spilled=spilled, programs=programs, cache=cache, **_options(tiles))
+    spilled = 2 * SPILLED if kind is rope_decode else SPILLED
+    check(kind(dtype, shape, number), dtype, shape, spilled=spilled, cache=cache)

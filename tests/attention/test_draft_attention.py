@@ -8,7 +8,7 @@ from draft_attention_cases import wrong
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
-from compiled_engine.attention.backends.triton_draft_decode import queries_of_tile
+from compiled_engine.attention.backends.triton_decode import queries_of_tile
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])

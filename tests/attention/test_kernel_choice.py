@@ -140,7 +140,7 @@ def test_drafts_over_short_contexts_are_one_tile(num_requests: int, query_len: i
     if keys:
         assert plan == Plan(Kernel.SHORT_DRAFTS, ShortTiles(keys))
     else:
-        assert plan.kernel is Kernel.DRAFT_DECODE
+        assert plan.kernel is Kernel.DECODE
 
 
 def test_only_gpus_have_kernels_for_short_contexts() -> None:

@@ -36,7 +36,7 @@ SPECULATIONS = {
     "ngram of another length": SpeculationConfig("ngram", 5, 3, 1),
     "adaptive ngram": SpeculationConfig("ngram", 7, 3, 1, adapts=True),
 }
-OF_DRAFTS = {"ngram_kernel", "verify_kernel", "draft_decode_kernel"}
+OF_DRAFTS = {"ngram_kernel", "verify_kernel"}
 
 
 class Asked(KernelWorkers):

@@ -18,7 +18,6 @@ from compiled_engine.attention.backends import (  # noqa: E402, F401 - modules w
     short_decode,
     short_drafts,
     triton_decode,
-    triton_draft_decode,
     triton_listed_decode,
     triton_packed,
     triton_prefill,

@@ -28,7 +28,13 @@ from compiled_engine.attention.backends.decode_splits import (
     Splits,
     short_splits,
 )
-from compiled_engine.attention.backends.kernel_arguments import NewKeys, RotatingArguments, paged_constants
+from compiled_engine.attention.backends.kernel_arguments import (
+    STEP_NUMBERS,
+    STEP_TENSORS,
+    NewKeys,
+    RotatingArguments,
+    paged_constants,
+)
 from compiled_engine.attention.backends.short_decode import ROWS, barrier, copy_ahead
 from compiled_engine.attention.backends.triton_combine import Partials, combine_splits
 from compiled_engine.attention.backends.triton_tile import LOWEST, capped, first_seen, normalised, scales
@@ -208,24 +214,8 @@ def _stored_scale(x_1D, scale_ptr, writes):  # type: ignore[no-untyped-def]
 
 @quick_launches
 @gluon.jit(
-    do_not_specialize=[
-        "table_stride",
-        "q_stride",
-        "k_stride",
-        "v_stride",
-        "cos_stride",
-        "sin_stride",
-        "out_stride",
-        "min_keys",
-    ],
-    do_not_specialize_on_alignment=[
-        "partial_max_ptr",
-        "partial_sum_ptr",
-        "slot_mapping_ptr",
-        "seq_lens_ptr",
-        "block_table_ptr",
-        "sinks_ptr",
-    ],
+    do_not_specialize=STEP_NUMBERS,
+    do_not_specialize_on_alignment=[*STEP_TENSORS, "partial_max_ptr", "partial_sum_ptr"],
 )
 def coded_decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr,

@@ -130,7 +130,7 @@ class BatchFacts:
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], num_kv_heads: int, num_sms: int) -> BatchFacts:
-        """sizes: those of the batch's AttentionInputs."""
+        """Derive the facts of a batch. sizes: AttentionInputs.sizes."""
         num_tokens, num_requests, num_decodes, query_len, max_seq_len = sizes
         num_heads = num_requests * num_kv_heads
         # Without prompts only these batches are listed: fewer programs are split evenly, and more balance each other.

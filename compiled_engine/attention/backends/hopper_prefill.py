@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
 from compiled_engine.attention.backends.triton_tile import LOWEST, blocks_of, first_read, seen
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at, num_tiles_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
@@ -379,16 +380,7 @@ COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
 @quick_launches
-@gluon.jit(
-    do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride"],
-    do_not_specialize_on_alignment=[
-        "work_ptr",
-        "num_tiles_ptr",
-        "query_start_loc_ptr",
-        "seq_lens_ptr",
-        "block_table_ptr",
-    ],
-)
+@gluon.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     cache_desc,
     q_ptr,

@@ -12,6 +12,18 @@ from compiled_engine.attention.backends.triton_tile import scales
 from compiled_engine.attention.inputs import Rotation, Scoring
 from compiled_engine.kernels.launch_arguments import next_power_of_2
 
+# Numbers for which attention kernels are not compiled anew: strides of tokens, and counts that differ between batches.
+STEP_NUMBERS = [
+    *("q_token_stride", "k_token_stride", "v_token_stride", "out_token_stride"),
+    *("q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride", "out_stride", "table_stride"),
+    *("num_requests", "min_keys"),
+]
+# Tensors that may begin anywhere, since they are parts of buffers.
+STEP_TENSORS = [
+    *("query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "slot_mapping_ptr"),
+    *("work_ptr", "num_tiles_ptr", "sinks_ptr"),
+]
+
 
 def paged_constants(
     q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, out_THd: torch.Tensor, scoring: Scoring, *, tiled: bool = False

@@ -35,7 +35,6 @@ class Kernel(Enum):
     ROPE_DECODE = "rope_decode"
     CODED_DECODE = "coded_decode"
     DECODE = "decode"
-    DRAFT_DECODE = "draft_decode"
     LISTED_DECODE = "listed_decode"
 
 
@@ -144,7 +143,7 @@ def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotat
             tiles = tiles_of_drafts(bound, contexts)
             if tiles is not None and fits_one_tile(batch.query_len, layer.num_heads // layer.num_kv_heads):
                 return Plan(Kernel.SHORT_DRAFTS, tiles)
-        return Plan(Kernel.DRAFT_DECODE, short_splits(num_requests, bound, contexts) or splits)
+        return Plan(Kernel.DECODE, short_splits(num_requests, bound, contexts) or splits)
     if unrotated:
         short = short_splits(num_requests, bound, layer.short_contexts(num_requests))
         whole = short is not None and short.count == 1

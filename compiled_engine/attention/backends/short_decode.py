@@ -20,7 +20,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
-from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants
+from compiled_engine.attention.backends.kernel_arguments import (
+    STEP_NUMBERS,
+    STEP_TENSORS,
+    RotatingArguments,
+    paged_constants,
+)
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     blocks_of,
@@ -281,10 +286,7 @@ ROWS = gl.constexpr(16)
 
 
 @quick_launches
-@gluon.jit(
-    do_not_specialize=["table_stride", "q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride", "out_stride"],
-    do_not_specialize_on_alignment=["slot_mapping_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
-)
+@gluon.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def short_decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,

@@ -16,7 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants
+from compiled_engine.attention.backends.kernel_arguments import (
+    STEP_NUMBERS,
+    STEP_TENSORS,
+    RotatingArguments,
+    paged_constants,
+)
 from compiled_engine.attention.backends.short_decode import (
     ROWS,
     WIDTH,
@@ -82,10 +87,7 @@ def _heads(  # type: ignore[no-untyped-def]
 
 
 @quick_launches
-@gluon.jit(
-    do_not_specialize=["table_stride", "q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride", "out_stride"],
-    do_not_specialize_on_alignment=["slot_mapping_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
-)
+@gluon.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def short_drafts_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -129,7 +131,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     """Attention of QUERY_LEN tokens per request: program (K/V head, request) computes the GROUP heads of all of them.
 
     It norms and rotates q and the new keys, and writes new keys and values to the cache if they have slots. The rows
-    (tokens) of a request are consecutive, padding last, see draft_decode.
+    (tokens) of a request are consecutive, padding last, as in decode_kernel.
 
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of rows.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.

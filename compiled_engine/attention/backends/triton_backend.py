@@ -1,7 +1,4 @@
-"""Attention with the engine's own Triton and Gluon kernels, the default on CUDA.
-
-Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 256.
-"""
+"""The attention backend of the engine's own Triton and Gluon kernels, the default on CUDA."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ from compiled_engine.attention.backends.kernel_choice import (
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_decode
 from compiled_engine.attention.backends.short_drafts import fits_one_tile, short_drafts
 from compiled_engine.attention.backends.triton_decode import decode
-from compiled_engine.attention.backends.triton_draft_decode import draft_decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_packed import attend_packed
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, PrefillTiles, prefill, prefill_tiles
@@ -58,11 +54,11 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """See the module's docstring; kernel_choice.py chooses the kernel of each batch.
+    """Attention of the engine's own kernels, for block sizes of multiples of 16 and heads of multiples of 8 up to 256.
 
-    A batch with prompts has separate kernels for its decodes and its prompts, because a tile of 16 rows needs other
-    registers than one of 128. Kernels read everything that differs between batches from the device. Launches depend
-    only on tensor shapes and host_3, so every batch can be captured.
+    kernel_choice.py chooses the kernel of each batch. A batch with prompts has separate kernels for its decodes and its
+    prompts, because a tile of 16 rows needs other registers than a tile of 128. Kernels read everything that differs
+    between batches from the device. Launches depend only on tensor shapes and host_3, so every batch can be captured.
     """
 
     name = "triton"
@@ -140,12 +136,10 @@ class TritonBackend:
         match plan:
             case Plan(Kernel.LISTED_DECODE):
                 _attend_listed(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring, batch, layer)
-            case Plan(Kernel.DRAFT_DECODE, Splits() as splits):
-                draft_decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
             case Plan(Kernel.CODED_DECODE, CodedPlan() as coded):
                 coded_decode(q_THd, None, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, coded, scoring)
             case Plan(Kernel.DECODE, Splits() as splits):
-                decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.num_requests, splits, scoring)
+                decode(q_THd, kv_cache_N2PKd, out_THd, inputs, batch.query_len, splits, scoring)
 
     def attend_packed(
         self,
@@ -169,7 +163,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """See AttentionBackend. Serves batches of decodes with a plain rotation, if one kernel is faster."""
+        """Serve batches of decodes with a plain rotation, if one kernel is faster. See AttentionBackend."""
         if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
             return False
         _, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window, unrotated=True)

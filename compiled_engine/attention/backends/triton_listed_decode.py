@@ -15,9 +15,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.kernel_arguments import paged_constants, rows_of
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS, paged_constants, rows_of
 from compiled_engine.attention.backends.triton_combine import Partials, combined, store_partials
 from compiled_engine.attention.backends.triton_tile import (
+    HeadCache,
     attend_keys,
     first_seen,
     normalised,
@@ -51,10 +52,7 @@ def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
 
 
 @quick_launches
-@triton.jit(
-    do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride", "min_keys"],
-    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
-)
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def listed_decode_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
@@ -128,23 +126,21 @@ def listed_decode_kernel(
         first_key += split * length
         # The list has splits for any layer; those beyond this layer's own have nothing to do.
         if split < num_splits:
-            # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+            head_scales_ptr = None
+            if scales_ptr is not None:
+                head_scales_ptr = scales_ptr + kv_head
             acc_MD, max_M, sum_M = attend_keys(
-                q_ptr + tl.multiple_of(token * q_token_stride, 8),
+                # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+                q_ptr + tl.multiple_of(token * q_token_stride, 8) + (kv_head * GROUP + rows_M) * Q_HEAD_STRIDE,
+                mask_M,
+                None,
                 block_table_ptr + request * table_stride,
-                cache_ptr,
-                scales_ptr,
-                kv_head,
+                HeadCache(cache_ptr + kv_head * HEAD_DIM, head_scales_ptr, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH),
                 first_key,
                 tl.minimum(first_key + length, seq_len),
                 scale_log2,
-                Q_HEAD_STRIDE,
+                0,
                 CAP_SCALE,
-                GROUP,
-                BLOCK_SIZE,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                WIDTH,
                 TILE_M,
                 TILE_N,
                 TILE_D,

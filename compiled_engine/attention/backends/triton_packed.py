@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     add_values,
@@ -59,10 +60,7 @@ def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTil
 
 
 @quick_launches
-@triton.jit(
-    do_not_specialize=["num_requests", "q_token_stride", "k_token_stride", "v_token_stride", "out_token_stride"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "sinks_ptr"],
-)
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def packed_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,

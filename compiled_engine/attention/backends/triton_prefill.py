@@ -13,9 +13,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.kernel_arguments import paged_constants
+from compiled_engine.attention.backends.kernel_arguments import STEP_NUMBERS, STEP_TENSORS, paged_constants
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
+    HeadCache,
     attend_tile,
     blocks_of,
     first_read,
@@ -61,17 +62,7 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
 
 
 @quick_launches
-@triton.jit(
-    do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride"],
-    do_not_specialize_on_alignment=[
-        "work_ptr",
-        "num_tiles_ptr",
-        "query_start_loc_ptr",
-        "seq_lens_ptr",
-        "block_table_ptr",
-        "sinks_ptr",
-    ],
-)
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def prefill_kernel(
     q_ptr: tl.tensor,
     cache_ptr: tl.tensor,
@@ -177,16 +168,11 @@ def prefill_kernel(
                         key,
                         end_key,
                         block_N,
-                        head_cache_ptr,
-                        head_scales_ptr,
+                        HeadCache(head_cache_ptr, head_scales_ptr, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH),
                         scale_log2,
                         masked == 1,
                         WINDOW,
                         CAP_SCALE,
-                        BLOCK_SIZE,
-                        NUM_KV_HEADS,
-                        HEAD_DIM,
-                        WIDTH,
                         TILE_N,
                         TILE_D,
                     )

@@ -13,11 +13,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
-from compiled_engine.attention.backends.kernel_arguments import RotatingArguments, paged_constants, rows_of
+from compiled_engine.attention.backends.kernel_arguments import (
+    STEP_NUMBERS,
+    STEP_TENSORS,
+    RotatingArguments,
+    paged_constants,
+    rows_of,
+)
 from compiled_engine.attention.backends.triton_combine import Partials, combine_splits, store_partials
 from compiled_engine.attention.backends.triton_decode import decode_tiles
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
+    HeadCache,
     add_values,
     blocks_of,
     capped,
@@ -47,19 +54,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 @quick_launches
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "q_stride",
-        "k_stride",
-        "v_stride",
-        "cos_stride",
-        "sin_stride",
-        "out_stride",
-        "min_keys",
-    ],
-    do_not_specialize_on_alignment=["slot_mapping_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
-)
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_TENSORS)
 def rope_decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -248,17 +243,14 @@ def rope_decode_kernel(
         acc_MD,
         max_M,
         sum_M,
+        None,
         table_ptr,
-        head_cache_ptr,
-        head_scales_ptr,
+        HeadCache(head_cache_ptr, head_scales_ptr, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH),
         first_key + FIRST_N,
         end_cached,
         scale_log2,
+        0,
         CAP_SCALE,
-        BLOCK_SIZE,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        WIDTH,
         TILE_N,
         TILE_D,
         False,

@@ -10,6 +10,7 @@ call these functions too, except those that load or multiply tiles.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,6 +23,20 @@ LOWEST = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
 # Every kernel's tile of keys divides this number, and dequantised contexts begin at a multiple of it.
 TILES_OF_KEYS = tl.constexpr(128)
+
+
+class HeadCache(NamedTuple):
+    """The part of a paged cache [N, 2, P, K, WIDTH] that belongs to a K/V head: an argument of device functions.
+
+    Make it where it is passed: Triton turns the sizes of an assigned tuple into tensors.
+    """
+
+    ptr: tl.tensor  # the cache from the head on
+    scales_ptr: tl.tensor | None  # its scales from the head on, see triton_codes
+    BLOCK_SIZE: tl.constexpr
+    NUM_KV_HEADS: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    WIDTH: tl.constexpr
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:
@@ -179,16 +194,11 @@ def attend_tile(
     first_key: tl.tensor,
     end_key: tl.tensor,
     block_N: tl.tensor,
-    head_cache_ptr: tl.tensor,
-    head_scales_ptr: tl.tensor | None,
+    cache: HeadCache,
     scale_log2: tl.tensor,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP_SCALE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -197,20 +207,27 @@ def attend_tile(
     positions_M: the position of each query.
     end_key: end of the keys that are stored.
     block_N: the block of each key, see blocks_of.
-    head_cache_ptr: the cache [N, 2, P, K, WIDTH] from the K/V head on; head_scales_ptr: its scales likewise, see
-        triton_codes.
     max_M: the largest score of each row, not yet multiplied by scale_log2.
     MASKED: hide keys that a query does not see; without it, every query sees every key of the tile.
     """
     keys_N = first_key + tl.arange(0, TILE_N)
     stored_N = keys_N < end_key
-    k_ptrs_N = head_cache_ptr + key_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
-    k_ND = load_rows(k_ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D)
+    k_ptrs_N = cache.ptr + key_offset(
+        block_N, keys_N, cache.BLOCK_SIZE, cache.NUM_KV_HEADS, cache.HEAD_DIM, cache.WIDTH
+    )
+    k_ND = load_rows(k_ptrs_N, stored_N, MASKED, cache.HEAD_DIM, TILE_D)
     k_scale_N = None
     v_scale_N = None
-    if head_scales_ptr is not None:
+    if cache.scales_ptr is not None:
         k_scale_N, v_scale_N = load_scales(
-            head_scales_ptr, block_N, keys_N, stored_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH
+            cache.scales_ptr,
+            block_N,
+            keys_N,
+            stored_N,
+            cache.BLOCK_SIZE,
+            cache.NUM_KV_HEADS,
+            cache.HEAD_DIM,
+            cache.WIDTH,
         )
     scores_MN = scores_of(q_MD, k_ND, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
     if MASKED:
@@ -218,7 +235,8 @@ def attend_tile(
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     acc_MD *= rescale_M[:, None]
     sum_M = sum_M * rescale_M + sum_of(weights_MN, v_scale_N)
-    v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * WIDTH, stored_N, MASKED, HEAD_DIM, TILE_D)
+    v_ptrs_N = k_ptrs_N + cache.BLOCK_SIZE * cache.NUM_KV_HEADS * cache.WIDTH
+    v_ND = load_rows(v_ptrs_N, stored_N, MASKED, cache.HEAD_DIM, TILE_D)
     return add_values(acc_MD, weights_MN, v_ND, q_MD.dtype), max_M, sum_M
 
 
@@ -228,36 +246,36 @@ def fold_keys(
     acc_MD: tl.tensor,
     max_M: tl.tensor,
     sum_M: tl.tensor,
+    positions_M: tl.tensor | None,
     table_ptr: tl.tensor,
-    head_cache_ptr: tl.tensor,
-    head_scales_ptr: tl.tensor | None,
+    cache: HeadCache,
     first_key: tl.tensor,
     end_key: tl.tensor,
     scale_log2: tl.tensor,
+    WINDOW: tl.constexpr,
     CAP_SCALE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of the heads of its single query.
+    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of its queries.
 
-    table_ptr: the request's row of the block table. Other arguments are those of attend_tile. LOOK_AHEAD: look up
-    blocks one tile ahead, so that several tiles are in flight. That is faster for long contexts of few requests; with
-    many programs it gains nothing and takes registers.
+    positions_M: the position of each query; None: there is one query, which sees all these keys.
+    table_ptr: the request's row of the block table. Other arguments are those of attend_tile.
+    LOOK_AHEAD: look up blocks one tile ahead, so that several tiles are in flight. That is faster for long contexts of
+        few requests; with many programs it gains nothing and takes registers.
     """
-    positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
+    SINGLE: tl.constexpr = positions_M is None
+    if SINGLE:
+        positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
     n_N = tl.arange(0, TILE_N)
-    if LOOK_AHEAD:
-        block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
+    if LOOK_AHEAD or not SINGLE:  # with several queries, this lookup makes the code of the loop smaller
+        block_N = blocks_of(table_ptr, first_key + n_N, end_key, cache.BLOCK_SIZE)
     for key in range(first_key, end_key, TILE_N):
         if LOOK_AHEAD:
-            next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, BLOCK_SIZE)
+            next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, cache.BLOCK_SIZE)
         else:
-            block_N = blocks_of(table_ptr, key + n_N, end_key, BLOCK_SIZE)
+            block_N = blocks_of(table_ptr, key + n_N, end_key, cache.BLOCK_SIZE)
         acc_MD, max_M, sum_M = attend_tile(
             q_MD,
             acc_MD,
@@ -267,16 +285,11 @@ def fold_keys(
             key,
             end_key,
             block_N,
-            head_cache_ptr,
-            head_scales_ptr,
+            cache,
             scale_log2,
             True,
-            0,
+            0 if SINGLE else WINDOW,
             CAP_SCALE,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            WIDTH,
             TILE_N,
             TILE_D,
         )
@@ -287,55 +300,41 @@ def fold_keys(
 
 @triton.jit
 def attend_keys(
-    q_token_ptr: tl.tensor,
+    q_ptrs_M: tl.tensor,
+    mask_M: tl.tensor,
+    positions_M: tl.tensor | None,
     table_ptr: tl.tensor,
-    cache_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
-    kv_head: tl.tensor,
+    cache: HeadCache,
     first_key: tl.tensor,
     end_key: tl.tensor,
     scale_log2: tl.tensor,
-    Q_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
     CAP_SCALE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (acc [M, D], max [M], sum [M]) of a query's heads for one K/V head, over keys first_key .. end_key - 1.
+    """Return (acc [M, D], max [M], sum [M]) of a request's queries over its keys first_key .. end_key - 1.
 
-    q_token_ptr: the query, [H, d]. table_ptr: the request's row of the block table. GROUP: query heads per K/V head;
-    TILE_M: GROUP rounded up to a tile's rows. LOOK_AHEAD: see fold_keys.
+    q_ptrs_M: the queries' heads. mask_M: rows that have one. Other arguments are those of fold_keys.
     """
-    rows_M = tl.arange(0, TILE_M)
-    heads_M = kv_head * GROUP + rows_M
     d_D = tl.arange(0, TILE_D)
-    mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
-    q_MD = tl.load(q_token_ptr + heads_M[:, None] * Q_HEAD_STRIDE + d_D[None, :], mask=mask_MD, other=0.0)
-    head_scales_ptr = None
-    if scales_ptr is not None:
-        head_scales_ptr = scales_ptr + kv_head
+    mask_MD = mask_M[:, None] & (d_D[None, :] < cache.HEAD_DIM)
+    q_MD = tl.load(q_ptrs_M[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
     return fold_keys(
-        product_type(q_MD, cache_ptr.dtype.element_ty),
+        product_type(q_MD, cache.ptr.dtype.element_ty),
         tl.zeros([TILE_M, TILE_D], tl.float32),
         tl.full([TILE_M], LOWEST, tl.float32),
         tl.zeros([TILE_M], tl.float32),
+        positions_M,
         table_ptr,
-        cache_ptr + kv_head * HEAD_DIM,
-        head_scales_ptr,
+        cache,
         first_key,
         end_key,
         scale_log2,
+        WINDOW,
         CAP_SCALE,
-        BLOCK_SIZE,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        WIDTH,
         TILE_N,
         TILE_D,
         LOOK_AHEAD,

@@ -69,17 +69,6 @@ def test_splits_are_few_and_never_wanting(num_requests: int, num_kv_heads: int, 
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "max_seq_len", "expected"),
-    [(1, 4096, False), (2, 4096, False), (3, 4096, True), (16, 4096, True), (16, 8193, False), (17, 4096, False)],
-)
-def test_one_kernel_rotates_and_attends_for_a_few_short_contexts(
-    num_requests: int, max_seq_len: int, expected: bool
-) -> None:
-    splits = plan_splits(num_requests, 8, max_seq_len, H200_SMS)
-    assert one_kernel_pays(splits, max_seq_len) == expected
-
-
-@pytest.mark.parametrize(
     ("num_requests", "expected"),
     [
         (1, (256, 512)),
