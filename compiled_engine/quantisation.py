@@ -23,9 +23,16 @@ class Element(NamedTuple):
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 // self.per_byte
+
 
 ELEMENTS = {
     "e4m3": Element(torch.float8_e4m3fn, 448.0),
+    "int8": Element(torch.int8, 127.0),
+    "uint8": Element(torch.uint8, 127.5, has_zeros=True),
     "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
     "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
 }
@@ -78,7 +85,7 @@ class Rounding(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        return self.format.zero is not None or self.format.has_zeros
+        return not self.dtype.is_floating_point
 
     def stored(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the shape of the stored codes for a matrix of this size, whose bytes must be full."""

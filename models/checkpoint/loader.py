@@ -29,6 +29,7 @@ from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.passes.framework.parameter import (
     BUFFER,
     CODES,
+    COLUMNS,
     INPUT_SCALE,
     KV_SCALES,
     QUANTISED,
@@ -207,8 +208,8 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 STANDARD_DEVIATION = 0.02
 CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
-# Of four bits: the deviation of codes that are all equally likely, and the smaller of the two zero points.
-INTEGERS_DEVIATION, ZERO = 4.6, 7
+# Deviation of integer codes that are all equally likely, by their bits.
+INTEGERS_DEVIATION = {4: 4.6, 8: 73.9}
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -233,18 +234,21 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 target.normal_(mean, STANDARD_DEVIATION, generator=generator)
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
-            rounding = LinearScheme.parse(leaf.scheme).weight if leaf.scheme else None
-            is_integer = rounding is not None and rounding.is_integer
-            dtype = torch.float32 if leaf.role in QUANTISED and target.dtype != torch.uint8 else target.dtype
-            whole = torch.empty(shape, dtype=dtype, device=target.device)
-            if leaf.role == ZEROS:
-                whole.random_(ZERO, ZERO + 2, generator=generator)
-            elif leaf.role == CODES and is_integer:
-                whole.random_(256, generator=generator)
+            deviation, middle = CODES_DEVIATION, 0
+            if leaf.scheme and (rounding := LinearScheme.parse(leaf.scheme).weight).is_integer:
+                deviation, middle = INTEGERS_DEVIATION[rounding.format.bits], 2 ** (rounding.format.bits - 1)
+            in_fp32 = leaf.role in QUANTISED and target.dtype.is_floating_point
+            whole = torch.empty(shape, dtype=torch.float32 if in_fp32 else target.dtype, device=target.device)
+            if leaf.role == COLUMNS:
+                whole.copy_(torch.arange(shape[1]))
+            elif leaf.role == ZEROS:
+                whole.random_(middle - 1, middle + 1, generator=generator)
+            elif leaf.role == CODES and middle:
+                least = torch.iinfo(target.dtype).min
+                whole.random_(least, least + 256, generator=generator)
             elif leaf.role == CODES:
                 whole.normal_(0.0, CODES_DEVIATION, generator=generator)
             elif leaf.role in (SCALES, INPUT_SCALE):
-                deviation = INTEGERS_DEVIATION if is_integer else CODES_DEVIATION
                 size = STANDARD_DEVIATION / deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:

@@ -1,6 +1,6 @@
-"""Convert quantization_config of config.json to rules: compressed-tensors, with FP8 values or integers of four bits,
-DeepSeek's fp8 and modelopt; GPTQ and AWQ are in gptq_config.py. Rules can also be written in the format of
-compressed-tensors."""
+"""Convert quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt.
+
+GPTQ and AWQ are in gptq_config.py. Rules can also be written in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from compiled_engine.models.checkpoint.gptq_config import read_awq, read_gptq
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.packed_weights import PACKED
+from compiled_engine.models.checkpoint.packed_weights import INTEGERS, PACKED
 from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
@@ -20,7 +20,7 @@ MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_m
 # Has no rules: it is decoded while it is loaded.
 MXFP4 = "mxfp4"
 _INSTEAD = (
-    ": a checkpoint in FP8, or in four bits of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
+    ": a checkpoint in FP8, or with integers of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
     "quantization='fp8'"
 )
 _TOKEN = Rounding("e4m3", 1, 0)
@@ -40,6 +40,7 @@ _PRESETS = {
     "FP8_BLOCK": _BLOCKS,
     "W4A16": LinearScheme(Rounding("int4", 1, 128), None),
     "W4A16_ASYM": LinearScheme(Rounding("uint4", 1, 128), None),
+    "W8A16": LinearScheme(Rounding("int8", 1, 128), None),
 }
 _MODELOPT = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
@@ -102,14 +103,16 @@ def _integers(group: JsonFields) -> LinearScheme:
     """Return the scheme of a group of packed weights; their inputs are not rounded."""
     group.require("input_activations", not group.values.get("input_activations"), f"null{_INSTEAD}")
     weights = group.section("weights")
-    weights.require_values(_INSTEAD, num_bits=4, type="int", dynamic=False)
+    weights.require_values(_INSTEAD, type="int", dynamic=False)
+    bits = weights.values.get("num_bits", 8)
+    weights.require("num_bits", bits in (4, 8), f"4 or 8{_INSTEAD}")
     strategy = weights.one_of("strategy", ("group", "channel"), "group", instead=_INSTEAD)
     columns = weights.integer("group_size") if strategy == "group" else 0
-    weights.require("group_size", columns % 2 == 0, "an even number")
+    weights.require("group_size", bits == 8 or columns % 2 == 0, "an even number")
     order = str(weights.values.get("actorder")).lower()
     weights.require("actorder", order in _ORDERS, "null, weight, static, group or dynamic")
     reordered = bool(columns) and _ORDERS[order]
-    element = "int4" if weights.boolean("symmetric", True) else "uint4"
+    element = INTEGERS[bits, weights.boolean("symmetric", True)]
     return LinearScheme(Rounding(element, 1, columns), None, reordered)
 
 
@@ -221,7 +224,7 @@ def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
         "block_structure": [rows, columns] if strategy == "block" else None,
         "dynamic": of_inputs and not rounding.static,
         "group_size": columns if strategy == "group" else None,
-        "num_bits": 4 if rounding.is_integer else 8,
+        "num_bits": rounding.format.bits,
         "observer": None if of_inputs and not rounding.static else "minmax",
         "observer_kwargs": {},
         "strategy": strategy,

@@ -28,7 +28,7 @@ from compiled_engine.models.checkpoint.file_names import PICKLE_PATTERNS, name_s
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.linear_names import require_linears
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
-from compiled_engine.models.checkpoint.packed_weights import CODES
+from compiled_engine.models.checkpoint.packed_weights import WORD
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors
 from compiled_engine.models.checkpoint.safetensors_files import (
@@ -231,7 +231,7 @@ def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> 
     num_rows, num_columns = shape
     grid = scheme.weight.grid(num_rows, num_columns)
     if scheme.weight.is_integer:
-        words = num_rows, -(-num_columns // CODES)
+        words = num_rows, -(-num_columns * scheme.weight.format.bits // WORD)
         return {
             f"{name}_packed": Described("I32", words, 4 * math.prod(words)),
             f"{name}{_SCALES}": Described("BF16", grid, 2 * math.prod(grid)),

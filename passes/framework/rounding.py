@@ -1,8 +1,8 @@
 """Quantisation to codes with scales and back: the formula that loader, references and kernels share.
 
 A tile's scale, in fp32, is its largest magnitude over the element type's largest value; a code is the value over its
-scale, rounded. A tile of zeros has a small scale, never zero. Scales of integer codes are searched, since a smaller
-scale that clips the largest values often has the smaller error.
+scale, rounded. A tile of zeros has a small scale, never zero. Scales of codes in four bits are searched, since a
+smaller scale that clips the largest values often has the smaller error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from compiled_engine.quantisation import LinearScheme, Rounding
 
 SMALLEST_MAXIMUM = 2.0**-24
-# Scales that are tried for integer codes, relative to that of the largest magnitude.
+# Scales that are tried for codes in four bits, relative to that of the largest magnitude.
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
 # Rows of tiles that are searched at once, to save memory.
 _SEARCHED_ROWS = 1024
@@ -22,7 +22,7 @@ _SEARCHED_ROWS = 1024
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the scales [R, C] in fp32, one per tile."""
     tiles_RrCc = _tiles(values_NK, rounding)
-    if rounding.is_integer:
+    if rounding.format.zero is not None:
         return torch.cat([_searched(part, rounding) for part in tiles_RrCc.split(_SEARCHED_ROWS)])
     largest_RC = tiles_RrCc.float().abs().amax((1, 3))
     # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, which rounds twice.
@@ -67,7 +67,8 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
         return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
-    return scaled_NK.clamp(-rounding.largest, rounding.largest).to(rounding.dtype)
+    scaled_NK = scaled_NK.clamp(-rounding.largest, rounding.largest)
+    return (scaled_NK.round() if rounding.is_integer else scaled_NK).to(rounding.dtype)
 
 
 def decode(

@@ -1,4 +1,4 @@
-"""Triton kernels of linears with packed integer codes, whose inputs are not rounded.
+"""Triton kernels of linears with integer codes of four or 8 bits, whose inputs are not rounded.
 
 With few tokens a linear costs the read of its weight, so one kernel decodes the codes in registers before the tensor
 cores multiply them. With many tokens the products dominate: another kernel decodes the whole weight into memory, and
@@ -22,25 +22,39 @@ from compiled_engine.quantisation import LinearScheme
 CAPABILITY = (8, 0)
 # Most tokens of the kernel that decodes in registers: from here on the products take longer than the decoded weight.
 MOST_TOKENS = 64
-# Bits of 128 in bfloat16 and of 1024 in float16.
-BITS_OF_128, BITS_OF_1024 = tl.constexpr(0x4300), tl.constexpr(0x6400)
+# Bits of 128 in bfloat16, of 1024 in float16, and of 2^23 in float32.
+BITS_OF_128, BITS_OF_1024, BITS_OF_2_23 = tl.constexpr(0x4300), tl.constexpr(0x6400), tl.constexpr(0x4B000000)
+# Most bytes of a row's codes in a step. Twice as many values, decoded from 8 bits, would not fit into registers.
+STEP_BYTES = 64
+# The code of 0 in formats without zero points, as kernels read codes: those of int8 plus 128.
+_ZEROS = {"int4": 8, "int8": 128}
 # Of the kernel that decodes a weight: rows and bytes of a program.
 _DECODED_ROWS, _DECODED_BYTES = 4, 512
 
 
 @triton.jit
-def _values(codes: tl.tensor, zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return codes of up to 7 bits minus their zeros, which is exact in each floating-point dtype.
+def _values(codes: tl.tensor, zeros: tl.tensor, BITS_OF_CODE: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Return codes minus their zeros, which is exact in each floating-point dtype.
 
-    A conversion from integers is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024, so setting
-    the low bits adds the code.
+    A conversion from integers is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32
+    that of 2^23, so setting the low bits adds the code. Codes of 8 bits do not fit beside 128.
     """
-    if dtype == tl.float32:
-        return codes.to(tl.float32) - zeros.to(tl.float32)
+    if dtype == tl.float32 or (BITS_OF_CODE == 8 and dtype == tl.bfloat16):
+        values = (codes.to(tl.int32) | BITS_OF_2_23).to(tl.float32, bitcast=True)
+        return (values - (zeros.to(tl.int32) | BITS_OF_2_23).to(tl.float32, bitcast=True)).to(dtype)
     else:
         BITS: tl.constexpr = BITS_OF_128 if dtype == tl.bfloat16 else BITS_OF_1024
         values = (codes.to(tl.int16) | BITS).to(dtype, bitcast=True)
         return values - (zeros.to(tl.int16) | BITS).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _unsigned(codes: tl.tensor) -> tl.tensor:
+    """Return signed codes plus 128, and others as they are."""
+    if codes.dtype == tl.int8:
+        return codes.to(tl.uint8, bitcast=True) ^ 128
+    else:
+        return codes
 
 
 @quick_launches
@@ -59,6 +73,7 @@ def integer_product_kernel(
     K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    PER_BYTE: tl.constexpr,
     ZERO: tl.constexpr,
     SILU_MUL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -70,20 +85,22 @@ def integer_product_kernel(
 ) -> None:
     """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x: [num_tokens, K]; codes: [N, K / 2], a byte has an even column in its low half; scales, zeros: one for each tile,
-    with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual: [num_tokens, num_outputs].
+    x: [num_tokens, K]; codes: [N, K / PER_BYTE], of two codes in a byte the low half has the even column; scales,
+    zeros: one for each tile, with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual: [num_tokens,
+    num_outputs].
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    HALF: tl.constexpr = BLOCK_K // 2
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE
+    ROW_BYTES: tl.constexpr = K // PER_BYTE
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     first = tl.program_id(0) * OUTPUTS
     row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
     token_T = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mask_T = token_T < num_tokens
-    column_K, byte_B = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
-    codes_ptr_NB = codes_ptr + row_N.to(tl.int64)[:, None] * (K // 2) + byte_B[None, :]
+    column_K, byte_B = tl.arange(0, BLOCK_K), tl.arange(0, BYTES)
+    codes_ptr_NB = codes_ptr + row_N.to(tl.int64)[:, None] * ROW_BYTES + byte_B[None, :]
     x_ptr_TK = x_ptr + token_T.to(tl.int64)[:, None] * x_stride + column_K[None, :]
     tile_N = row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS)
     if DEPENDENT_LAUNCH:
@@ -91,20 +108,25 @@ def integer_product_kernel(
     acc_NT = tl.zeros([ROWS, TOKENS], tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
-            codes_NB = tl.load(codes_ptr_NB + k // 2, eviction_policy="evict_first")
+            codes_NB = tl.load(codes_ptr_NB + k // PER_BYTE, eviction_policy="evict_first")
             x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None], other=0.0)
         else:
-            codes_NB = tl.load(codes_ptr_NB + k // 2, mask=(k // 2 + byte_B < K // 2)[None, :], other=0)
+            mask_B = k // PER_BYTE + byte_B < ROW_BYTES
+            codes_NB = tl.load(codes_ptr_NB + k // PER_BYTE, mask=mask_B[None, :], other=0)
             x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None] & (k + column_K < K)[None, :], other=0.0)
         scale_N = tl.load(scales_ptr + tile_N + k // TILE_COLUMNS)
         if zeros_ptr is None:
             zero_N1 = tl.full([1, 1], ZERO, tl.uint8)
         else:
             zero_N1 = tl.load(zeros_ptr + tile_N + k // TILE_COLUMNS)[:, None]
-        even_TB, odd_TB = tl.split(tl.reshape(x_TK, [TOKENS, HALF, 2]))
-        product_NT = tl.dot(_values(codes_NB & 15, zero_N1, dtype), tl.trans(even_TB), input_precision="ieee")
-        odd_NB = _values(codes_NB >> 4, zero_N1, dtype)
-        product_NT = tl.dot(odd_NB, tl.trans(odd_TB), product_NT, input_precision="ieee")
+        if PER_BYTE == 1:
+            w_NK = _values(_unsigned(codes_NB), zero_N1, 8, dtype)
+            product_NT = tl.dot(w_NK, tl.trans(x_TK), input_precision="ieee")
+        else:
+            even_TB, odd_TB = tl.split(tl.reshape(x_TK, [TOKENS, BYTES, 2]))
+            product_NT = tl.dot(_values(codes_NB & 15, zero_N1, 4, dtype), tl.trans(even_TB), input_precision="ieee")
+            odd_NB = _values(codes_NB >> 4, zero_N1, 4, dtype)
+            product_NT = tl.dot(odd_NB, tl.trans(odd_TB), product_NT, input_precision="ieee")
         acc_NT += product_NT * scale_N[:, None]
     y_TN = tl.trans(acc_NT)
     store_outputs(y_TN, first, num_outputs, token_T, mask_T, bias_ptr, residual_ptr, out_ptr, SILU_MUL, ACTIVATION)
@@ -121,6 +143,7 @@ def decode_kernel(
     K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    PER_BYTE: tl.constexpr,
     ZERO: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -132,21 +155,25 @@ def decode_kernel(
         gdc_wait()
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     byte_B = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    mask_NB = (row_N < num_rows)[:, None] & (byte_B < K // 2)[None, :]
-    codes_NB = tl.load(codes_ptr + row_N.to(tl.int64)[:, None] * (K // 2) + byte_B[None, :], mask=mask_NB, other=0)
+    ROW_BYTES: tl.constexpr = K // PER_BYTE
+    mask_NB = (row_N < num_rows)[:, None] & (byte_B < ROW_BYTES)[None, :]
+    codes_NB = tl.load(codes_ptr + row_N.to(tl.int64)[:, None] * ROW_BYTES + byte_B[None, :], mask=mask_NB, other=0)
     tile_NB = (row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS))[:, None]
-    tile_NB += (byte_B // (TILE_COLUMNS // 2))[None, :]
+    tile_NB += (byte_B // (TILE_COLUMNS // PER_BYTE))[None, :]
     scale_NB = tl.load(scales_ptr + tile_NB, mask=mask_NB, other=0.0)
     if zeros_ptr is None:
         zero_NB = tl.full([1, 1], ZERO, tl.uint8)
     else:
         zero_NB = tl.load(zeros_ptr + tile_NB, mask=mask_NB, other=0)
-    even_NB = _values(codes_NB & 15, zero_NB, tl.float32) * scale_NB
-    odd_NB = _values(codes_NB >> 4, zero_NB, tl.float32) * scale_NB
-    column_K = tl.program_id(1) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    if PER_BYTE == 1:
+        w_NK = _values(_unsigned(codes_NB), zero_NB, 8, tl.float32) * scale_NB
+    else:
+        even_NB = _values(codes_NB & 15, zero_NB, 4, tl.float32) * scale_NB
+        w_NK = tl.interleave(even_NB, _values(codes_NB >> 4, zero_NB, 4, tl.float32) * scale_NB)
+    column_K = tl.program_id(1) * (PER_BYTE * BYTES) + tl.arange(0, PER_BYTE * BYTES)
     mask_NK = (row_N < num_rows)[:, None] & (column_K < K)[None, :]
     out_ptr_NK = out_ptr + row_N.to(tl.int64)[:, None] * K + column_K[None, :]
-    tl.store(out_ptr_NK, tl.interleave(even_NB, odd_NB).to(out_ptr.dtype.element_ty), mask=mask_NK)
+    tl.store(out_ptr_NK, w_NK.to(out_ptr.dtype.element_ty), mask=mask_NK)
 
 
 def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str | None:
@@ -199,12 +226,13 @@ def launch(
         K=k,
         TILE_ROWS=rounding.rows or num_rows,
         TILE_COLUMNS=rounding.columns or k,
-        ZERO=rounding.format.zero or 0,
+        PER_BYTE=rounding.format.per_byte,
+        ZERO=_ZEROS.get(rounding.element, 0),
         SILU_MUL=silu_mul,
         ACTIVATION=activation,
         TOKENS=tiles.tokens,
         ROWS=tiles.rows,
-        BLOCK_K=step_of(scheme),
+        BLOCK_K=min(step_of(scheme), STEP_BYTES * rounding.format.per_byte),
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
         enable_fp_fusion=True,
@@ -222,17 +250,19 @@ def decode_weight(
 ) -> torch.Tensor:
     """Return the weight's values [N, K], computed in fp32 and rounded to `dtype`. Pairs of columns share a scale."""
     (num_rows, num_bytes), rounding = codes_NB.shape, scheme.weight
-    out_NK = torch.empty((num_rows, 2 * num_bytes), dtype=dtype, device=codes_NB.device)
+    per_byte = rounding.format.per_byte
+    out_NK = torch.empty((num_rows, per_byte * num_bytes), dtype=dtype, device=codes_NB.device)
     decode_kernel[(cdiv(num_rows, _DECODED_ROWS), cdiv(num_bytes, _DECODED_BYTES))](
         codes_NB,
         scales_RC,
         zeros_RC,
         out_NK,
         num_rows,
-        K=2 * num_bytes,
+        K=per_byte * num_bytes,
         TILE_ROWS=rounding.rows or num_rows,
-        TILE_COLUMNS=rounding.columns or 2 * num_bytes,
-        ZERO=rounding.format.zero or 0,
+        TILE_COLUMNS=rounding.columns or per_byte * num_bytes,
+        PER_BYTE=per_byte,
+        ZERO=_ZEROS.get(rounding.element, 0),
         ROWS=_DECODED_ROWS,
         BYTES=_DECODED_BYTES,
         **dependent_launch(codes_NB.device),

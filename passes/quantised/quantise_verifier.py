@@ -107,9 +107,10 @@ class _Checkpoint:
         return random_codes(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _zeros(self, name: str) -> torch.Tensor:
-        """Return undivided zero points of four bits."""
-        grid = self._scheme(name).weight.grid(*self._whole(name))
-        return (4 * self._random(f"{name} zeros", grid) + 8).clamp(0, 15).to(torch.uint8)
+        """Return undivided zero points."""
+        rounding = self._scheme(name).weight
+        most, grid = 2**rounding.format.bits - 1, rounding.grid(*self._whole(name))
+        return ((self._random(f"{name} zeros", grid) + 2) * most / 4).round().clamp(0, most).to(torch.uint8)
 
     def _whole(self, name: str) -> tuple[int, ...]:
         weight = self.weights[name]
@@ -141,18 +142,18 @@ def random_codes(
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
     if rounding.is_integer:
         values = random_values(name, rounding.stored(*shape), device)
-        return (64 * values + 128).clamp(0, 255).to(rounding.dtype), scales
+        least = torch.iinfo(rounding.dtype).min
+        return (64 * values + 128).clamp(0, 255).add(least).to(rounding.dtype), scales
     codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
     return codes.to(rounding.dtype), scales
 
 
 def _values(codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the values of codes before their scales, by each element's position."""
-    if not rounding.is_integer:
+    if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
-    per_byte = rounding.format.per_byte
-    bits = 8 // per_byte
+    per_byte, bits = rounding.format.per_byte, rounding.format.bits
     found = (codes[:, columns // per_byte].int() >> columns % per_byte * bits) % 2**bits
     if rounding.format.has_zeros:
         return (found - at_each_element(zeros, rounding, *shape).int()).float()

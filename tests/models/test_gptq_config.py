@@ -1,4 +1,4 @@
-"""The rules of checkpoints in four bits, and the fields that are refused with what is allowed."""
+"""The rules of checkpoints with integer weights, and the fields that are refused with what is allowed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ SCHEMES = {
     "gptq_v2": "uint4 1x64",
     "awq": "uint4 1x128",
     "awq, small groups": "uint4 1x32",
+    "compressed-tensors, 8 bits": "int8 1x*",
+    "compressed-tensors, 8 bits, zero points": "uint8 1x32, columns reordered",
+    "gptq, 8 bits": "int8 1x128, columns reordered",
+    "gptq, 8 bits, zero points": "uint8 1x32",
 }
 UP, GATE, HEAD = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate", "lm_head"
 PACKED, GPTQ, AWQ = (PACKINGS[name].config([HEAD]) for name in ("compressed-tensors, groups", "gptq", "awq"))
@@ -49,9 +53,10 @@ def test_each_format_states_its_scheme(name: str) -> None:
 
 def test_gptq_names_modules_that_differ() -> None:
     changes = {r"-:.*\.o_proj": {}, r"+:.*\.down_proj": {"group_size": 32, "sym": False, "desc_act": True}}
+    changes[r"+:.*\.v_proj"] = {"bits": 8}
     found = read(GPTQ | {"dynamic": changes, "lm_head": True})
-    names = ("a.o_proj", "a.down_proj", UP, HEAD, GATE)
-    schemes = [None, "uint4 1x32, columns reordered", "int4 1x128", "int4 1x128", None]
+    names = ("a.o_proj", "a.down_proj", "a.v_proj", UP, HEAD, GATE)
+    schemes = [None, "uint4 1x32, columns reordered", "int8 1x128", "int4 1x128", "int4 1x128", None]
     assert [scheme and str(scheme) for scheme in map(found.scheme_of, names)] == schemes
 
 
@@ -90,23 +95,23 @@ def test_what_is_written_states_the_same_rules(name: str) -> None:
     ("config", "parts"),
     [
         *(
-            ({"quant_method": method}, ("quant_method", f"'{method}'", "one of", "gptq, awq", "four bits"))
+            ({"quant_method": method}, ("quant_method", f"'{method}'", "one of", "gptq, awq", "with integers"))
             for method in ("bitsandbytes", "gguf", "torchao", "auto-round", "hqq")
         ),
-        (GPTQ | {"bits": 2}, ("bits must be 4", "got 2", "a checkpoint in FP8")),
-        (GPTQ | {"bits": 3}, ("bits must be 4", "got 3")),
+        (GPTQ | {"bits": 2}, ("bits must be 4 or 8", "got 2", "a checkpoint in FP8")),
+        (GPTQ | {"bits": 3}, ("bits must be 4 or 8", "got 3")),
         (GPTQ | {"checkpoint_format": "marlin"}, ("checkpoint_format", "gptq, gptq_v2", "'marlin'")),
         (GPTQ | {"is_marlin_format": True}, ("is_marlin_format must be false",)),
         (GPTQ | {"pack_dtype": "int16"}, ("pack_dtype must be int32",)),
         (GPTQ | {"group_size": 0}, ("group_size", "got 0")),
         (GPTQ | {"group_size": 33}, ("group_size must be an even number", "got 33")),
-        (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, ("bits must be 4", "got 8")),
+        (GPTQ | {"dynamic": {"+:a": {"bits": 5}}}, ("bits must be 4 or 8", "got 5")),
         (GPTQ | {"dynamic": {"+:a": {"rotation": "hadamard"}}}, ("dynamic: +:a: rotation must be absent",)),
         (AWQ | {"bits": 8}, ("bits must be 4", "got 8")),
         (AWQ | {"version": "gemv"}, ("version", "gemm", "'gemv'")),
         (AWQ | {"zero_point": False}, ("zero_point must be true",)),
         (AWQ | {"backend": "llm-awq"}, ("backend must be autoawq",)),
-        (packed(num_bits=3), ("num_bits must be 4", "got 3")),
+        (packed(num_bits=3), ("num_bits must be 4 or 8", "got 3")),
         (packed(type="float"), ("type must be int",)),
         (packed(strategy="tensor"), ("strategy must be one of group, channel",)),
         (packed(group_size=None), ("group_size is missing",)),

@@ -76,33 +76,38 @@ def test_setting_low_bits_adds_a_code(bits: Any, dtype: torch.dtype) -> None:
     assert torch.equal((values[:, None] - values[None, :]).float(), (codes[:, None] - codes[None, :]).float())
 
 
-@pytest.mark.product(one_in=4)
+@pytest.mark.product(one_in=4, each=("bits",))
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("columns", [32, 128])
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 4096), (8, 24576), (32, 24576), (64, 4096), (64, 24576)])
-def test_the_product_needs_no_stack_on_hopper(tokens: int, rows: int, columns: int, zeros: bool) -> None:
-    program = compiled(integer_product.choose_tiles(tokens, rows), columns, zeros)
+def test_the_product_needs_no_stack_on_hopper(tokens: int, rows: int, columns: int, zeros: bool, bits: int) -> None:
+    program = compiled(integer_product.choose_tiles(tokens, rows), columns, zeros, bits)
     assert stack_bytes(program) == 0
     assert program.metadata.shared <= 227 << 10
 
 
-def compiled(tiles: Tiles, columns: int, zeros: bool) -> Any:
+def compiled(tiles: Tiles, columns: int, zeros: bool, bits: int = 4) -> Any:
     constants = {
-        "K": 4096, "TILE_ROWS": 1, "TILE_COLUMNS": columns, "ZERO": 0 if zeros else 8, "SILU_MUL": zeros,
-        "ACTIVATION": "silu", "TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": columns,
+        "K": 4096, "TILE_ROWS": 1, "TILE_COLUMNS": columns, "PER_BYTE": 8 // bits, "SILU_MUL": zeros,
+        "ZERO": 0 if zeros else 2 ** (bits - 1),
+        "ACTIVATION": "silu", "TOKENS": tiles.tokens, "ROWS": tiles.rows, 
+        "BLOCK_K": min(columns, integer_product.STEP_BYTES * 8 // bits),
         "NUM_STAGES": tiles.num_stages, "DEPENDENT_LAUNCH": True, "bias_ptr": None, "residual_ptr": None,
     } | ({} if zeros else {"zeros_ptr": None})  # fmt: skip
-    types = {"codes_ptr": "*u8", "scales_ptr": "*fp32"} | ({"zeros_ptr": "*u8"} if zeros else {})
+    codes = "*i8" if bits == 8 and not zeros else "*u8"
+    types = {"codes_ptr": codes, "scales_ptr": "*fp32"} | ({"zeros_ptr": "*u8"} if zeros else {})
     kernel = integer_product.integer_product_kernel
     return compiled_for_hopper(kernel, constants, types, num_warps=tiles.num_warps)
 
 
-def test_decoding_needs_no_stack_on_hopper() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_decoding_needs_no_stack_on_hopper(bits: int) -> None:
     constants = {
-        "zeros_ptr": None, "K": 4096, "TILE_ROWS": 1, "TILE_COLUMNS": 128, "ZERO": 8, "ROWS": 4, "BYTES": 512,
-        "DEPENDENT_LAUNCH": True,
+        "zeros_ptr": None, "K": 4096, "TILE_ROWS": 1, "TILE_COLUMNS": 128, "PER_BYTE": 8 // bits,
+        "ZERO": 2 ** (bits - 1), "ROWS": 4, "BYTES": 512, "DEPENDENT_LAUNCH": True,
     }  # fmt: skip
-    types = {"codes_ptr": "*u8", "scales_ptr": "*fp32"}
+    types = {"codes_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp32"}
     program = compiled_for_hopper(integer_product.decode_kernel, constants, types, num_warps=4)
     assert stack_bytes(program) == 0
 
@@ -112,6 +117,8 @@ def test_decoding_needs_no_stack_on_hopper() -> None:
     [
         ((9, 0), 64, "int4 1x128", "Triton's product of integers"),
         ((8, 0), 1, "uint4 1x32", "Triton's product of integers"),
+        ((9, 0), 1, "uint8 1x32", "Triton's product of integers"),
+        ((9, 0), 65, "int8 1x128", "the library's product of the decoded weight"),
         ((9, 0), 65, "int4 1x*", "the library's product of the decoded weight"),
         ((9, 0), 1, "int4 1x48", "plain torch: its scales are of columns that are no multiple of 32 (int4 1x48)"),
         ((7, 5), 1, "int4 1x128", "plain torch: the GPU's compute capability 7.5 has no products of bfloat16"),

@@ -41,6 +41,8 @@ ODD = "e4m3 24x40, inputs e4m3 1x40"
 # Four bits, without and with zero points; groups that end inside the parts of ranks.
 GROUPS, ZEROS, ODD_ZEROS = "int4 1x32", "uint4 1x32", "uint4 1x40"
 REORDERED = "uint4 1x32, columns reordered"
+# A byte a code, signed and with zero points.
+SIGNED, BYTE_ZEROS = "int8 1x32", "uint8 1x40, columns reordered"
 
 
 def stored(scheme: str, ignore: tuple[str, ...] = IGNORE) -> Quantisation:
@@ -81,6 +83,8 @@ CASES = [
     (PHI3, 2, stored("uint4 1x*")),
     (QWEN3, 2, online(GROUPS)),
     (LLAMA, 1, stored(REORDERED)),
+    (LLAMA, 2, stored(SIGNED)),
+    (LLAMA, 1, stored(BYTE_ZEROS)),
 ]
 
 
@@ -288,6 +292,9 @@ MUTATIONS = (
     Mutation("zero points of the next group", ZEROS, of_neighbours("zeros_RC")),
     Mutation("zero points off by one", ZEROS, shifted("zeros_RC")),
     Mutation("no zero points", ZEROS, set_element("int4")),
+    Mutation("8 bits, scales of the next group", SIGNED, of_neighbours("scales_RC")),
+    Mutation("8 bits, zero points off by one", BYTE_ZEROS, shifted("zeros_RC")),
+    Mutation("8 bits, columns in the weight's order", BYTE_ZEROS, none("columns_1K")),
     Mutation("zero points of another linear", ZEROS, of_another("zeros_RC")),
     Mutation("zero points of another rank", ZEROS, describe("zeros_RC", sections=(Section(64, 1),)), 2),
     Mutation("packed columns of another rank", ZEROS, describe("codes_NK", O_PROJ, sections=(Section(32, 1),)), 2),

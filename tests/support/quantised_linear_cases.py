@@ -46,8 +46,9 @@ class Case:
         return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
 
 
-# Four bits: groups, whole rows, groups that K does not fill, and zero points.
+# Four and 8 bits: groups, whole rows, groups that K does not fill, and zero points.
 INTEGERS = ("int4 1x128", "int4 1x32", "int4 1x*", "uint4 1x64", "uint4 1x96", "uint4 1x*")
+INTEGERS += ("int8 1x128", "int8 1x*", "uint8 1x32", "uint8 1x*")
 
 
 def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
@@ -60,7 +61,7 @@ def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> to
 def packed(scheme: LinearScheme, num_rows: int, k: int, generator: torch.Generator, device: str) -> torch.Tensor:
     """All patterns of a byte."""
     shape = scheme.weight.stored(num_rows, k)
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(scheme.weight.dtype).to(device)
 
 
 def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
@@ -76,7 +77,8 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
     outputs = N // 2 if case.silu_mul else N
 
     integers = parsed.weight.is_integer
-    zeros = torch.randint(0, 17, parsed.weight.grid(N, K), generator=generator, dtype=torch.uint8)
+    most = 16 if parsed.weight.format.bits == 4 else 255  # GPTQ's zero points of four bits end with 16
+    zeros = torch.randint(0, most + 1, parsed.weight.grid(N, K), generator=generator, dtype=torch.uint8)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
