@@ -23,13 +23,16 @@ _INSTEAD = (
     ": a checkpoint in FP8, or with integers of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
     "quantization='fp8'"
 )
-_TOKEN = Rounding("e4m3", 1, 0)
+_TOKEN = _CHANNELS = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
-_CHANNELS = Rounding("e4m3", 1, 0)
 _TENSOR = Rounding("e4m3", 0, 0)
+_INT8 = LinearScheme(Rounding("int8", 1, 0), Rounding("int8", 1, 0))
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
-# Formats of compressed-tensors, with the default first, and that of a checkpoint whose groups state their own.
-_FORMATS, _MIXED = ("float-quantized", "naive-quantized", PACKED), "mixed-precision"
+# Types of the 8-bit numbers in formats of compressed-tensors, with the default format and type first.
+_TYPES = {"float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",)}
+_ELEMENTS = {"float": "e4m3", "int": "int8"}
+# All formats, and that of a checkpoint whose groups state their own.
+_FORMATS, _MIXED = (*_TYPES, PACKED), "mixed-precision"
 # Orders of columns for calibration -> whether the columns of a group are then not neighbours.
 _ORDERS = {"none": False, "false": False, "weight": False, "static": False}
 _ORDERS |= {"true": True, "group": True, "dynamic": True}
@@ -40,6 +43,8 @@ _PRESETS = {
     "FP8_BLOCK": _BLOCKS,
     "W4A16": LinearScheme(Rounding("int4", 1, 128), None),
     "W4A16_ASYM": LinearScheme(Rounding("uint4", 1, 128), None),
+    "W8A8": _INT8,
+    "INT8": _INT8,
     "W8A16": LinearScheme(Rounding("int8", 1, 128), None),
 }
 _MODELOPT = {
@@ -78,16 +83,13 @@ def _compressed_tensors(config: JsonFields) -> Quantisation:
     for name, value in config.section("config_groups").values.items():
         if name in _PRESETS and isinstance(value, list):
             rules.append(Rule(tuple(map(str, value)), str(_PRESETS[name])))
-            formats.add(PACKED if _PRESETS[name].weight.is_integer else _FORMATS[0])
+            formats.add(_format_of(_PRESETS[name]))
             continue
         group = config.section("config_groups").section(name)
         form = _format(group, _FORMATS) if "format" in group or stated == _MIXED else stated
         formats.add(form)
         group.require("output_activations", not group.values.get("output_activations"), "null")
-        if form == PACKED:
-            scheme = _integers(group)
-        else:
-            scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
+        scheme = _integers(group) if form == PACKED else _in_8_bits(group, _TYPES[form])
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
     some = "an object of at least one group, or empty together with kv_cache_scheme"
     config.require("config_groups", bool(rules or config.values.get("kv_cache_scheme")), some)
@@ -116,31 +118,31 @@ def _integers(group: JsonFields) -> LinearScheme:
     return LinearScheme(Rounding(element, 1, columns), None, reordered)
 
 
-def _weights(fields: JsonFields) -> Rounding:
-    _require_e4m3(fields)
-    strategy = fields.one_of("strategy", ("tensor", "channel", "block"), "tensor", instead=_INSTEAD)
-    if strategy == "block":
-        return Rounding("e4m3", *_block(fields, "block_structure"))
-    return _TENSOR if strategy == "tensor" else _CHANNELS
+def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
+    """Return the scheme of a group of weights with a byte for each number, of one of these types."""
+    weights = group.section("weights")
+    stated = weights.one_of("type", types, types[0], instead=_INSTEAD)
+    weights.require_values(_INSTEAD, num_bits=8, symmetric=True)
+    strategy = weights.one_of("strategy", ("tensor", "channel", "block"), "tensor", instead=_INSTEAD)
+    tiles = {"tensor": (0, 0), "channel": (1, 0)}
+    rows, columns = tiles[strategy] if strategy in tiles else _block(weights, "block_structure")
+    return LinearScheme(Rounding(_ELEMENTS[stated], rows, columns), _inputs(group, stated))
 
 
-def _inputs(group: JsonFields) -> Rounding | None:
+def _inputs(group: JsonFields, stated: str) -> Rounding | None:
+    """Return the rounding of inputs, whose numbers must be of the type `stated` of the weights."""
     if group.values.get("input_activations") is None:
         return None
-    fields = group.section("input_activations")
-    _require_e4m3(fields)
+    fields, element = group.section("input_activations"), _ELEMENTS[stated]
+    fields.require_values(_INSTEAD, num_bits=8, type=stated, symmetric=True)
     strategy, dynamic = fields.text("strategy", "tensor"), fields.values.get("dynamic", False)
     if (strategy, dynamic) == ("token", True):
-        return _TOKEN
+        return Rounding(element, 1, 0)
     if (strategy, dynamic) == ("tensor", False):
-        return _STATIC
+        return Rounding(element, 0, 0, static=True)
     if (strategy, dynamic) == ("group", True):
-        return Rounding("e4m3", 1, fields.integer("group_size"))
+        return Rounding(element, 1, fields.integer("group_size"))
     raise fields.error("strategy", f"token or group if dynamic is true, tensor if it is false (it is {dynamic!r})")
-
-
-def _require_e4m3(fields: JsonFields) -> None:
-    fields.require_values(_INSTEAD, num_bits=8, type="float", symmetric=True)
 
 
 def _block(fields: JsonFields, name: str) -> tuple[int, int]:
@@ -201,11 +203,18 @@ def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
     }
 
 
+def _format_of(scheme: LinearScheme) -> str:
+    """Return the format of compressed-tensors that holds such weights."""
+    if not scheme.weight.is_integer:
+        return _FORMATS[0]
+    return PACKED if scheme.inputs is None else "int-quantized"
+
+
 def _group(rule: Rule) -> dict[str, Any]:
     scheme = LinearScheme.parse(rule.scheme)
     weights = _arguments(scheme.weight, of_inputs=False)
     return {
-        "format": PACKED if scheme.weight.is_integer else _FORMATS[0],
+        "format": _format_of(scheme),
         "input_activations": None if scheme.inputs is None else _arguments(scheme.inputs, of_inputs=True),
         "output_activations": None,
         "targets": list(rule.targets),

@@ -81,7 +81,15 @@ def decode(
         values_NK -= spread(zeros_RC, rounding, *values_NK.shape)
     elif rounding.format.zero is not None:
         values_NK -= rounding.format.zero
-    return values_NK * spread(scales_RC, rounding, *values_NK.shape)
+    return values_NK * spread(scale_values(scales_RC), rounding, *values_NK.shape)
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Return stored scales in fp32. uint8: exponents plus 127; 255 is NaN."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    exponents = scales.float()
+    return torch.where(exponents == 255, torch.nan, torch.exp2(exponents - 127))
 
 
 def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:

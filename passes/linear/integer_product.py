@@ -24,8 +24,6 @@ CAPABILITY = (8, 0)
 MOST_TOKENS = 64
 # Bits of 128 in bfloat16, of 1024 in float16, and of 2^23 in float32.
 BITS_OF_128, BITS_OF_1024, BITS_OF_2_23 = tl.constexpr(0x4300), tl.constexpr(0x6400), tl.constexpr(0x4B000000)
-# Most bytes of a row's codes in a step. Twice as many values, decoded from 8 bits, would not fit into registers.
-STEP_BYTES = 64
 # The code of 0 in formats without zero points, as kernels read codes: those of int8 plus 128.
 _ZEROS = {"int4": 8, "int8": 128}
 # Of the kernel that decodes a weight: rows and bytes of a program.
@@ -232,7 +230,7 @@ def launch(
         ACTIVATION=activation,
         TOKENS=tiles.tokens,
         ROWS=tiles.rows,
-        BLOCK_K=min(step_of(scheme), STEP_BYTES * rounding.format.per_byte),
+        BLOCK_K=step_of(scheme),
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
         enable_fp_fusion=True,

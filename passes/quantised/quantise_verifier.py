@@ -66,7 +66,7 @@ class _Checkpoint:
         if self.quantisation.is_online:
             weight = self.weights[name]
             values = self.read(weight).float()
-            if rounding.is_integer:
+            if rounding.format.zero is not None:
                 return nearest_integers(values, _ending_with_the_share(rounding, weight))
             codes, scales = rounded(values, _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
@@ -259,4 +259,5 @@ def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | Non
         scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)
-    return (values / scales).clamp(-rounding.largest, rounding.largest).to(rounding.dtype), scales
+    found = (values / scales).clamp(-rounding.largest, rounding.largest)
+    return (found.round() if rounding.is_integer else found).to(rounding.dtype), scales

@@ -116,7 +116,7 @@ def test_what_is_written_states_the_same_rules(name: str) -> None:
         (packed(strategy="tensor"), ("strategy must be one of group, channel",)),
         (packed(group_size=None), ("group_size is missing",)),
         (packed(actorder=["group"]), ("actorder must be null, weight, static, group or dynamic",)),
-        (PACKED | {"format": "int-quantized"}, ("format must be one of float-quantized", "'int-quantized'")),
+        (PACKED | {"format": "marlin-24"}, ("format must be one of float-quantized", "'marlin-24'")),
         (PACKED | {"format": "mixed-precision"} | {"config_groups": {"a": GROUP | {"format": "dense"}}}, ("'dense'",)),
         (
             PACKED | {"config_groups": {"a": GROUP | {"input_activations": {"num_bits": 8, "type": "int"}}}},

@@ -92,13 +92,14 @@ def compiled(tiles: Tiles, columns: int, zeros: bool, bits: int = 4) -> Any:
         "K": 4096, "TILE_ROWS": 1, "TILE_COLUMNS": columns, "PER_BYTE": 8 // bits, "SILU_MUL": zeros,
         "ZERO": 0 if zeros else 2 ** (bits - 1),
         "ACTIVATION": "silu", "TOKENS": tiles.tokens, "ROWS": tiles.rows, 
-        "BLOCK_K": min(columns, integer_product.STEP_BYTES * 8 // bits),
+        "BLOCK_K": columns,
         "NUM_STAGES": tiles.num_stages, "DEPENDENT_LAUNCH": True, "bias_ptr": None, "residual_ptr": None,
     } | ({} if zeros else {"zeros_ptr": None})  # fmt: skip
     codes = "*i8" if bits == 8 and not zeros else "*u8"
     types = {"codes_ptr": codes, "scales_ptr": "*fp32"} | ({"zeros_ptr": "*u8"} if zeros else {})
     kernel = integer_product.integer_product_kernel
-    return compiled_for_hopper(kernel, constants, types, num_warps=tiles.num_warps)
+    aligned = ("x_ptr", "x_stride", "codes_ptr", "scales_ptr", "zeros_ptr", "out_ptr")
+    return compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=tiles.num_warps)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -43,6 +43,8 @@ GROUPS, ZEROS, ODD_ZEROS = "int4 1x32", "uint4 1x32", "uint4 1x40"
 REORDERED = "uint4 1x32, columns reordered"
 # A byte a code, signed and with zero points.
 SIGNED, BYTE_ZEROS = "int8 1x32", "uint8 1x40, columns reordered"
+# 8-bit integers of weight and inputs.
+BYTES, STATIC_BYTES = "int8 1x*, inputs int8 1x*", "int8 *x*, inputs int8 static"
 
 
 def stored(scheme: str, ignore: tuple[str, ...] = IGNORE) -> Quantisation:
@@ -85,6 +87,8 @@ CASES = [
     (LLAMA, 1, stored(REORDERED)),
     (LLAMA, 2, stored(SIGNED)),
     (LLAMA, 1, stored(BYTE_ZEROS)),
+    (LLAMA, 2, stored(BYTES)),
+    (BIASED, 1, stored(STATIC_BYTES)),
 ]
 
 
@@ -292,6 +296,9 @@ MUTATIONS = (
     Mutation("zero points of the next group", ZEROS, of_neighbours("zeros_RC")),
     Mutation("zero points off by one", ZEROS, shifted("zeros_RC")),
     Mutation("no zero points", ZEROS, set_element("int4")),
+    Mutation("integers, no scale of the inputs", STATIC_BYTES, none("input_scale_1")),
+    Mutation("integers, inputs that are not rounded", BYTES, set_scheme(lambda scheme: scheme._replace(inputs=None))),
+    Mutation("integers, scales of another linear", BYTES, of_another("scales_RC")),
     Mutation("8 bits, scales of the next group", SIGNED, of_neighbours("scales_RC")),
     Mutation("8 bits, zero points off by one", BYTE_ZEROS, shifted("zeros_RC")),
     Mutation("8 bits, columns in the weight's order", BYTE_ZEROS, none("columns_1K")),

@@ -26,6 +26,9 @@ SCHEMES = (
     "e4m3 1x64, inputs e4m3 1x64",
     "e4m3 1x*, inputs e4m3 1x128",
     "e4m3 128x128",
+    "int8 1x*, inputs int8 1x*",
+    "int8 *x*, inputs int8 static",
+    "int8 1x64, inputs int8 1x32",
 )
 # Smallest and largest scales are three decades apart.
 DECADES = 3
@@ -51,8 +54,10 @@ INTEGERS = ("int4 1x128", "int4 1x32", "int4 1x*", "uint4 1x64", "uint4 1x96", "
 INTEGERS += ("int8 1x128", "int8 1x*", "uint8 1x32", "uint8 1x*")
 
 
-def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
-    """All patterns of e4m3 but NaN."""
+def codes(shape: tuple[int, ...], generator: torch.Generator, device: str, element: str = "e4m3") -> torch.Tensor:
+    """All patterns of e4m3 but NaN, or of int8 but -128."""
+    if element == "int8":
+        return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     patterns = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
     signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
     return (patterns | signs).view(torch.float8_e4m3fn).to(device)
@@ -70,7 +75,7 @@ def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> t
 
 
 def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
-    """The arguments of the op. x: codes times powers of two, the largest of each tile 448 times one."""
+    """The arguments of the op. x: codes times powers of two, the largest of each tile the largest code times one."""
     parsed = LinearScheme.parse(scheme)
     generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
     T, N, K = case.num_tokens, case.num_rows, case.k
@@ -84,11 +89,12 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     grid = (1, 1)
-    x_TK = codes((T, K + 16), generator, device).float()
+    element = "e4m3" if parsed.inputs is None else parsed.inputs.element
+    x_TK = codes((T, K + 16), generator, device, element).float()
     if parsed.inputs is not None:
         grid = parsed.inputs.grid(T, K)
         columns = K if parsed.inputs.static else parsed.inputs.columns or K
-        x_TK[:, :K:columns] = 448.0
+        x_TK[:, :K:columns] = parsed.inputs.largest
     powers = torch.randint(-9, -4, grid, generator=generator).float().exp2().to(device)
     if parsed.inputs is not None:
         x_TK[:, :K] *= spread(powers, parsed.inputs, T, K)
