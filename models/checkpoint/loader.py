@@ -18,6 +18,7 @@ from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scale
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
+from compiled_engine.models.checkpoint.nvfp4 import read_nvfp4
 from compiled_engine.models.checkpoint.packed_weights import PackedWeight, read_packed
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
@@ -89,7 +90,9 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
-    tensors, packed = read_packed(tensors, config.quantisation, config.path)
+    tensors, packed = read_nvfp4(tensors, config.quantisation, config.path)
+    tensors, of_words = read_packed(tensors, config.quantisation, config.path)
+    packed |= of_words
     if config.merged_adapter is not None:
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
@@ -208,8 +211,8 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 STANDARD_DEVIATION = 0.02
 CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
-# Deviation of integer codes that are all equally likely, by their bits.
-INTEGERS_DEVIATION = {4: 4.6, 8: 73.9}
+# Deviation of the values of codes that are all equally likely.
+DEVIATIONS = {"int4": 4.6, "uint4": 4.6, "int8": 73.9, "uint8": 73.9, "e2m1": 2.9}
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -235,8 +238,8 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
             deviation, middle = CODES_DEVIATION, 0
-            if leaf.scheme and (rounding := LinearScheme.parse(leaf.scheme).weight).is_integer:
-                deviation, middle = INTEGERS_DEVIATION[rounding.format.bits], 2 ** (rounding.format.bits - 1)
+            if leaf.scheme and (rounding := LinearScheme.parse(leaf.scheme).weight).element in DEVIATIONS:
+                deviation, middle = DEVIATIONS[rounding.element], 2 ** (rounding.format.bits - 1)
             in_fp32 = leaf.role in QUANTISED and target.dtype.is_floating_point
             whole = torch.empty(shape, dtype=torch.float32 if in_fp32 else target.dtype, device=target.device)
             if leaf.role == COLUMNS:

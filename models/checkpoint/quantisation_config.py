@@ -11,6 +11,7 @@ from typing import Any
 
 from compiled_engine.models.checkpoint.gptq_config import read_awq, read_gptq
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.nvfp4 import NVFP4
 from compiled_engine.models.checkpoint.packed_weights import INTEGERS, PACKED
 from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
@@ -26,13 +27,14 @@ _INSTEAD = (
 _TOKEN = _CHANNELS = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
 _TENSOR = Rounding("e4m3", 0, 0)
+_NVFP4 = LinearScheme(Rounding("e2m1", 1, 16), None)
 _INT8 = LinearScheme(Rounding("int8", 1, 0), Rounding("int8", 1, 0))
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
 # Types of the 8-bit numbers in formats of compressed-tensors, with the default format and type first.
 _TYPES = {"float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",)}
 _ELEMENTS = {"float": "e4m3", "int": "int8"}
 # All formats, and that of a checkpoint whose groups state their own.
-_FORMATS, _MIXED = (*_TYPES, PACKED), "mixed-precision"
+_FORMATS, _MIXED = (*_TYPES, PACKED, NVFP4), "mixed-precision"
 # Orders of columns for calibration -> whether the columns of a group are then not neighbours.
 _ORDERS = {"none": False, "false": False, "weight": False, "static": False}
 _ORDERS |= {"true": True, "group": True, "dynamic": True}
@@ -43,6 +45,8 @@ _PRESETS = {
     "FP8_BLOCK": _BLOCKS,
     "W4A16": LinearScheme(Rounding("int4", 1, 128), None),
     "W4A16_ASYM": LinearScheme(Rounding("uint4", 1, 128), None),
+    "NVFP4": _NVFP4,
+    "NVFP4A16": _NVFP4,
     "W8A8": _INT8,
     "INT8": _INT8,
     "W8A16": LinearScheme(Rounding("int8", 1, 128), None),
@@ -50,6 +54,8 @@ _PRESETS = {
 _MODELOPT = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(_CHANNELS, _TOKEN),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
 }
 
 
@@ -89,7 +95,8 @@ def _compressed_tensors(config: JsonFields) -> Quantisation:
         form = _format(group, _FORMATS) if "format" in group or stated == _MIXED else stated
         formats.add(form)
         group.require("output_activations", not group.values.get("output_activations"), "null")
-        scheme = _integers(group) if form == PACKED else _in_8_bits(group, _TYPES[form])
+        readers = {PACKED: _integers, NVFP4: _nvfp4}
+        scheme = readers[form](group) if form in readers else _in_8_bits(group, _TYPES[form])
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
     some = "an object of at least one group, or empty together with kv_cache_scheme"
     config.require("config_groups", bool(rules or config.values.get("kv_cache_scheme")), some)
@@ -116,6 +123,14 @@ def _integers(group: JsonFields) -> LinearScheme:
     reordered = bool(columns) and _ORDERS[order]
     element = INTEGERS[bits, weights.boolean("symmetric", True)]
     return LinearScheme(Rounding(element, 1, columns), None, reordered)
+
+
+def _nvfp4(group: JsonFields) -> LinearScheme:
+    """Return the scheme of a group of weights in NVFP4; their inputs are not rounded, whatever the group says."""
+    weights = group.section("weights")
+    weights.require_values(_INSTEAD, num_bits=4, type="float", strategy="tensor_group", symmetric=True, dynamic=False)
+    weights.require_values(_INSTEAD, group_size=_NVFP4.weight.columns)
+    return _NVFP4
 
 
 def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
@@ -173,6 +188,8 @@ def _fp8(config: JsonFields) -> Quantisation:
 
 def _modelopt(config: JsonFields) -> Quantisation:
     algorithm = config.one_of("quant_algo", _MODELOPT, instead=_INSTEAD)
+    if _MODELOPT[algorithm] == _NVFP4:
+        config.require_values(_INSTEAD, group_size=_NVFP4.weight.columns)
     named = [*_list(config, "exclude_modules"), *_list(config, "ignore")]
     ignore = tuple(f"re:{fnmatch.translate(name)}" for name in named) or (HEAD, ROUTER)
     return Quantisation("modelopt", (Rule((LINEAR,), str(_MODELOPT[algorithm])),), ignore)
@@ -205,6 +222,8 @@ def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
 
 def _format_of(scheme: LinearScheme) -> str:
     """Return the format of compressed-tensors that holds such weights."""
+    if scheme == _NVFP4:
+        return NVFP4
     if not scheme.weight.is_integer:
         return _FORMATS[0]
     return PACKED if scheme.inputs is None else "int-quantized"

@@ -7,6 +7,8 @@ smaller scale that clips the largest values often has the smaller error.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -67,6 +69,7 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
         return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
+    assert not rounding.format.values, rounding
     scaled_NK = scaled_NK.clamp(-rounding.largest, rounding.largest)
     return (scaled_NK.round() if rounding.is_integer else scaled_NK).to(rounding.dtype)
 
@@ -75,7 +78,7 @@ def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dequantise codes, [N, K] or packed, to fp32 values [N, K]. zeros_RC: zero points, for formats with them."""
-    values_NK = unpack(codes_NK, rounding).float()
+    values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
         values_NK -= spread(zeros_RC, rounding, *values_NK.shape)
@@ -90,6 +93,20 @@ def scale_values(scales: torch.Tensor) -> torch.Tensor:
         return scales.float()
     exponents = scales.float()
     return torch.where(exponents == 255, torch.nan, torch.exp2(exponents - 127))
+
+
+def values_of(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return what codes, maybe packed, stand for in fp32, [..., K], before zero points and scales."""
+    unpacked = unpack(codes, rounding)
+    if not rounding.format.values:
+        return unpacked.float()
+    return _table(rounding.format.values, codes.device)[unpacked.int()]
+
+
+# A tensor cannot be made of Python numbers while a CUDA graph is captured; a run before it fills the cache.
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)
 
 
 def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:

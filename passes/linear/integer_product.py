@@ -1,4 +1,4 @@
-"""Triton kernels of linears with integer codes of four or 8 bits, whose inputs are not rounded.
+"""Triton kernels of linears with integer codes of four or 8 bits, or codes of e2m1, whose inputs are not rounded.
 
 With few tokens a linear costs the read of its weight, so one kernel decodes the codes in registers before the tensor
 cores multiply them. With many tokens the products dominate: another kernel decodes the whole weight into memory, and
@@ -14,10 +14,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.linear.quantised_product import LEAST_COLUMNS, Tiles, step_of, store_outputs
+from compiled_engine.passes.linear.quantised_product import LEAST_COLUMNS, MOST_COLUMNS, Tiles, step_of, store_outputs
 from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
 from compiled_engine.quantisation import LinearScheme
 
+# Element formats of the weights. Kernels read those with zero points as the ones without.
+ELEMENTS = ("int4", "uint4", "int8", "uint8", "e2m1")
+# Columns of the smallest tiles, smaller than a tensor-core product: those of NVFP4.
+FINE_COLUMNS = 16
 # The first compute capability with products of bfloat16.
 CAPABILITY = (8, 0)
 # Most tokens of the kernel that decodes in registers: from here on the products take longer than the decoded weight.
@@ -31,13 +35,17 @@ _DECODED_ROWS, _DECODED_BYTES = 4, 512
 
 
 @triton.jit
-def _values(codes: tl.tensor, zeros: tl.tensor, BITS_OF_CODE: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return codes minus their zeros, which is exact in each floating-point dtype.
+def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Return integer codes minus their zeros, or the values of codes of e2m1: exact in each floating-point dtype.
 
-    A conversion from integers is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32
-    that of 2^23, so setting the low bits adds the code. Codes of 8 bits do not fit beside 128.
+    The bits of e2m1 in the place of float16's are a float16 that is too small by 2^14. A conversion from integers is
+    slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32 that of 2^23, so setting the
+    low bits adds the code. Codes of 8 bits do not fit beside 128.
     """
-    if dtype == tl.float32 or (BITS_OF_CODE == 8 and dtype == tl.bfloat16):
+    if ELEMENT == "e2m1":
+        bits = (codes & 7).to(tl.int16) << 9 | (codes & 8).to(tl.int16) << 12
+        return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(dtype)
+    elif dtype == tl.float32 or (ELEMENT == "int8" and dtype == tl.bfloat16):
         values = (codes.to(tl.int32) | BITS_OF_2_23).to(tl.float32, bitcast=True)
         return (values - (zeros.to(tl.int32) | BITS_OF_2_23).to(tl.float32, bitcast=True)).to(dtype)
     else:
@@ -47,12 +55,45 @@ def _values(codes: tl.tensor, zeros: tl.tensor, BITS_OF_CODE: tl.constexpr, dtyp
 
 
 @triton.jit
+def _scaled(
+    codes: tl.tensor, zeros: tl.tensor, scales: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """Return values times their scales, rounded to `dtype`; scales: None for the values alone."""
+    if scales is None:
+        return _values(codes, zeros, ELEMENT, dtype)
+    else:
+        return (_values(codes, zeros, ELEMENT, tl.float32) * scales).to(dtype)
+
+
+@triton.jit
 def _unsigned(codes: tl.tensor) -> tl.tensor:
     """Return signed codes plus 128, and others as they are."""
     if codes.dtype == tl.int8:
         return codes.to(tl.uint8, bitcast=True) ^ 128
     else:
         return codes
+
+
+@triton.jit
+def _of_tiles(
+    ptr: tl.tensor,
+    first_N: tl.tensor,
+    tile: tl.tensor,
+    ROW_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    BYTES: tl.constexpr,
+) -> tl.tensor:
+    """Load values of tiles for a step of BYTES bytes: [N, 1] of one tile, [N, BYTES] of several.
+
+    first_N: of each row of ROW_TILES tiles, the first. The step has TILES tiles from `tile` on.
+    """
+    if TILES == 1:
+        return tl.load(ptr + first_N + tile)[:, None]
+    else:
+        tile_G = tile + tl.arange(0, TILES)
+        values_NG = tl.load(ptr + first_N[:, None] + tile_G[None, :], mask=(tile_G < ROW_TILES)[None, :], other=0)
+        ROWS: tl.constexpr = first_N.shape[0]
+        return tl.reshape(tl.broadcast_to(values_NG[:, :, None], [ROWS, TILES, BYTES // TILES]), [ROWS, BYTES])
 
 
 @quick_launches
@@ -71,7 +112,7 @@ def integer_product_kernel(
     K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    ELEMENT: tl.constexpr,
     ZERO: tl.constexpr,
     SILU_MUL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -83,15 +124,22 @@ def integer_product_kernel(
 ) -> None:
     """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x: [num_tokens, K]; codes: [N, K / PER_BYTE], of two codes in a byte the low half has the even column; scales,
-    zeros: one for each tile, with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual: [num_tokens,
-    num_outputs].
+    x: [num_tokens, K]; codes of ELEMENT: [N, K / PER_BYTE], of two codes in a byte the low half has the even column;
+    scales, zeros: one for each tile, with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual:
+    [num_tokens, num_outputs].
+
+    Scales of tiles of at least BLOCK_K columns multiply the sum of a step. Smaller ones multiply the weight's values,
+    which are then rounded to the dtype of x.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     ROW_BYTES: tl.constexpr = K // PER_BYTE
+    ROW_TILES: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS
+    FINE: tl.constexpr = TILE_COLUMNS < K and TILE_COLUMNS < BLOCK_K
+    TILES: tl.constexpr = BLOCK_K // TILE_COLUMNS if FINE else 1
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     first = tl.program_id(0) * OUTPUTS
     row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
@@ -100,7 +148,7 @@ def integer_product_kernel(
     column_K, byte_B = tl.arange(0, BLOCK_K), tl.arange(0, BYTES)
     codes_ptr_NB = codes_ptr + row_N.to(tl.int64)[:, None] * ROW_BYTES + byte_B[None, :]
     x_ptr_TK = x_ptr + token_T.to(tl.int64)[:, None] * x_stride + column_K[None, :]
-    tile_N = row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS)
+    tile_N = row_N // TILE_ROWS * ROW_TILES
     if DEPENDENT_LAUNCH:
         gdc_wait()
     acc_NT = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -112,20 +160,22 @@ def integer_product_kernel(
             mask_B = k // PER_BYTE + byte_B < ROW_BYTES
             codes_NB = tl.load(codes_ptr_NB + k // PER_BYTE, mask=mask_B[None, :], other=0)
             x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None] & (k + column_K < K)[None, :], other=0.0)
-        scale_N = tl.load(scales_ptr + tile_N + k // TILE_COLUMNS)
+        scale_NB = _of_tiles(scales_ptr, tile_N, k // TILE_COLUMNS, ROW_TILES, TILES, BYTES)
         if zeros_ptr is None:
-            zero_N1 = tl.full([1, 1], ZERO, tl.uint8)
+            zero_NB = tl.full([1, 1], ZERO, tl.uint8)
         else:
-            zero_N1 = tl.load(zeros_ptr + tile_N + k // TILE_COLUMNS)[:, None]
+            zero_NB = _of_tiles(zeros_ptr, tile_N, k // TILE_COLUMNS, ROW_TILES, TILES, BYTES)
+        own_NB = scale_NB if FINE else None
         if PER_BYTE == 1:
-            w_NK = _values(_unsigned(codes_NB), zero_N1, 8, dtype)
+            w_NK = _scaled(_unsigned(codes_NB), zero_NB, own_NB, ELEMENT, dtype)
             product_NT = tl.dot(w_NK, tl.trans(x_TK), input_precision="ieee")
         else:
             even_TB, odd_TB = tl.split(tl.reshape(x_TK, [TOKENS, BYTES, 2]))
-            product_NT = tl.dot(_values(codes_NB & 15, zero_N1, 4, dtype), tl.trans(even_TB), input_precision="ieee")
-            odd_NB = _values(codes_NB >> 4, zero_N1, 4, dtype)
+            even_NB = _scaled(codes_NB & 15, zero_NB, own_NB, ELEMENT, dtype)
+            product_NT = tl.dot(even_NB, tl.trans(even_TB), input_precision="ieee")
+            odd_NB = _scaled(codes_NB >> 4, zero_NB, own_NB, ELEMENT, dtype)
             product_NT = tl.dot(odd_NB, tl.trans(odd_TB), product_NT, input_precision="ieee")
-        acc_NT += product_NT * scale_N[:, None]
+        acc_NT += product_NT if FINE else product_NT * scale_NB
     y_TN = tl.trans(acc_NT)
     store_outputs(y_TN, first, num_outputs, token_T, mask_T, bias_ptr, residual_ptr, out_ptr, SILU_MUL, ACTIVATION)
 
@@ -141,7 +191,7 @@ def decode_kernel(
     K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    PER_BYTE: tl.constexpr,
+    ELEMENT: tl.constexpr,
     ZERO: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -153,6 +203,7 @@ def decode_kernel(
         gdc_wait()
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     byte_B = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2
     ROW_BYTES: tl.constexpr = K // PER_BYTE
     mask_NB = (row_N < num_rows)[:, None] & (byte_B < ROW_BYTES)[None, :]
     codes_NB = tl.load(codes_ptr + row_N.to(tl.int64)[:, None] * ROW_BYTES + byte_B[None, :], mask=mask_NB, other=0)
@@ -164,10 +215,10 @@ def decode_kernel(
     else:
         zero_NB = tl.load(zeros_ptr + tile_NB, mask=mask_NB, other=0)
     if PER_BYTE == 1:
-        w_NK = _values(_unsigned(codes_NB), zero_NB, 8, tl.float32) * scale_NB
+        w_NK = _scaled(_unsigned(codes_NB), zero_NB, scale_NB, ELEMENT, tl.float32)
     else:
-        even_NB = _values(codes_NB & 15, zero_NB, 4, tl.float32) * scale_NB
-        w_NK = tl.interleave(even_NB, _values(codes_NB >> 4, zero_NB, 4, tl.float32) * scale_NB)
+        even_NB = _scaled(codes_NB & 15, zero_NB, scale_NB, ELEMENT, tl.float32)
+        w_NK = tl.interleave(even_NB, _scaled(codes_NB >> 4, zero_NB, scale_NB, ELEMENT, tl.float32))
     column_K = tl.program_id(1) * (PER_BYTE * BYTES) + tl.arange(0, PER_BYTE * BYTES)
     mask_NK = (row_N < num_rows)[:, None] & (column_K < K)[None, :]
     out_ptr_NK = out_ptr + row_N.to(tl.int64)[:, None] * K + column_K[None, :]
@@ -178,9 +229,14 @@ def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str
     """Return why plain torch must compute a linear; None if the kernels can."""
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of bfloat16"
-    if not step_of(scheme):
+    if not columns_of_step(scheme):
         return f"its scales are of columns that are no multiple of {LEAST_COLUMNS} ({scheme})"
     return None
+
+
+def columns_of_step(scheme: LinearScheme) -> int:
+    """Return the columns of a step: several of the smallest tiles, else see step_of; 0 if the kernels do not serve."""
+    return MOST_COLUMNS if scheme.weight.columns == FINE_COLUMNS else step_of(scheme)
 
 
 def choose_tiles(num_tokens: int, num_rows: int) -> Tiles:
@@ -224,13 +280,13 @@ def launch(
         K=k,
         TILE_ROWS=rounding.rows or num_rows,
         TILE_COLUMNS=rounding.columns or k,
-        PER_BYTE=rounding.format.per_byte,
+        ELEMENT=rounding.element.removeprefix("u"),
         ZERO=_ZEROS.get(rounding.element, 0),
         SILU_MUL=silu_mul,
         ACTIVATION=activation,
         TOKENS=tiles.tokens,
         ROWS=tiles.rows,
-        BLOCK_K=step_of(scheme),
+        BLOCK_K=columns_of_step(scheme),
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
         enable_fp_fusion=True,
@@ -259,7 +315,7 @@ def decode_weight(
         K=per_byte * num_bytes,
         TILE_ROWS=rounding.rows or num_rows,
         TILE_COLUMNS=rounding.columns or per_byte * num_bytes,
-        PER_BYTE=per_byte,
+        ELEMENT=rounding.element.removeprefix("u"),
         ZERO=_ZEROS.get(rounding.element, 0),
         ROWS=_DECODED_ROWS,
         BYTES=_DECODED_BYTES,

@@ -62,7 +62,7 @@ def choose(
     dtype: torch.dtype,
 ) -> Choice:
     """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up."""
-    if scheme.weight.is_integer and scheme.inputs is None:
+    if scheme.inputs is None and scheme.weight.element in integer_product.ELEMENTS:
         obstacle = integer_product.why_not_by_kernels(capability, scheme)
         if obstacle is not None:
             return Choice(TORCH, obstacle)

@@ -140,7 +140,7 @@ def random_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of this shape and scales over three decades that depend on the name alone."""
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
-    if rounding.is_integer:
+    if not rounding.dtype.is_floating_point:
         values = random_values(name, rounding.stored(*shape), device)
         least = torch.iinfo(rounding.dtype).min
         return (64 * values + 128).clamp(0, 255).add(least).to(rounding.dtype), scales
@@ -155,6 +155,10 @@ def _values(codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape:
     columns = torch.arange(shape[1], device=codes.device)
     per_byte, bits = rounding.format.per_byte, rounding.format.bits
     found = (codes[:, columns // per_byte].int() >> columns % per_byte * bits) % 2**bits
+    if rounding.element == "e2m1":
+        exponents, halves = found >> 1 & 3, (found & 1) / 2
+        magnitudes = torch.where(exponents == 0, halves, (1 + halves) * 2.0 ** (exponents - 1))
+        return torch.where(found >= 8, -magnitudes, magnitudes)
     if rounding.format.has_zeros:
         return (found - at_each_element(zeros, rounding, *shape).int()).float()
     return (found - 2 ** (bits - 1)).float()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,16 +46,15 @@ def stored(packing: Packing, num_rows: int = 24, num_columns: int = 256) -> tupl
     return {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}, values_NK
 
 
-def decoded(tensors: Tensors, rules: Quantisation) -> torch.Tensor:
+def decoded(tensors: Tensors, rules: Quantisation, read: Callable[..., Any] = read_packed) -> torch.Tensor:
     """The weight as it is decoded while it is loaded."""
-    found, packed = read_packed(tensors, rules, Path("folder"))
+    found, packed = read(tensors, rules, Path("folder"))
     name = f"{NAME}.weight"
     by_name, problems = find_stored(found, rules)
     assert not any(problems.values()), problems
     placement = encoded(whole(name, name, found[name].shape), by_name)
     target = torch.full(found[name].shape, torch.nan)
-    beside = [found[each] for each in placement.beside]
-    decode_scaled(placement, [packed[name].to(CPU), *beside], target)
+    decode_scaled(placement, [packed[name].to(CPU), *(found[each] for each in placement.beside)], target)
     return target
 
 
@@ -171,10 +171,15 @@ def test_what_contradicts_itself_is_one_line(
 ) -> None:
     tensors, _ = stored(packing)
     change(tensors)
+    assert expected in refusal(tensors, rules_of(packing))
+
+
+def refusal(tensors: Tensors, rules: Quantisation, read: Callable[..., Any] = read_packed) -> str:
+    """The one line with which the tensors are refused."""
     with pytest.raises(ValueError, match="the tensors in folder do not fit quantization_config: ") as caught:
-        read_packed(tensors, rules_of(packing), Path("folder"))
-    assert expected in str(caught.value)
+        read(tensors, rules, Path("folder"))
     assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_tensors_of_other_modules_stay() -> None:

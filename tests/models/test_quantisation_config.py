@@ -124,7 +124,7 @@ def test_what_is_named_of_fp8_may_be_a_module_with_others_in_it(named: dict[str,
         (compressed("channel", TOKEN | {"symmetric": False})([]), ("input_activations: symmetric", "got False")),
         (compressed("group", TOKEN)([]), ("strategy", "tensor, channel, block")),
         (compressed("channel", {"strategy": "tensor", "dynamic": True})([]), ("strategy", "token or group")),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("quant_algo", "'NVFP4'", "FP8")),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, ("quant_algo", "'MXFP8'", "FP8")),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0],
 )

@@ -29,7 +29,7 @@ from compiled_engine.passes.framework.matching import change, emit, named
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
 from compiled_engine.passes.registry import passes_of_quantised
-from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rule
+from compiled_engine.quantisation import ELEMENTS, LINEAR, LinearScheme, Quantisation, Rule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,6 +44,7 @@ REORDERED = "uint4 1x32, columns reordered"
 # A byte a code, signed and with zero points.
 SIGNED, BYTE_ZEROS = "int8 1x32", "uint8 1x40, columns reordered"
 # 8-bit integers of weight and inputs.
+FLOATS = "e2m1 1x16"
 BYTES, STATIC_BYTES = "int8 1x*, inputs int8 1x*", "int8 *x*, inputs int8 static"
 
 
@@ -89,6 +90,7 @@ CASES = [
     (LLAMA, 1, stored(BYTE_ZEROS)),
     (LLAMA, 2, stored(BYTES)),
     (BIASED, 1, stored(STATIC_BYTES)),
+    (LLAMA, 4, stored(FLOATS)),
 ]
 
 
@@ -296,6 +298,10 @@ MUTATIONS = (
     Mutation("zero points of the next group", ZEROS, of_neighbours("zeros_RC")),
     Mutation("zero points off by one", ZEROS, shifted("zeros_RC")),
     Mutation("no zero points", ZEROS, set_element("int4")),
+    Mutation("four bits of e2m1, scales of the next group", FLOATS, of_neighbours("scales_RC")),
+    Mutation("four bits of e2m1, half a group", FLOATS, set_tile(1, 8)),
+    Mutation("four bits of e2m1, scales divided by", FLOATS, inverted),
+    Mutation("four bits of e2m1 read as integers", FLOATS, set_element("int4")),
     Mutation("integers, no scale of the inputs", STATIC_BYTES, none("input_scale_1")),
     Mutation("integers, inputs that are not rounded", BYTES, set_scheme(lambda scheme: scheme._replace(inputs=None))),
     Mutation("integers, scales of another linear", BYTES, of_another("scales_RC")),
@@ -323,6 +329,21 @@ def test_a_broken_linear_is_caught(mutation: Mutation) -> None:
     result: PassResult = graph_pass.run(graph)
     assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches > 0
     mutation.edit(graph)
+    with pytest.raises(VerificationError, match="quantise"):
+        graph_pass.verify(graph, result, SMALL, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("code", [1, 7, 8, 15])
+def test_a_wrong_value_of_a_code_is_caught(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier has no table of the values."""
+    config = quantised(LLAMA, 1, stored(FLOATS))
+    graph = traced(LLAMA, 1)[0].for_range(SMALL).graph
+    graph_pass = structure_passes(config, graph, SMALL, None)[-1]
+    result: PassResult = graph_pass.run(graph)
+    assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches > 0
+    e2m1 = ELEMENTS["e2m1"]
+    values = tuple(value + (0.5 if place == code else 0.0) for place, value in enumerate(e2m1.values))
+    monkeypatch.setitem(ELEMENTS, "e2m1", e2m1._replace(values=values))
     with pytest.raises(VerificationError, match="quantise"):
         graph_pass.verify(graph, result, SMALL, torch.device("cpu"))
 

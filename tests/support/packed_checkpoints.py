@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 Tensors = dict[str, torch.Tensor]
+# Returns the tensors of a linear by the last part of their names, and the values that they stand for, [N, K].
+Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -153,16 +156,26 @@ def pack_weight(weight_NK: torch.Tensor, packing: Packing) -> tuple[Tensors, tor
 
 def write_packed(source: Path, folder: Path, packing: Packing, ignore: list[str]) -> nn.Module:
     """Write a checkpoint of transformers in a format, and return the oracle. ignore: names of modules."""
+    model = write_linears(source, folder, lambda weight_NK: pack_weight(weight_NK, packing), ignore)
+    write_section(folder, packing.config(ignore))
+    return model
+
+
+def write_linears(source: Path, folder: Path, pack: Pack, ignore: list[str]) -> nn.Module:
+    """Write a checkpoint with packed linears, without a section about them. See `write_packed`."""
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
     tensors = load_all(source)
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and f"{path}.weight" in tensors and path not in ignore:
-            packed, values_NK = pack_weight(tensors.pop(f"{path}.weight").float(), packing)
+            packed, values_NK = pack(tensors.pop(f"{path}.weight").float())
             tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
             module.weight.copy_(values_NK)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = packing.config(ignore)
-    (folder / "config.json").write_text(json.dumps(config))
     return model
+
+
+def write_section(folder: Path, section: dict[str, Any]) -> None:
+    """Write quantization_config of a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

@@ -49,9 +49,10 @@ class Case:
         return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
 
 
-# Four and 8 bits: groups, whole rows, groups that K does not fill, and zero points.
+# Weights alone in four and 8 bits: groups, whole rows, groups that K does not fill, zero points, and small groups.
 INTEGERS = ("int4 1x128", "int4 1x32", "int4 1x*", "uint4 1x64", "uint4 1x96", "uint4 1x*")
 INTEGERS += ("int8 1x128", "int8 1x*", "uint8 1x32", "uint8 1x*")
+ALONE = (*INTEGERS, "e2m1 1x16", "e2m1 1x32", "uint4 1x16")
 
 
 def codes(shape: tuple[int, ...], generator: torch.Generator, device: str, element: str = "e4m3") -> torch.Tensor:
@@ -81,7 +82,7 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
     T, N, K = case.num_tokens, case.num_rows, case.k
     outputs = N // 2 if case.silu_mul else N
 
-    integers = parsed.weight.is_integer
+    in_bytes = parsed.weight.element != "e4m3"
     most = 16 if parsed.weight.format.bits == 4 else 255  # GPTQ's zero points of four bits end with 16
     zeros = torch.randint(0, most + 1, parsed.weight.grid(N, K), generator=generator, dtype=torch.uint8)
 
@@ -102,9 +103,9 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
         x_TK *= 2.0**-7
     return {
         "x_TK": x_TK.to(dtype)[:, :K],
-        "codes_NK": packed(parsed, N, K, generator, device) if integers else codes((N, K), generator, device),
+        "codes_NK": packed(parsed, N, K, generator, device) if in_bytes else codes((N, K), generator, device),
         "scales_RC": scales(parsed.weight.grid(N, K), generator, device),
-        "zeros_RC": zeros.to(device) if integers and parsed.weight.format.has_zeros else None,
+        "zeros_RC": zeros.to(device) if parsed.weight.format.has_zeros else None,
         "input_scale_1": powers.view(1) if parsed.inputs is not None and parsed.inputs.static else None,
         "bias_N": normal(N) if case.bias else None,
         "scheme": scheme,
