@@ -20,6 +20,7 @@ class Element(NamedTuple):
 
     dtype: torch.dtype  # of stored codes
     largest: float  # magnitude of the value of a tile's largest element
+    deviation: float  # of the values of random codes: normal floating-point ones, or integers that are equally likely
     zero: int | None = None  # the integer code of 0, for all tiles
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
@@ -33,12 +34,12 @@ class Element(NamedTuple):
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 ELEMENTS = {
-    "e4m3": Element(torch.float8_e4m3fn, 448.0),
-    "e2m1": Element(torch.uint8, 6.0, per_byte=2, values=(*_E2M1, *(-value for value in _E2M1))),
-    "int8": Element(torch.int8, 127.0),
-    "uint8": Element(torch.uint8, 127.5, has_zeros=True),
-    "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
-    "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
+    "e4m3": Element(torch.float8_e4m3fn, 448.0, 64.0),
+    "e2m1": Element(torch.uint8, 6.0, 2.9, per_byte=2, values=(*_E2M1, *(-value for value in _E2M1))),
+    "int8": Element(torch.int8, 127.0, 73.9),
+    "uint8": Element(torch.uint8, 127.5, 73.9, has_zeros=True),
+    "int4": Element(torch.uint8, 7.5, 4.6, zero=8, per_byte=2),
+    "uint4": Element(torch.uint8, 7.5, 4.6, has_zeros=True, per_byte=2),
 }
 # Target that stands for all linears.
 LINEAR = "Linear"

@@ -39,7 +39,7 @@ from compiled_engine.passes.framework.parameter import (
     Parameter,
 )
 from compiled_engine.process.progress import Progress
-from compiled_engine.quantisation import LinearScheme
+from compiled_engine.quantisation import ELEMENTS, LinearScheme
 
 log = logging.getLogger("compiled_engine")
 
@@ -209,10 +209,7 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 # Random weights, for running a model's shape without its checkpoint.
 
-STANDARD_DEVIATION = 0.02
-CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
-# Deviation of the values of codes that are all equally likely.
-DEVIATIONS = {"int4": 4.6, "uint4": 4.6, "int8": 73.9, "uint8": 73.9, "e2m1": 2.9}
+STANDARD_DEVIATION, INPUT_SCALE_SIZE = 0.02, 0.02
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -237,22 +234,21 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 target.normal_(mean, STANDARD_DEVIATION, generator=generator)
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
-            deviation, middle = CODES_DEVIATION, 0
-            if leaf.scheme and (rounding := LinearScheme.parse(leaf.scheme).weight).element in DEVIATIONS:
-                deviation, middle = DEVIATIONS[rounding.element], 2 ** (rounding.format.bits - 1)
+            element = LinearScheme.parse(leaf.scheme).weight.format if leaf.scheme else ELEMENTS["e4m3"]
             in_fp32 = leaf.role in QUANTISED and target.dtype.is_floating_point
             whole = torch.empty(shape, dtype=torch.float32 if in_fp32 else target.dtype, device=target.device)
             if leaf.role == COLUMNS:
                 whole.copy_(torch.arange(shape[1]))
             elif leaf.role == ZEROS:
+                middle = 2 ** (element.bits - 1)
                 whole.random_(middle - 1, middle + 1, generator=generator)
-            elif leaf.role == CODES and middle:
+            elif leaf.role == CODES and not in_fp32:
                 least = torch.iinfo(target.dtype).min
                 whole.random_(least, least + 256, generator=generator)
             elif leaf.role == CODES:
-                whole.normal_(0.0, CODES_DEVIATION, generator=generator)
+                whole.normal_(0.0, element.deviation, generator=generator)
             elif leaf.role in (SCALES, INPUT_SCALE):
-                size = STANDARD_DEVIATION / deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
+                size = STANDARD_DEVIATION / element.deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:
                 whole.normal_(mean, STANDARD_DEVIATION, generator=generator)

@@ -18,6 +18,11 @@ from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Qua
 SECTION = "quantization_config"
 # Fields of that section that list module names.
 MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+# Files beside config.json with the same settings, which older writers used -> their quant_method, unless they state it.
+SETTINGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Fields of these files that decide what is read, with their other names.
+_DECIDING = (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",), ("zero_point",), ("version",))
+_DECIDING += (("checkpoint_format",), ("quant_algo",))
 # Has no rules: it is decoded while it is loaded.
 MXFP4 = "mxfp4"
 _INSTEAD = (
@@ -64,12 +69,10 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
 
     fields: config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
     """
-    config = fields.section(SECTION)
-    beside = folder / "hf_quant_config.json"
-    if SECTION not in fields and beside.is_file():
-        section = JsonFields.from_file(beside).section("quantization")
-        return _modelopt(section)
-    if SECTION not in fields or config.values.get("quant_method") == MXFP4:
+    config = find_settings(fields, folder)
+    if config is not None and any(config.values.get(name) for name in ("load_in_4bit", "load_in_8bit")):
+        config = config.replaced(quant_method="bitsandbytes")  # which older writers left out
+    if config is None or config.values.get("quant_method") == MXFP4:
         return None
     readers = {
         "compressed-tensors": _compressed_tensors,
@@ -79,6 +82,29 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
         "awq": lambda config: read_awq(config, _INSTEAD),
     }
     return readers[config.one_of("quant_method", readers, instead=f", {MXFP4}{_INSTEAD}")](config)
+
+
+def find_settings(fields: JsonFields, folder: Path) -> JsonFields | None:
+    """Return quantization_config of config.json, or what a file of SETTINGS says in its place; None without either.
+
+    fields: config.json. Raises ValueError, naming file, field and values, if both exist and contradict each other.
+    """
+    config = fields.section(SECTION)
+    for name, method in SETTINGS.items():
+        if not (folder / name).is_file():
+            continue
+        beside = JsonFields.from_file(folder / name)
+        if "quantization" in beside:
+            beside = beside.section("quantization")
+        if SECTION not in fields:
+            return beside.replaced(quant_method=beside.values.get("quant_method") or method)
+        for names in _DECIDING:
+            found, stated = ([each.values[name] for name in names if name in each] for each in (beside, config))
+            if found and stated and str(found[0]).lower() != str(stated[0]).lower():
+                raise ValueError(
+                    f"{beside.source}: {names[0]} is {found[0]!r}, but {SECTION} of config.json says {stated[0]!r}"
+                )
+    return config if SECTION in fields else None
 
 
 def _compressed_tensors(config: JsonFields) -> Quantisation:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packed_checkpoints import PACKINGS
 
+from compiled_engine.models.checkpoint.hub import MODEL_FILES
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.quantisation_config import as_compressed_tensors, read_quantisation
+from compiled_engine.models.checkpoint.quantise_folder import require_unquantised
 from compiled_engine.quantisation import Quantisation
 
 SCHEMES = {
@@ -130,3 +133,55 @@ def test_other_formats_are_refused_with_what_is_allowed(config: dict[str, Any], 
         read(config)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "scheme", "method"),
+    [
+        ("quantize_config.json", {"bits": 8, "group_size": 64, "desc_act": True, "sym": False}, "uint8 1x64", "gptq"),
+        ("quantize_config.json", AWQ, "uint4 1x128", "awq"),
+        (
+            "quant_config.json",
+            {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
+            "uint4 1x64",
+            "awq",
+        ),
+    ],
+)
+def test_older_folders_have_their_settings_in_a_file_of_their_own(
+    name: str, settings: dict[str, Any], scheme: str, method: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(settings))
+    found = read_quantisation(JsonFields("config.json", {}), tmp_path)
+    assert found is not None
+    assert str(found.scheme_of(UP)).removesuffix(", columns reordered") == scheme
+    assert found.method == method
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=f"which is quantised already, with {method}; allowed: a checkpoint in float32"
+    ):
+        require_unquantised(tmp_path)
+    assert name in MODEL_FILES  # else it would not be downloaded
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, None),
+        ({"group_size": 64}, "group_size is 64, but quantization_config of config.json says 128"),
+        ({"bits": 8}, "bits is 8, but quantization_config of config.json says 4"),
+        ({"desc_act": True}, "desc_act is True, but quantization_config of config.json says False"),
+        ({"damp_percent": 0.5, "checkpoint_format": "GPTQ"}, None),
+    ],
+    ids=str,
+)
+def test_settings_in_two_files_must_agree(settings: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+    """Where both state what decides how tensors are read."""
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 128, "sym": True} | settings))
+    fields = JsonFields("config.json", {"quantization_config": GPTQ})
+    if message is None:
+        assert read_quantisation(fields, tmp_path) == read(GPTQ)
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        read_quantisation(fields, tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/quantize_config.json: ")
