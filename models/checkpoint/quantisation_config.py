@@ -21,8 +21,8 @@ MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_m
 # Files beside config.json with the same settings, which older writers used -> their quant_method, unless they state it.
 SETTINGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Fields of these files that decide what is read, with their other names.
-_DECIDING = (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",), ("zero_point",), ("version",))
-_DECIDING += (("checkpoint_format",), ("quant_algo",))
+_DECIDING: tuple[tuple[str, ...], ...] = (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",))
+_DECIDING += (("zero_point",), ("version",), ("checkpoint_format",), ("quant_algo",))
 # Has no rules: it is decoded while it is loaded.
 MXFP4 = "mxfp4"
 _INSTEAD = (

@@ -101,6 +101,7 @@ def test_what_is_written_states_the_same_rules(name: str) -> None:
             ({"quant_method": method}, ("quant_method", f"'{method}'", "one of", "gptq, awq", "with integers"))
             for method in ("bitsandbytes", "gguf", "torchao", "auto-round", "hqq")
         ),
+        ({"load_in_4bit": True}, ("quant_method", "'bitsandbytes'", "gptq, awq", "with integers")),
         (GPTQ | {"bits": 2}, ("bits must be 4 or 8", "got 2", "a checkpoint in FP8")),
         (GPTQ | {"bits": 3}, ("bits must be 4 or 8", "got 3")),
         (GPTQ | {"checkpoint_format": "marlin"}, ("checkpoint_format", "gptq, gptq_v2", "'marlin'")),

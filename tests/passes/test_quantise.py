@@ -43,6 +43,8 @@ GROUPS, ZEROS, ODD_ZEROS = "int4 1x32", "uint4 1x32", "uint4 1x40"
 REORDERED = "uint4 1x32, columns reordered"
 # A byte a code, signed and with zero points.
 SIGNED, BYTE_ZEROS = "int8 1x32", "uint8 1x40, columns reordered"
+# Scales of another rank's groups.
+HALF = (Section(4, 1),)
 # 8-bit integers of weight and inputs.
 FLOATS = "e2m1 1x16"
 BYTES, STATIC_BYTES = "int8 1x*, inputs int8 1x*", "int8 *x*, inputs int8 static"
@@ -299,6 +301,11 @@ MUTATIONS = (
     Mutation("zero points off by one", ZEROS, shifted("zeros_RC")),
     Mutation("no zero points", ZEROS, set_element("int4")),
     Mutation("four bits of e2m1, scales of the next group", FLOATS, of_neighbours("scales_RC")),
+    Mutation("four bits of e2m1, groups of another rank", FLOATS, describe("scales_RC", O_PROJ, sections=HALF), 2),
+    Mutation("8 bits, groups of another rank", SIGNED, describe("scales_RC", O_PROJ, sections=(Section(2, 1),)), 2),
+    Mutation("8 bits, half a group", SIGNED, set_tile(1, 16)),
+    Mutation("8 bits, scales divided by", SIGNED, inverted),
+    Mutation("integers, the scale of another linear's inputs", STATIC_BYTES, of_another("input_scale_1")),
     Mutation("four bits of e2m1, half a group", FLOATS, set_tile(1, 8)),
     Mutation("four bits of e2m1, scales divided by", FLOATS, inverted),
     Mutation("four bits of e2m1 read as integers", FLOATS, set_element("int4")),
@@ -348,10 +355,12 @@ def test_a_wrong_value_of_a_code_is_caught(code: int, monkeypatch: pytest.Monkey
         graph_pass.verify(graph, result, SMALL, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("is_online", [False, True])
-def test_swapped_halves_of_bytes_are_caught(is_online: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make", "scheme"), [(stored, GROUPS), (online, GROUPS), (stored, FLOATS)])
+def test_swapped_halves_of_bytes_are_caught(
+    make: Callable[[str], Quantisation], scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The verifier finds each code by its column, without the engine's own unpacking."""
-    config = quantised(LLAMA, 1, (online if is_online else stored)(GROUPS))
+    config = quantised(LLAMA, 1, make(scheme))
     graph = traced(LLAMA, 1)[0].for_range(SMALL).graph
     graph_pass = structure_passes(config, graph, SMALL, None)[-1]
     result: PassResult = graph_pass.run(graph)
