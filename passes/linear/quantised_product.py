@@ -158,7 +158,7 @@ def quantised_product_kernel(
                 product *= scale_T[None, :] if ROWS_FIRST else scale_T[:, None]
             acc += product * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
         elif INTEGERS:
-            acc = tl.dot(left, tl.trans(right), acc)
+            acc = tl.dot(left, tl.trans(right), acc, out_dtype=tl.int32)
         elif ROUNDED:
             acc = tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=BLOCK_K)
         else:
