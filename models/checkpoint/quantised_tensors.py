@@ -12,7 +12,7 @@ import torch
 from compiled_engine.models.checkpoint.packed_weights import NAMES
 from compiled_engine.models.foreign.placement import Placement, Span
 from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, QUANTISED, SCALES, Parameter
-from compiled_engine.passes.framework.rounding import retile, unpack
+from compiled_engine.passes.framework.rounding import retile, values_of
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
@@ -161,7 +161,7 @@ def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torc
     scheme = LinearScheme.parse(part.decode)
     rounding, device = scheme.weight, target.device
     codes, scales, *others = (source.to(device) for source in sources)
-    values_NK = unpack(codes, rounding).float()
+    values_NK = values_of(codes, rounding)
     shape = tuple(values_NK.shape)
     (first_row, last_row), (first, last) = part.taken
     rows = torch.arange(first_row, last_row, device=device) // (rounding.rows or shape[0])

@@ -1,11 +1,13 @@
 """Quantisation to codes with scales and back: the formula that loader, references and kernels share.
 
 A tile's scale, in fp32, is its largest magnitude over the element type's largest value; a code is the value over its
-scale, rounded. A tile of zeros has a small scale, never zero. Scales of integer codes are searched, since a smaller
-scale that clips the largest values often has the smaller error.
+scale, rounded. A tile of zeros has a small scale, never zero. Scales of codes in four bits are searched, since a
+smaller scale that clips the largest values often has the smaller error.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from compiled_engine.quantisation import LinearScheme, Rounding
 
 SMALLEST_MAXIMUM = 2.0**-24
-# Scales that are tried for integer codes, relative to that of the largest magnitude.
+# Scales that are tried for codes in four bits, relative to that of the largest magnitude.
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
 # Rows of tiles that are searched at once, to save memory.
 _SEARCHED_ROWS = 1024
@@ -23,7 +25,7 @@ _REORDERED_ROWS = 4096
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the scales [R, C] in fp32, one per tile."""
     tiles_RrCc = _tiles(values_NK, rounding)
-    if rounding.is_integer:
+    if rounding.format.zero is not None:
         return torch.cat([_searched(part, rounding) for part in tiles_RrCc.split(_SEARCHED_ROWS)])
     largest_RC = tiles_RrCc.float().abs().amax((1, 3))
     # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, which rounds twice.
@@ -68,20 +70,44 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
         return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
-    return scaled_NK.clamp(-rounding.largest, rounding.largest).to(rounding.dtype)
+    assert not rounding.format.values, rounding
+    scaled_NK = scaled_NK.clamp(-rounding.largest, rounding.largest)
+    return (scaled_NK.round() if rounding.is_integer else scaled_NK).to(rounding.dtype)
 
 
 def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dequantise codes, [N, K] or packed, to fp32 values [N, K]. zeros_RC: zero points, for formats with them."""
-    values_NK = unpack(codes_NK, rounding).float()
+    values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
         values_NK -= spread(zeros_RC, rounding, *values_NK.shape)
     elif rounding.format.zero is not None:
         values_NK -= rounding.format.zero
-    return values_NK * spread(scales_RC, rounding, *values_NK.shape)
+    return values_NK * spread(scale_values(scales_RC), rounding, *values_NK.shape)
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Return stored scales in fp32. uint8: exponents plus 127; 255 is NaN."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    exponents = scales.float()
+    return torch.where(exponents == 255, torch.nan, torch.exp2(exponents - 127))
+
+
+def values_of(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return what codes, maybe packed, stand for in fp32, [..., K], before zero points and scales."""
+    unpacked = unpack(codes, rounding)
+    if not rounding.format.values:
+        return unpacked.float()
+    return _table(rounding.format.values, codes.device)[unpacked.int()]
+
+
+# A tensor cannot be made of Python numbers while a CUDA graph is captured; a run before it fills the cache.
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)
 
 
 def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:

@@ -57,10 +57,10 @@ def scaled(
 
 
 def obstacle(rounding: Rounding, device: torch.device) -> str | None:
-    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes any in 8 bits."""
+    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes them."""
     columns = rounding.columns
-    if rounding.is_integer:
-        return "the kernels of experts do not decode integers"
+    if rounding.element != "e4m3":
+        return f"the kernels of experts do not decode {rounding.element}"
     if columns & (columns - 1) or (columns and not LEAST_COLUMNS <= columns <= MOST_COLUMNS):
         return f"tiles of {columns} columns are no power of two from {LEAST_COLUMNS} to {MOST_COLUMNS}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:

@@ -66,7 +66,7 @@ class _Checkpoint:
         if self.quantisation.is_online:
             weight = self.weights[name]
             values = self.read(weight).float()
-            if rounding.is_integer:
+            if rounding.format.zero is not None:
                 return nearest_integers(values, _ending_with_the_share(rounding, weight))
             codes, scales = rounded(values, _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
@@ -107,9 +107,10 @@ class _Checkpoint:
         return random_codes(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _zeros(self, name: str) -> torch.Tensor:
-        """Return undivided zero points of four bits."""
-        grid = self._scheme(name).weight.grid(*self._whole(name))
-        return (4 * self._random(f"{name} zeros", grid) + 8).clamp(0, 15).to(torch.uint8)
+        """Return undivided zero points."""
+        rounding = self._scheme(name).weight
+        most, grid = 2**rounding.format.bits - 1, rounding.grid(*self._whole(name))
+        return ((self._random(f"{name} zeros", grid) + 2) * most / 4).round().clamp(0, most).to(torch.uint8)
 
     def _whole(self, name: str) -> tuple[int, ...]:
         weight = self.weights[name]
@@ -139,21 +140,25 @@ def random_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of this shape and scales over three decades that depend on the name alone."""
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
-    if rounding.is_integer:
+    if not rounding.dtype.is_floating_point:
         values = random_values(name, rounding.stored(*shape), device)
-        return (64 * values + 128).clamp(0, 255).to(rounding.dtype), scales
+        least = torch.iinfo(rounding.dtype).min
+        return (64 * values + 128).clamp(0, 255).add(least).to(rounding.dtype), scales
     codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
     return codes.to(rounding.dtype), scales
 
 
 def _values(codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the values of codes before their scales, by each element's position."""
-    if not rounding.is_integer:
+    if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
-    per_byte = rounding.format.per_byte
-    bits = 8 // per_byte
+    per_byte, bits = rounding.format.per_byte, rounding.format.bits
     found = (codes[:, columns // per_byte].int() >> columns % per_byte * bits) % 2**bits
+    if rounding.element == "e2m1":
+        exponents, halves = found >> 1 & 3, (found & 1) / 2
+        magnitudes = torch.where(exponents == 0, halves, (1 + halves) * 2.0 ** (exponents - 1))
+        return torch.where(found >= 8, -magnitudes, magnitudes)
     if rounding.format.has_zeros:
         return (found - at_each_element(zeros, rounding, *shape).int()).float()
     return (found - 2 ** (bits - 1)).float()
@@ -258,4 +263,5 @@ def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | Non
         scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)
-    return (values / scales).clamp(-rounding.largest, rounding.largest).to(rounding.dtype), scales
+    found = (values / scales).clamp(-rounding.largest, rounding.largest)
+    return (found.round() if rounding.is_integer else found).to(rounding.dtype), scales
