@@ -15,17 +15,21 @@ import torch
 
 
 class Element(NamedTuple):
-    """An element format. The value of a code is the code itself, or the difference of an integer code and its zero."""
+    """An element format. The value of a code is the code itself, the difference of an integer code and its zero, or an
+    entry of a table."""
 
     dtype: torch.dtype  # of stored codes
     largest: float  # magnitude of the value of a tile's largest element
     zero: int | None = None  # the integer code of 0, for all tiles
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
+    values: tuple[float, ...] = ()  # the value of each code
 
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 ELEMENTS = {
     "e4m3": Element(torch.float8_e4m3fn, 448.0),
+    "e2m1": Element(torch.uint8, 6.0, per_byte=2, values=(*_E2M1, *(-value for value in _E2M1))),
     "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
     "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
 }

@@ -74,7 +74,7 @@ def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dequantise codes, [N, K] or packed, to fp32 values [N, K]. zeros_RC: zero points, for formats with them."""
-    values_NK = unpack(codes_NK, rounding).float()
+    values_NK = values_of(unpack(codes_NK, rounding), rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
         values_NK -= spread(zeros_RC, rounding, *values_NK.shape)
@@ -96,6 +96,13 @@ def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     if rounding.format.per_byte == 1:
         return codes
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def values_of(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return the value in fp32 of each code that is not packed, before zero points and scales."""
+    if not rounding.format.values:
+        return codes.float()
+    return torch.tensor(rounding.format.values, device=codes.device)[codes.int()]
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
