@@ -24,12 +24,15 @@ class Element(NamedTuple):
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
     values: tuple[float, ...] = ()  # the value of each code
+    scales: torch.dtype = torch.float32  # of stored scales; uint8: exponents of 2 plus 127 (E8M0)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = Element(torch.uint8, 6.0, per_byte=2, values=(*_MAGNITUDES, *(-value for value in _MAGNITUDES)))
 ELEMENTS = {
     "e4m3": Element(torch.float8_e4m3fn, 448.0),
-    "e2m1": Element(torch.uint8, 6.0, per_byte=2, values=(*_E2M1, *(-value for value in _E2M1))),
+    "e2m1": _E2M1,
+    "mxfp4": _E2M1._replace(scales=torch.uint8),
     "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
     "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
 }
@@ -38,6 +41,8 @@ LINEAR = "Linear"
 # Targets of output projections, and of the routers of experts: formats leave them unquantised unless they are named.
 HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
+# The method of GPT-OSS: experts in four bits, with powers of two as scales.
+MXFP4 = "mxfp4"
 _REORDERED = ", columns reordered"
 # Schemes for quantising weights while they are loaded.
 ONLINE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,8 +208,10 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 STANDARD_DEVIATION = 0.02
 CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
-# Of four bits: the deviation of codes that are all equally likely, and the smaller of the two zero points.
-INTEGERS_DEVIATION, ZERO = 4.6, 7
+# Of four bits: the deviation of integers and of e2m1 that are all equally likely, the smaller of the two zero points,
+# and the smallest of three exponents.
+INTEGERS_DEVIATION, E2M1_DEVIATION, ZERO = 4.6, 2.9, 7
+EXPONENT = 126 + round(math.log2(STANDARD_DEVIATION / E2M1_DEVIATION))
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -234,17 +237,19 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
             rounding = LinearScheme.parse(leaf.scheme).weight if leaf.scheme else None
-            is_integer = rounding is not None and rounding.is_integer
+            is_packed = rounding is not None and rounding.format.per_byte > 1
             dtype = torch.float32 if leaf.role in QUANTISED and target.dtype != torch.uint8 else target.dtype
             whole = torch.empty(shape, dtype=dtype, device=target.device)
             if leaf.role == ZEROS:
                 whole.random_(ZERO, ZERO + 2, generator=generator)
-            elif leaf.role == CODES and is_integer:
+            elif leaf.role == SCALES and dtype == torch.uint8:
+                whole.random_(EXPONENT, EXPONENT + 3, generator=generator)
+            elif leaf.role == CODES and is_packed:
                 whole.random_(256, generator=generator)
             elif leaf.role == CODES:
                 whole.normal_(0.0, CODES_DEVIATION, generator=generator)
             elif leaf.role in (SCALES, INPUT_SCALE):
-                deviation = INTEGERS_DEVIATION if is_integer else CODES_DEVIATION
+                deviation = INTEGERS_DEVIATION if is_packed else CODES_DEVIATION
                 size = STANDARD_DEVIATION / deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:

@@ -12,13 +12,11 @@ from typing import Any
 from compiled_engine.models.checkpoint.gptq_config import read_awq, read_gptq
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.packed_weights import PACKED
-from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
+from compiled_engine.quantisation import HEAD, LINEAR, MXFP4, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
 # Fields of that section that list module names.
 MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-# Has no rules: it is decoded while it is loaded.
-MXFP4 = "mxfp4"
 _INSTEAD = (
     ": a checkpoint in FP8, or in four bits of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
     "quantization='fp8'"
@@ -27,6 +25,8 @@ _TOKEN = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
 _CHANNELS = Rounding("e4m3", 1, 0)
 _TENSOR = Rounding("e4m3", 0, 0)
+# GPT-OSS's: its experts, without fields of its own.
+_EXPERTS = Rule((r"re:.*\.experts\.\d+\.",), "mxfp4 1x32")
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
 # Formats of compressed-tensors, with the default first, and that of a checkpoint whose groups state their own.
 _FORMATS, _MIXED = ("float-quantized", "naive-quantized", PACKED), "mixed-precision"
@@ -48,7 +48,7 @@ _MODELOPT = {
 
 
 def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
-    """Return a checkpoint's rules; None if it is not quantised or in MXFP4.
+    """Return a checkpoint's rules; None if it is not quantised.
 
     fields: config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
     """
@@ -57,16 +57,17 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
     if SECTION not in fields and beside.is_file():
         section = JsonFields.from_file(beside).section("quantization")
         return _modelopt(section)
-    if SECTION not in fields or config.values.get("quant_method") == MXFP4:
+    if SECTION not in fields:
         return None
     readers = {
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "modelopt": _modelopt,
+        MXFP4: lambda config: Quantisation(MXFP4, (_EXPERTS,), ()),
         "gptq": lambda config: read_gptq(config, _INSTEAD),
         "awq": lambda config: read_awq(config, _INSTEAD),
     }
-    return readers[config.one_of("quant_method", readers, instead=f", {MXFP4}{_INSTEAD}")](config)
+    return readers[config.one_of("quant_method", readers, instead=_INSTEAD)](config)
 
 
 def _compressed_tensors(config: JsonFields) -> Quantisation:

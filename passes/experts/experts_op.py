@@ -23,10 +23,8 @@ from compiled_engine.passes.experts.experts_one_token import (
 )
 from compiled_engine.passes.experts.experts_routing import place_kernel, route_kernel
 from compiled_engine.passes.framework.op_library import define_op
-from compiled_engine.passes.framework.rounding import decode
-from compiled_engine.passes.linear.experts_codes import constants_of
+from compiled_engine.passes.linear.experts_codes import columns_of, constants_of, decoded
 from compiled_engine.passes.norm import rms_norm
-from compiled_engine.quantisation import Rounding
 
 # Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
@@ -43,10 +41,14 @@ class GroupedTiles:
     num_stages: int
 
 
-def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
+def grouped_tiles(
+    num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0, is_packed: bool = False
+) -> GroupedTiles:
     """Choose tiles by the step's tokens, which many experts share, and by the columns of both products."""
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if is_packed:
+        return _packed_tiles(num_tokens)
     if num_tokens <= FEW_TOKENS:
         if hidden_size % 128 or width % 128:
             return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
@@ -54,6 +56,15 @@ def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, wid
     if num_tokens <= SOME_TOKENS:
         return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
     return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
+def _packed_tiles(num_tokens: int) -> GroupedTiles:
+    """Return tiles for codes of four bits. A warp decodes 32 rows, for which it loads its tokens once."""
+    if num_tokens <= FEW_TOKENS:
+        return GroupedTiles(tokens=16, rows=128, block_k=128, num_warps=4, num_stages=4)
+    if num_tokens <= SOME_TOKENS:
+        return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
+    return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,14 @@ class OneTokenTiles:
     num_warps: int
 
 
-def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
+def one_token_tiles(k: int, gate_up: bool, is_packed: bool = False) -> OneTokenTiles:
     """Return the tiles of a single token's product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
 
-    gate_up: the first product, otherwise the second.
+    gate_up: the first product, otherwise the second. is_packed: codes of four bits.
     """
-    if not gate_up:
+    if is_packed:
+        rows, block_k, num_warps = (8, 1024, 4) if gate_up else (4, 1024, 2)
+    elif not gate_up:
         rows, block_k, num_warps = 2, 512, 2
     elif k % 1024 == 0:
         rows, block_k, num_warps = 4, 1024, 8
@@ -106,6 +119,8 @@ def reference(
     down_scales_ERC: torch.Tensor | None = None,
     gate_up_scheme: str = "",
     down_scheme: str = "",
+    gate_up_zeros_ERC: torch.Tensor | None = None,
+    down_zeros_ERC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return for each token the sum of its top_k experts' outputs times their probabilities, plus the residual: [T, D].
 
@@ -113,7 +128,7 @@ def reference(
     gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`.
     norm_weight_D: norm x first, see rms_norm.
     chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
-    Scales and schemes: of quantised weights, see experts_codes.
+    Scales, schemes and zero points: of quantised weights, see experts_codes.
 
     Steps whose argument is None are left out. The chosen experts are read on the host.
     """
@@ -130,8 +145,10 @@ def reference(
     for expert in chosen_TX.unique().tolist():
         token_P, slot_P = torch.where(chosen_TX == expert)
         bias_N, bias_D = (None if bias is None else bias[expert] for bias in (gate_up_bias_EN, down_bias_ED))
-        hidden_PI = gate(_linear(x_TD[token_P], expert, gate_up_END, gate_up_scales_ERC, gate_up_scheme, bias_N))
-        y_PD = _linear(hidden_PI, expert, down_EDI, down_scales_ERC, down_scheme, bias_D)
+        gate_up = gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC
+        hidden_PI = gate(_linear(x_TD[token_P], expert, gate_up, gate_up_scheme, bias_N))
+        down = down_EDI, down_scales_ERC, down_zeros_ERC
+        y_PD = _linear(hidden_PI, expert, down, down_scheme, bias_D)
         out_TD.index_add_(0, token_P, (y_PD * weights_TX[token_P, slot_P, None]).float())
     out = out_TD.to(x_TD.dtype)
     return out if residual_TD is None else residual_TD + out
@@ -140,41 +157,62 @@ def reference(
 def _linear(
     x_PK: torch.Tensor,
     expert: int,
-    weight_ENK: torch.Tensor,
-    scales_ERC: torch.Tensor | None,
+    weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute one expert's linear, with quantised weights in fp32, rounded once at the end."""
-    if scales_ERC is None:
-        return torch.nn.functional.linear(x_PK, weight_ENK[expert], bias_N)
-    weight_NK = decode(weight_ENK[expert], scales_ERC[expert], Rounding.parse(scheme))
+    """Compute one expert's linear, with quantised weights in fp32, rounded once at the end.
+
+    weight: of all experts, with scales and zero points.
+    """
+    weight_NK, scales_RC, zeros_RC = (None if part is None else part[expert] for part in weight)
+    assert weight_NK is not None
+    if scales_RC is None:
+        return torch.nn.functional.linear(x_PK, weight_NK, bias_N)
+    weight_NK = decoded(weight_NK, scales_RC, zeros_RC, scheme)
     bias = None if bias_N is None else bias_N.float()
     return torch.nn.functional.linear(x_PK.float(), weight_NK, bias).to(x_PK.dtype)
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """The experts' weights, and the constexprs of the kernels that read them."""
+class _Weight:
+    """A weight of all experts, and the constexprs of the kernels that read it."""
 
-    gate_up_END: torch.Tensor
-    down_EDI: torch.Tensor
-    gate_up_scales_ERC: torch.Tensor | None
-    down_scales_ERC: torch.Tensor | None
-    gate_up_tiles: dict[str, Any]  # tiles of quantised weights that share a scale
-    down_tiles: dict[str, Any]
-    gate_up_bias_EN: torch.Tensor | None
-    down_bias_ED: torch.Tensor | None
+    values: torch.Tensor  # or codes
+    scales_ERC: torch.Tensor | None
+    zeros_ERC: torch.Tensor | None
+    bias_EN: torch.Tensor | None
+    num_columns: int
+    codes: dict[str, Any]
+
+    @staticmethod
+    def of(
+        values: torch.Tensor,
+        scales_ERC: torch.Tensor | None,
+        zeros_ERC: torch.Tensor | None,
+        bias_EN: torch.Tensor | None,
+        scheme: str,
+    ) -> _Weight:
+        num_columns = columns_of(values, scheme)
+        return _Weight(values, scales_ERC, zeros_ERC, bias_EN, num_columns, constants_of(scheme, num_columns))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.values, self.scales_ERC, self.zeros_ERC, self.bias_EN
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(self.codes["PACKED"])
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The experts' weights, and constexprs of all kernels."""
+
+    gate_up: _Weight
+    down: _Weight
     route: dict[str, Any]
     gate: dict[str, Any]
-
-    @property
-    def gate_up(self) -> tuple[Any, ...]:
-        return self.gate_up_END, self.gate_up_scales_ERC, self.gate_up_bias_EN, self.gate_up_tiles
-
-    @property
-    def down(self) -> tuple[Any, ...]:
-        return self.down_EDI, self.down_scales_ERC, self.down_bias_ED, self.down_tiles
 
 
 def launch(
@@ -200,6 +238,8 @@ def launch(
     down_scales_ERC: torch.Tensor | None = None,
     gate_up_scheme: str = "",
     down_scheme: str = "",
+    gate_up_zeros_ERC: torch.Tensor | None = None,
+    down_zeros_ERC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `reference` with the kernels. Weights and biases must be contiguous."""
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
@@ -208,9 +248,9 @@ def launch(
     num_experts = gate_up_END.shape[0]
     route = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "BLOCK_E": next_power_of_2(num_experts)}
     gate = {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "INTERLEAVED": interleaved}
-    codes = gate_up_scales_ERC, down_scales_ERC, constants_of(gate_up_scheme), constants_of(down_scheme)
-    biases = gate_up_bias_EN, down_bias_ED
-    weights = _Weights(gate_up_END, down_EDI, *codes, *biases, route | {"RENORMALISE": renormalise}, gate)
+    gate_up = _Weight.of(gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC, gate_up_bias_EN, gate_up_scheme)
+    down = _Weight.of(down_EDI, down_scales_ERC, down_zeros_ERC, down_bias_ED, down_scheme)
+    weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate)
     if x_TD.shape[0] == 1:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     if norm_weight_D is not None:
@@ -226,7 +266,7 @@ def _one_token(
     residual_1D: torch.Tensor | None,
     chosen_X: torch.Tensor | None,
 ) -> torch.Tensor:
-    hidden_size, width, top_k = x_1D.shape[1], weights.down_EDI.shape[2], weights.route["TOP_K"]
+    hidden_size, width, top_k = x_1D.shape[1], weights.down.num_columns, weights.route["TOP_K"]
     norm_weight_D, eps, norm_offset = norm
     options = dependent_launch(x_1D.device)
     hidden_XI = x_1D.new_empty((top_k, width))
@@ -235,12 +275,10 @@ def _one_token(
         chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
         weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
         one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
-    tiles = one_token_tiles(hidden_size, gate_up=True)
+    tiles = one_token_tiles(hidden_size, gate_up=True, is_packed=weights.gate_up.is_packed)
     one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
         x_1D,
-        weights.gate_up_END,
-        weights.gate_up_scales_ERC,
-        weights.gate_up_bias_EN,
+        *weights.gate_up.tensors,
         norm_weight_D,
         hidden_XI,
         chosen_X,
@@ -250,19 +288,17 @@ def _one_token(
         NORM=norm_weight_D is not None,
         OFFSET=norm_offset,
         ROWS=tiles.rows,
-        BLOCK_K=max(tiles.block_k, weights.gate_up_tiles["TILE_COLUMNS"]),
+        BLOCK_K=max(tiles.block_k, weights.gate_up.codes["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
-        **weights.gate_up_tiles,
+        **weights.gate_up.codes,
         **weights.gate,
         **options,
     )
     out_1D = torch.empty_like(x_1D, memory_format=torch.contiguous_format)
-    tiles = one_token_tiles(width, gate_up=False)
+    tiles = one_token_tiles(width, gate_up=False, is_packed=weights.down.is_packed)
     one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
         hidden_XI,
-        weights.down_EDI,
-        weights.down_scales_ERC,
-        weights.down_bias_ED,
+        *weights.down.tensors,
         chosen_X,
         weights_X,
         residual_1D,
@@ -271,9 +307,9 @@ def _one_token(
         WIDTH=width,
         TOP_K=top_k,
         ROWS=tiles.rows,
-        BLOCK_K=max(tiles.block_k, weights.down_tiles["TILE_COLUMNS"]),
+        BLOCK_K=max(tiles.block_k, weights.down.codes["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
-        **weights.down_tiles,
+        **weights.down.codes,
         **options,
     )
     return out_1D
@@ -287,9 +323,9 @@ def _grouped(
     given_TX: torch.Tensor | None,
 ) -> torch.Tensor:
     num_tokens, hidden_size = x_TD.shape
-    route, width = weights.route, weights.down_EDI.shape[2]
+    route, width = weights.route, weights.down.num_columns
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
-    tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
+    tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width, weights.gate_up.is_packed)
     num_pairs = num_tokens * top_k
     # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
@@ -340,15 +376,13 @@ def _grouped(
         **options,
     }
     products = (
-        (x_TD, *weights.gate_up, hidden_SI, hidden_size, 2 * width, True),
-        (hidden_SI, *weights.down, y_SD, width, hidden_size, False),
+        (x_TD, weights.gate_up, hidden_SI, hidden_size, 2 * width, True),
+        (hidden_SI, weights.down, y_SD, width, hidden_size, False),
     )
-    for left, right, scales, bias, of_codes, out, k, num_rows, gated in products:
+    for left, right, out, k, num_rows, gated in products:
         grouped_kernel[(cdiv(num_rows, tiles.rows), num_blocks)](
             left,
-            right,
-            scales,
-            bias,
+            *right.tensors,
             out,
             sorted_S,
             blocks_B4,
@@ -357,8 +391,8 @@ def _grouped(
             K=k,
             NUM_ROWS=num_rows,
             GATED=gated,
-            BLOCK_K=min(tiles.block_k, of_codes["TILE_COLUMNS"] or tiles.block_k),
-            **of_codes,
+            BLOCK_K=_step(tiles, right),
+            **right.codes,
             **shared,
         )
     block_d = min(next_power_of_2(hidden_size), 1024)
@@ -375,6 +409,13 @@ def _grouped(
         **options,
     )
     return out_TD
+
+
+def _step(tiles: GroupedTiles, weight: _Weight) -> int:
+    """Return the columns of a step of grouped_kernel, which ends with a tile unless scales are exponents."""
+    if weight.codes["PACKED"] == "e2m1":
+        return tiles.block_k
+    return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)
 
 
 @cache
@@ -395,7 +436,8 @@ experts = define_op(
     'Tensor? down_bias_ED, int top_k, bool renormalise, str activation="silu", float alpha=0.0, float limit=0.0, '
     "bool interleaved=False, Tensor? norm_weight_D=None, float eps=0.0, float norm_offset=0.0, bool norm_wide=False, "
     "Tensor? residual_TD=None, Tensor? chosen_TX=None, Tensor? gate_up_scales_ERC=None, "
-    'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="") -> Tensor',
+    'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="", '
+    "Tensor? gate_up_zeros_ERC=None, Tensor? down_zeros_ERC=None) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

@@ -6,6 +6,7 @@ Nothing of the engine is used. The oracle is transformers' model in fp32 with th
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 Tensors = dict[str, torch.Tensor]
+OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,13 @@ def write_packed(source: Path, folder: Path, packing: Packing, ignore: list[str]
             packed, values_NK = pack_weight(tensors.pop(f"{path}.weight").float(), packing)
             tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
             module.weight.copy_(values_NK)
+    for name in [name for name in tensors if OF_EXPERT.fullmatch(name)]:
+        path, expert, part = OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        packed, values_NK = pack_weight(tensors.pop(name).float(), packing)
+        tensors |= {f"{name.removesuffix('.weight')}.{kind}": tensor for kind, tensor in packed.items()}
+        experts = model.get_submodule(path)
+        matrices = experts.down_proj if part == "down" else experts.gate_up_proj.chunk(2, 1)[part == "up"]
+        matrices[int(expert)].copy_(values_NK)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
