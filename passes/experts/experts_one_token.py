@@ -8,7 +8,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts.experts_gate import gate_of_experts
-from compiled_engine.passes.experts.experts_packed import add_products, low_columns, no_sums, total_of
 from compiled_engine.passes.experts.experts_routing import chosen_experts
 from compiled_engine.passes.linear.experts_codes import scaled
 from compiled_engine.passes.linear.small_batch_linear_gemv import rows_of
@@ -42,31 +41,12 @@ def one_token_route_kernel(
     tl.store(weights_ptr + x_X, weight_X, mask=x_X < TOP_K)
 
 
-@triton.jit
-def _input(
-    x_ptr: tl.tensor,
-    norm_weight_ptr: tl.tensor,
-    column_K: tl.tensor,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return inputs times the norm's weight, if there is a norm, and the inputs' squares, in fp32."""
-    x_K = tl.load(x_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
-    square_K = x_K * x_K
-    if NORM:
-        norm_weight_K = tl.load(norm_weight_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
-        x_K *= norm_weight_K + OFFSET if OFFSET != 0 else norm_weight_K
-    return x_K, square_K
-
-
 @quick_launches
 @triton.jit(do_not_specialize=["eps"])
 def one_token_gate_up_kernel(
     x_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     hidden_ptr: tl.tensor,
@@ -84,19 +64,16 @@ def one_token_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    ZERO: tl.constexpr,
-    UNIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """First product of a single token's experts and the gate: program (rows, slot) computes ROWS outputs of one expert.
 
     slot: index of the expert among the token's TOP_K.
 
-    x_ptr, norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K], or K / 2 if PACKED; bias_ptr: [E, 2 * WIDTH] or None.
-    chosen_ptr: [TOP_K], the experts.
+    x_ptr, norm_weight_ptr: [K]; gate_up_ptr: [E, 2 * WIDTH, K]; bias_ptr: [E, 2 * WIDTH] or None; chosen_ptr: [TOP_K],
+        the experts.
     hidden_ptr: [TOP_K, WIDTH], the results.
-    scales_ptr to UNIT: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     NORM: norm x first, with OFFSET added to the norm's weight.
     ACTIVATION, ALPHA, LIMIT: see Gate. INTERLEAVED: rows of gate and up alternate; otherwise all of gate come first.
     """
@@ -110,71 +87,48 @@ def one_token_gate_up_kernel(
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     APART: tl.constexpr = 1 if INTERLEAVED else WIDTH
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    BYTES_K: tl.constexpr = K // 2 if PACKED != "" else K
-    gate_ptr = gate_up_ptr + expert * (2 * WIDTH * BYTES_K)
-    up_ptr = gate_ptr + APART * BYTES_K
-    first_row = expert * ((2 * WIDTH + TILE_ROWS - 1) // TILE_ROWS)
-    gate_tile_N = first_row + STEP * row_N // TILE_ROWS
-    up_tile_N = first_row + (STEP * row_N + APART) // TILE_ROWS
-    mask_N = row_N < WIDTH
-    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-    if PACKED != "":
-        gate_acc_NK = no_sums(ROWS, BLOCK_K, PACKED, UNIT)
-        gate_NK = rows_of(gate_ptr, STEP * row_N, 0, STEP * WIDTH, K // 2, BLOCK_K // 2)
-        up_NK = rows_of(up_ptr, STEP * row_N, 0, STEP * WIDTH, K // 2, BLOCK_K // 2)
-    else:
-        gate_acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    up_acc_NK = gate_acc_NK
-    squares_K = tl.zeros([BLOCK_K // 2 if PACKED != "" else BLOCK_K], tl.float32)
+    gate_ptr = gate_up_ptr + expert * (2 * WIDTH * K)
+    up_ptr = gate_ptr + APART * K
+    gate_acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    up_acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    squares_K = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
-        if PACKED != "":
-            gate_codes_NB, up_codes_NB = gate_NK, up_NK
-            if k + BLOCK_K < K:  # load the next codes before these are decoded
-                gate_NK = rows_of(gate_ptr, STEP * row_N, (k + BLOCK_K) // 2, STEP * WIDTH, K // 2, BLOCK_K // 2)
-                up_NK = rows_of(up_ptr, STEP * row_N, (k + BLOCK_K) // 2, STEP * WIDTH, K // 2, BLOCK_K // 2)
-            low_B = k + low_columns(BLOCK_K // 2, UNIT)
-            low_x_B, low_squares_B = _input(x_ptr, norm_weight_ptr, low_B, K, NORM, OFFSET)
-            high_x_B, high_squares_B = _input(x_ptr, norm_weight_ptr, low_B + UNIT // 2, K, NORM, OFFSET)
-            squares_K += low_squares_B + high_squares_B
-            gate_acc_NK = add_products(
-                gate_acc_NK, gate_codes_NB, low_x_B, high_x_B, scales_ptr, zeros_ptr, gate_tile_N, mask_N,
-                k, K, TILE_COLUMNS, PACKED, ZERO, UNIT, dtype,
-            )  # fmt: skip
-            up_acc_NK = add_products(
-                up_acc_NK, up_codes_NB, low_x_B, high_x_B, scales_ptr, zeros_ptr, up_tile_N, mask_N,
-                k, K, TILE_COLUMNS, PACKED, ZERO, UNIT, dtype,
-            )  # fmt: skip
-        else:
-            gate_NK = rows_of(gate_ptr, STEP * row_N, k, STEP * WIDTH, K, BLOCK_K)
-            up_NK = rows_of(up_ptr, STEP * row_N, k, STEP * WIDTH, K, BLOCK_K)
-            x_K, square_K = _input(x_ptr, norm_weight_ptr, k + tl.arange(0, BLOCK_K), K, NORM, OFFSET)
-            squares_K += square_K
-            gate_NK = gate_NK.to(tl.float32)
-            up_NK = up_NK.to(tl.float32)
-            if scales_ptr is not None:
-                gate_NK = scaled(gate_NK, scales_ptr, gate_tile_N, mask_N, k, K, TILE_COLUMNS)
-                up_NK = scaled(up_NK, scales_ptr, up_tile_N, mask_N, k, K, TILE_COLUMNS)
-            gate_acc_NK += gate_NK * x_K[None, :]
-            up_acc_NK += up_NK * x_K[None, :]
-    gate_N = total_of(gate_acc_NK, PACKED)
-    up_N = total_of(up_acc_NK, PACKED)
+        gate_NK = rows_of(gate_ptr, STEP * row_N, k, STEP * WIDTH, K, BLOCK_K)
+        up_NK = rows_of(up_ptr, STEP * row_N, k, STEP * WIDTH, K, BLOCK_K)
+        column_K = k + tl.arange(0, BLOCK_K)
+        x_K = tl.load(x_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares_K += x_K * x_K
+            norm_weight_K = tl.load(norm_weight_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
+            if OFFSET != 0:
+                norm_weight_K += OFFSET
+            x_K *= norm_weight_K
+        gate_NK = gate_NK.to(tl.float32)
+        up_NK = up_NK.to(tl.float32)
+        if scales_ptr is not None:
+            inside_N = row_N < WIDTH
+            first_row = expert * ((2 * WIDTH + TILE_ROWS - 1) // TILE_ROWS)
+            gate_NK = scaled(gate_NK, scales_ptr, first_row + STEP * row_N // TILE_ROWS, inside_N, k, K, TILE_COLUMNS)
+            up_row_N = first_row + (STEP * row_N + APART) // TILE_ROWS
+            up_NK = scaled(up_NK, scales_ptr, up_row_N, inside_N, k, K, TILE_COLUMNS)
+        gate_acc_NK += gate_NK * x_K[None, :]
+        up_acc_NK += up_NK * x_K[None, :]
+    gate_N = tl.sum(gate_acc_NK, 1)
+    up_N = tl.sum(up_acc_NK, 1)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares_K, 0) / K + eps)
         gate_N *= scale
         up_N *= scale
+    mask_N = row_N < WIDTH
     if bias_ptr is not None:
         bias_ptrs_N = bias_ptr + expert * (2 * WIDTH) + STEP * row_N
         gate_N += tl.load(bias_ptrs_N, mask=mask_N, other=0.0).to(tl.float32)
         up_N += tl.load(bias_ptrs_N + APART, mask=mask_N, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     gate_N = gate_N.to(dtype).to(tl.float32)
     up_N = up_N.to(dtype).to(tl.float32)
     hidden_N = gate_of_experts(gate_N, up_N, ACTIVATION, ALPHA, LIMIT, dtype)
     tl.store(hidden_ptr + slot * WIDTH + row_N, hidden_N.to(dtype), mask=mask_N)
-
-
-@triton.jit
-def _hidden(hidden_ptr: tl.tensor, column_K: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    return tl.load(hidden_ptr + column_K, mask=column_K < WIDTH, other=0.0).to(tl.float32)
 
 
 @quick_launches
@@ -183,7 +137,6 @@ def one_token_down_kernel(
     hidden_ptr: tl.tensor,
     down_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -196,59 +149,46 @@ def one_token_down_kernel(
     BLOCK_K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    ZERO: tl.constexpr,
-    UNIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Second product of a single token's experts: a program computes ROWS outputs, summed over the experts by weight.
 
-    hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH], or WIDTH / 2 if PACKED.
-    bias_ptr: [E, HIDDEN_SIZE] or None.
+    hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
     chosen_ptr, weights_ptr: [TOP_K], the experts and their weights.
     residual_ptr: [HIDDEN_SIZE], added to the sum, or None; out_ptr: [HIDDEN_SIZE].
-    scales_ptr to UNIT: of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
+    scales_ptr, TILE_ROWS, TILE_COLUMNS: scales of codes, see grouped_kernel; BLOCK_K is a multiple of TILE_COLUMNS.
     """
-    PER_BYTE: tl.constexpr = 2 if PACKED != "" else 1
-    ROW_BYTES: tl.constexpr = WIDTH * down_ptr.dtype.element_ty.primitive_bitwidth // 8 // PER_BYTE
+    SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-        if ROW_BYTES % 16 == 0:
+        if WIDTH * SIZE % 16 == 0:
             first = tl.program_id(0) * ROWS
-            num_bytes = tl.minimum(ROWS, HIDDEN_SIZE - first) * ROW_BYTES
+            num_bytes = tl.minimum(ROWS, HIDDEN_SIZE - first) * (WIDTH * SIZE)
             for slot in tl.static_range(TOP_K):
                 row = tl.load(chosen_ptr + slot).to(tl.int64) * HIDDEN_SIZE + first
-                ask_into_l2(down_ptr + row * (WIDTH // PER_BYTE), num_bytes)
+                ask_into_l2(down_ptr + row * WIDTH, num_bytes)
         gdc_wait()
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask_N = row_N < HIDDEN_SIZE
-    acc_NK = no_sums(ROWS, BLOCK_K, PACKED, UNIT) if PACKED != "" else tl.zeros([ROWS, BLOCK_K], tl.float32)
+    acc_NK = tl.zeros([ROWS, BLOCK_K], tl.float32)
     bias_N = tl.zeros([ROWS], tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     for slot in tl.static_range(TOP_K):
         expert = tl.load(chosen_ptr + slot).to(tl.int64)
         weight = tl.load(weights_ptr + slot)
-        expert_ptr = down_ptr + expert * (HIDDEN_SIZE * WIDTH // PER_BYTE)
-        tile_N = expert * ((HIDDEN_SIZE + TILE_ROWS - 1) // TILE_ROWS) + row_N // TILE_ROWS
+        expert_ptr = down_ptr + expert * (HIDDEN_SIZE * WIDTH)
         if bias_ptr is not None:
             bias_N += weight * tl.load(bias_ptr + expert * HIDDEN_SIZE + row_N, mask=mask_N, other=0.0).to(tl.float32)
         for k in tl.static_range(0, WIDTH, BLOCK_K):
-            down_NK = rows_of(expert_ptr, row_N, k // PER_BYTE, HIDDEN_SIZE, WIDTH // PER_BYTE, BLOCK_K // PER_BYTE)
-            if PACKED != "":
-                low_B = k + low_columns(BLOCK_K // 2, UNIT)
-                low_x_B = _hidden(hidden_ptr + slot * WIDTH, low_B, WIDTH) * weight
-                high_x_B = _hidden(hidden_ptr + slot * WIDTH, low_B + UNIT // 2, WIDTH) * weight
-                acc_NK = add_products(
-                    acc_NK, down_NK, low_x_B, high_x_B, scales_ptr, zeros_ptr, tile_N, mask_N,
-                    k, WIDTH, TILE_COLUMNS, PACKED, ZERO, UNIT, dtype,
-                )  # fmt: skip
-            else:
-                hidden_K = _hidden(hidden_ptr + slot * WIDTH, k + tl.arange(0, BLOCK_K), WIDTH)
-                down_NK = down_NK.to(tl.float32)
-                if scales_ptr is not None:
-                    down_NK = scaled(down_NK, scales_ptr, tile_N, mask_N, k, WIDTH, TILE_COLUMNS)
-                acc_NK += down_NK * (hidden_K * weight)[None, :]
-    y_N = total_of(acc_NK, PACKED) + bias_N
+            down_NK = rows_of(expert_ptr, row_N, k, HIDDEN_SIZE, WIDTH, BLOCK_K)
+            column_K = k + tl.arange(0, BLOCK_K)
+            hidden_K = tl.load(hidden_ptr + slot * WIDTH + column_K, mask=column_K < WIDTH, other=0.0)
+            down_NK = down_NK.to(tl.float32)
+            if scales_ptr is not None:
+                scale_row_N = expert * ((HIDDEN_SIZE + TILE_ROWS - 1) // TILE_ROWS) + row_N // TILE_ROWS
+                down_NK = scaled(down_NK, scales_ptr, scale_row_N, mask_N, k, WIDTH, TILE_COLUMNS)
+            acc_NK += down_NK * (hidden_K.to(tl.float32) * weight)[None, :]
+    y_N = tl.sum(acc_NK, 1) + bias_N
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if residual_ptr is not None:
         y_N = y_N.to(dtype).to(tl.float32) + tl.load(residual_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
     tl.store(out_ptr + row_N, y_N.to(dtype), mask=mask_N)

@@ -1,8 +1,8 @@
 """The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-A single token has its own kernels. More tokens are sorted by expert on the device, and each program takes a tile of one
-expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks). Grids depend on shapes alone, so
-nothing waits for the device and every launch can be captured.
+A single token has its own kernels, except with codes of four bits. More tokens are sorted by expert on the device, and
+each program takes a tile of one expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
+Grids depend on shapes alone, so nothing waits for the device and every launch can be captured.
 """
 
 from __future__ import annotations
@@ -41,14 +41,10 @@ class GroupedTiles:
     num_stages: int
 
 
-def grouped_tiles(
-    num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0, is_packed: bool = False
-) -> GroupedTiles:
+def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
     """Choose tiles by the step's tokens, which many experts share, and by the columns of both products."""
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
-    if is_packed:
-        return _packed_tiles(num_tokens)
     if num_tokens <= FEW_TOKENS:
         if hidden_size % 128 or width % 128:
             return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
@@ -58,13 +54,25 @@ def grouped_tiles(
     return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
 
 
-def _packed_tiles(num_tokens: int) -> GroupedTiles:
-    """Return tiles for codes of four bits. A warp decodes 32 rows, for which it loads its tokens once."""
-    if num_tokens <= FEW_TOKENS:
-        return GroupedTiles(tokens=16, rows=128, block_k=128, num_warps=4, num_stages=4)
-    if num_tokens <= SOME_TOKENS:
+def packed_tiles(num_tokens: int, dtype: torch.dtype, per_expert: float, by_exponents: bool) -> GroupedTiles:
+    """Choose tiles for codes of four bits, by the mean number of an expert's tokens. by_exponents: scales of MXFP4.
+
+    Few tokens are bound by decoding, so a block mostly has all of an expert's. Two warps take small products, in which
+    a thread decodes four bytes at once; more warps take those of 64 rows.
+    """
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if num_tokens == 1:  # smaller blocks, to occupy every multiprocessor
+        return GroupedTiles(tokens=8, rows=32, block_k=128, num_warps=2, num_stages=6)
+    if per_expert <= 4:
+        return GroupedTiles(tokens=8, rows=64, block_k=128, num_warps=2, num_stages=4)
+    if per_expert <= 10:
+        return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=2, num_stages=4)
+    if per_expert <= 64:
         return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
-    return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
+    if per_expert <= 192 or not by_exponents:
+        return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
+    return GroupedTiles(tokens=256, rows=128, block_k=64, num_warps=8, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,12 @@ class OneTokenTiles:
     num_warps: int
 
 
-def one_token_tiles(k: int, gate_up: bool, is_packed: bool = False) -> OneTokenTiles:
+def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
     """Return the tiles of a single token's product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
 
-    gate_up: the first product, otherwise the second. is_packed: codes of four bits.
+    gate_up: the first product, otherwise the second.
     """
-    if is_packed:
-        rows, block_k, num_warps = (8, 1024, 4) if gate_up else (4, 1024, 2)
-    elif not gate_up:
+    if not gate_up:
         rows, block_k, num_warps = 2, 512, 2
     elif k % 1024 == 0:
         rows, block_k, num_warps = 4, 1024, 8
@@ -201,6 +207,11 @@ class _Weight:
         return self.values, self.scales_ERC, self.zeros_ERC, self.bias_EN
 
     @property
+    def tiles(self) -> dict[str, Any]:
+        """The constexprs of kernels that do not decode four bits."""
+        return {name: self.codes[name] for name in ("TILE_ROWS", "TILE_COLUMNS")}
+
+    @property
     def is_packed(self) -> bool:
         return bool(self.codes["PACKED"])
 
@@ -251,7 +262,7 @@ def launch(
     gate_up = _Weight.of(gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC, gate_up_bias_EN, gate_up_scheme)
     down = _Weight.of(down_EDI, down_scales_ERC, down_zeros_ERC, down_bias_ED, down_scheme)
     weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate)
-    if x_TD.shape[0] == 1:
+    if x_TD.shape[0] == 1 and not gate_up.is_packed and not down.is_packed:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     if norm_weight_D is not None:
         x_TD = rms_norm.launch(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
@@ -275,10 +286,12 @@ def _one_token(
         chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
         weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
         one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
-    tiles = one_token_tiles(hidden_size, gate_up=True, is_packed=weights.gate_up.is_packed)
+    tiles = one_token_tiles(hidden_size, gate_up=True)
     one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
         x_1D,
-        *weights.gate_up.tensors,
+        weights.gate_up.values,
+        weights.gate_up.scales_ERC,
+        weights.gate_up.bias_EN,
         norm_weight_D,
         hidden_XI,
         chosen_X,
@@ -290,15 +303,17 @@ def _one_token(
         ROWS=tiles.rows,
         BLOCK_K=max(tiles.block_k, weights.gate_up.codes["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
-        **weights.gate_up.codes,
+        **weights.gate_up.tiles,
         **weights.gate,
         **options,
     )
     out_1D = torch.empty_like(x_1D, memory_format=torch.contiguous_format)
-    tiles = one_token_tiles(width, gate_up=False, is_packed=weights.down.is_packed)
+    tiles = one_token_tiles(width, gate_up=False)
     one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
         hidden_XI,
-        *weights.down.tensors,
+        weights.down.values,
+        weights.down.scales_ERC,
+        weights.down.bias_EN,
         chosen_X,
         weights_X,
         residual_1D,
@@ -309,7 +324,7 @@ def _one_token(
         ROWS=tiles.rows,
         BLOCK_K=max(tiles.block_k, weights.down.codes["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
-        **weights.down.codes,
+        **weights.down.tiles,
         **options,
     )
     return out_1D
@@ -325,8 +340,12 @@ def _grouped(
     num_tokens, hidden_size = x_TD.shape
     route, width = weights.route, weights.down.num_columns
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
-    tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width, weights.gate_up.is_packed)
     num_pairs = num_tokens * top_k
+    if weights.gate_up.is_packed or weights.down.is_packed:
+        by_exponents = all(each.codes["PACKED"] == "e2m1" for each in (weights.gate_up, weights.down))
+        tiles = packed_tiles(num_tokens, x_TD.dtype, num_pairs / num_experts, by_exponents)
+    else:
+        tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
     # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)

@@ -51,23 +51,15 @@ _DECODE = {
 }
 
 
-def _assembly(packed: str, size: int) -> str:
-    """Return the function of four bytes and of an operand for each; only the first operand is used.
-
-    size: bytes of a result. The results of low bits come first, then those of high bits.
-    """
-    if size == 2:
-        count, results = 4, "".join(f"mov.b32 ${i}, p{i}; " for i in range(4))
-    else:
-        count = 8
-        results = "".join(f"shl.b32 ${2 * i}, p{i}, 16; and.b32 ${2 * i + 1}, p{i}, 0xFFFF0000; " for i in range(4))
-    inputs = f"mov.b32 codes, ${count}; mov.b32 operand, ${count + 1}; "
-    return "{ .reg .b32 codes, operand, q, s, m, c, p0, p1, p2, p3; " + inputs + _DECODE[packed] + results + "}"
+def _assembly(packed: str) -> str:
+    inputs = "mov.b32 codes, $4; mov.b32 operand, $5; "
+    outputs = "".join(f"mov.b32 ${i}, p{i}; " for i in range(4))
+    return "{ .reg .b32 codes, operand, q, s, m, c, p0, p1, p2, p3; " + inputs + _DECODE[packed] + outputs + "}"
 
 
-E2M1_PAIRS, E2M1_ALONE = tl.constexpr(_assembly("e2m1", 2)), tl.constexpr(_assembly("e2m1", 4))
-INTEGER_PAIRS, INTEGERS_ALONE = tl.constexpr(_assembly("integers", 2)), tl.constexpr(_assembly("integers", 4))
-OF_PAIRS, OF_ALONE = (tl.constexpr(",".join(["=r"] * count + ["r"] * 5)) for count in (4, 8))
+# Functions of four bytes and of an operand for each, which is the same for all four.
+OF_E2M1, OF_INTEGERS = tl.constexpr(_assembly("e2m1")), tl.constexpr(_assembly("integers"))
+_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 # Added to an exponent, shifted into bfloat16's place and in both halves of a register: 126 + 127 - 127 - POWER.
 EXPONENTS, POWER = tl.constexpr(62 * 0x00800080), tl.constexpr(2.0**64)
 LESS_128 = tl.constexpr(0xC300C300 - 2**32)  # -128 in both halves
@@ -82,26 +74,12 @@ def halves_of(
     operand_NB: the factor of e2m1, or the zero point of integers, from one of the functions below.
     """
     if dtype == tl.bfloat16:
-        asm: tl.constexpr = E2M1_PAIRS if PACKED == "e2m1" else INTEGER_PAIRS
+        asm: tl.constexpr = OF_E2M1 if PACKED == "e2m1" else OF_INTEGERS
         return tl.inline_asm_elementwise(
-            asm, OF_PAIRS, [codes_NB, operand_NB], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            asm, _REGISTERS, [codes_NB, operand_NB], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
         return _values(codes_NB & 15, operand_NB, PACKED, dtype), _values(codes_NB >> 4, operand_NB, PACKED, dtype)
-
-
-@triton.jit
-def wide_halves_of(
-    codes_NB: tl.tensor, operand_NB: tl.tensor, PACKED: tl.constexpr, dtype: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the values of `halves_of` in fp32."""
-    if dtype == tl.bfloat16:
-        asm: tl.constexpr = E2M1_ALONE if PACKED == "e2m1" else INTEGERS_ALONE
-        return tl.inline_asm_elementwise(
-            asm, OF_ALONE, [codes_NB, operand_NB], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
-        )
-    else:
-        return halves_of(codes_NB, operand_NB, PACKED, tl.float32)
 
 
 @triton.jit
@@ -146,6 +124,16 @@ def low_columns(BYTES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _exponents(
+    scales_ptr_N: tl.tensor, k: tl.tensor, K: tl.constexpr, TILE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr
+) -> tl.tensor:
+    """Return the stored scales of GROUPS tiles from column k on, [N, GROUPS]; zeros beyond the last column."""
+    group_G = k // TILE_COLUMNS + tl.arange(0, GROUPS)
+    mask_1G = (group_G * TILE_COLUMNS < K)[None, :]
+    return tl.load(scales_ptr_N[:, None] + group_G[None, :], mask=mask_1G, other=0)
+
+
+@triton.jit
 def packed_product(
     x_ptr_T: tl.tensor,
     codes_ptr_N: tl.tensor,
@@ -168,14 +156,15 @@ def packed_product(
     TOKENS: tl.constexpr = x_ptr_T.shape[0]
     ROWS: tl.constexpr = codes_ptr_N.shape[0]
     BYTES: tl.constexpr = BLOCK_K // 2
-    # Few tokens are the 16 rows of a small product, of which a thread reads four bytes of codes at once. With many
-    # tokens, the 64 rows of a large product are codes that are decoded in registers.
-    ROWS_FIRST: tl.constexpr = TOKENS >= 64
     BY_EXPONENTS: tl.constexpr = PACKED == "e2m1"
     dtype: tl.constexpr = x_ptr_T.dtype.scalar.element_ty
     byte_B = tl.arange(0, BYTES)
     low_B = low_columns(BYTES, UNIT)
-    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
+    # Rows of codes stand on the left, where tensor cores take them from the registers in which they are decoded.
+    acc_NT = tl.zeros([ROWS, TOKENS], tl.float32)
+    if BY_EXPONENTS:
+        GROUPS: tl.constexpr = BLOCK_K // TILE_COLUMNS
+        scale_NG = _exponents(scales_ptr_N, 0, K, TILE_COLUMNS, GROUPS)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         codes_ptr_NB = codes_ptr_N[:, None] + (k // 2 + byte_B)[None, :]
         low_ptr_TB = x_ptr_T[:, None] + (k + low_B)[None, :]
@@ -189,100 +178,28 @@ def packed_product(
             low_TB = tl.load(low_ptr_TB, mask=inside_1B, other=0.0)
             high_TB = tl.load(low_ptr_TB + UNIT // 2, mask=inside_1B, other=0.0)
         if BY_EXPONENTS:
-            GROUPS: tl.constexpr = BLOCK_K // TILE_COLUMNS
-            group_G = k // TILE_COLUMNS + tl.arange(0, GROUPS)
-            if K % BLOCK_K == 0:
-                scale_NG = tl.load(scales_ptr_N[:, None] + group_G[None, :])
-            else:
-                mask_1G = (group_G * TILE_COLUMNS < K)[None, :]
-                scale_NG = tl.load(scales_ptr_N[:, None] + group_G[None, :], mask=mask_1G, other=0)
             operand_NG1 = factor_of(scale_NG, dtype)[:, :, None]
             operand_NB = tl.reshape(tl.broadcast_to(operand_NG1, [ROWS, GROUPS, TILE_COLUMNS // 2]), [ROWS, BYTES])
+            # Single bytes are not copied ahead to shared memory, so the next step's are loaded here. Those of later
+            # steps would make the compiler copy nothing ahead.
+            scale_NG = _exponents(scales_ptr_N, k + BLOCK_K, K, TILE_COLUMNS, GROUPS)
         elif zeros_ptr_N is None:
             operand_NB = tl.broadcast_to(zero_of(tl.full([1, 1], ZERO, tl.int32), dtype), [ROWS, BYTES])
         else:
             zero_N = tl.load(zeros_ptr_N + (k // TILE_COLUMNS if TILE_COLUMNS > 0 else 0))
             operand_NB = tl.broadcast_to(zero_of(zero_N, dtype)[:, None], [ROWS, BYTES])
         low_NB, high_NB = halves_of(codes_NB, operand_NB, PACKED, dtype)
-        into = acc if BY_EXPONENTS or TILE_COLUMNS == 0 else tl.zeros_like(acc)
-        if ROWS_FIRST:
-            into = tl.dot(low_NB, tl.trans(low_TB), into, input_precision="ieee")
-            into = tl.dot(high_NB, tl.trans(high_TB), into, input_precision="ieee")
+        IS_SUM: tl.constexpr = BY_EXPONENTS or TILE_COLUMNS == 0
+        product_NT = acc_NT if IS_SUM else tl.zeros_like(acc_NT)
+        product_NT = tl.dot(low_NB, tl.trans(low_TB), product_NT, input_precision="ieee")
+        product_NT = tl.dot(high_NB, tl.trans(high_TB), product_NT, input_precision="ieee")
+        if IS_SUM:
+            acc_NT = product_NT
         else:
-            into = tl.dot(low_TB, tl.trans(low_NB), into, input_precision="ieee")
-            into = tl.dot(high_TB, tl.trans(high_NB), into, input_precision="ieee")
-        if BY_EXPONENTS or TILE_COLUMNS == 0:
-            acc = into
-        else:
-            scale_N = tl.load(scales_ptr_N + k // TILE_COLUMNS)
-            acc += into * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
-    y_TN = tl.trans(acc) if ROWS_FIRST else acc
+            acc_NT += product_NT * tl.load(scales_ptr_N + k // TILE_COLUMNS)[:, None]
+    y_TN = tl.trans(acc_NT)
     if BY_EXPONENTS:
         y_TN *= POWER
     elif TILE_COLUMNS == 0:
         y_TN *= tl.load(scales_ptr_N)[None, :]
     return y_TN
-
-
-@triton.jit
-def no_sums(ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Return zeros for `add_products`: with e2m1, whose scales are exact factors of values, one for each byte; with
-    integers, one for each unit."""
-    return tl.zeros([ROWS, BLOCK_K // 2 if PACKED == "e2m1" else BLOCK_K // UNIT], tl.float32)
-
-
-@triton.jit
-def total_of(sums_NS: tl.tensor, PACKED: tl.constexpr) -> tl.tensor:
-    """Return the products of whole rows."""
-    total_N = tl.sum(sums_NS, 1)
-    return total_N * POWER if PACKED == "e2m1" else total_N
-
-
-@triton.jit
-def add_products(
-    sums_NS: tl.tensor,
-    codes_NB: tl.tensor,
-    low_x_B: tl.tensor,
-    high_x_B: tl.tensor,
-    scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
-    tile_N: tl.tensor,
-    mask_N: tl.tensor,
-    k: tl.tensor,
-    K: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    ZERO: tl.constexpr,
-    UNIT: tl.constexpr,
-    dtype: tl.constexpr,
-) -> tl.tensor:
-    """Return the sums plus the products of a row of x and rows of codes, both from column k on.
-
-    low_x_B, high_x_B: fp32, the inputs of the low and of the high bits. tile_N: rows of scales; mask_N: whether they
-    exist. dtype: in which codes are decoded.
-    """
-    ROWS: tl.constexpr = codes_NB.shape[0]
-    BYTES: tl.constexpr = codes_NB.shape[1]
-    UNITS: tl.constexpr = 2 * BYTES // UNIT
-    column_U = k + tl.arange(0, UNITS) * UNIT
-    if TILE_COLUMNS == 0:
-        place_NU = tile_N[:, None] + tl.zeros([1, UNITS], tl.int32)
-    else:
-        place_NU = tile_N[:, None] * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS) + (column_U // TILE_COLUMNS)[None, :]
-    mask_NU = mask_N[:, None] & (column_U < K)[None, :]
-    scale_NU = tl.load(scales_ptr + place_NU, mask=mask_NU, other=0)
-    if PACKED == "e2m1":
-        operand_NU = factor_of(scale_NU, dtype)
-    elif zeros_ptr is None:
-        operand_NU = tl.broadcast_to(zero_of(tl.full([1, 1], ZERO, tl.int32), dtype), [ROWS, UNITS])
-    else:
-        operand_NU = zero_of(tl.load(zeros_ptr + place_NU, mask=mask_NU, other=0), dtype)
-    operand_NB = tl.reshape(tl.broadcast_to(operand_NU[:, :, None], [ROWS, UNITS, UNIT // 2]), [ROWS, BYTES])
-    low_NB, high_NB = wide_halves_of(codes_NB, operand_NB, PACKED, dtype)
-    if PACKED == "e2m1":
-        sums_NS += low_NB * low_x_B[None, :]
-        sums_NS += high_NB * high_x_B[None, :]
-    else:
-        products_NB = low_NB * low_x_B[None, :] + high_NB * high_x_B[None, :]
-        sums_NS += tl.sum(tl.reshape(products_NB, [ROWS, UNITS, UNIT // 2]), 2) * scale_NU
-    return sums_NS

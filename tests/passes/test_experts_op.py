@@ -12,7 +12,7 @@ from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
-from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles
+from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles, packed_tiles
 
 INTERPRETED = """
 import interpreter
@@ -189,7 +189,10 @@ def test_codes_on_a_gpu(case: Case, text: str) -> None:
 
 
 def test_tiles_are_within_what_a_multiprocessor_has() -> None:
-    for num_tokens in (2, 64, 65, 1024, 1025):
-        for is_packed in (False, True):
-            tiles: GroupedTiles = grouped_tiles(num_tokens, torch.bfloat16, is_packed=is_packed)
+    for num_tokens in (1, 2, 64, 65, 1024, 1025, 8192):
+        tiles: GroupedTiles
+        for tiles in (
+            grouped_tiles(num_tokens, torch.bfloat16),
+            *(packed_tiles(num_tokens, torch.bfloat16, num_tokens * share, True) for share in (1 / 16, 1 / 8, 1)),
+        ):
             assert tiles.num_stages * (tiles.tokens + tiles.rows) * tiles.block_k * 2 <= 227 << 10
