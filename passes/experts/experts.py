@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.experts.experts_gate import Gate, match_gate
-from compiled_engine.passes.experts.experts_op import experts
+from compiled_engine.passes.experts.experts_op import TOKEN_COUNTS, experts
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import (
     arg,
@@ -36,7 +36,7 @@ from compiled_engine.passes.linear.linears import ExpertsLinear, experts_linear_
 
 class Experts(GraphPass):
     name = "experts"
-    kernel_token_counts = (1, 64, 1024)
+    kernel_token_counts = TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Expect a match for each router: a scatter of weights to the places of a top-k choice."""

@@ -7,6 +7,7 @@ Grids depend on shapes alone, so nothing waits for the device and every launch c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,6 +29,8 @@ from compiled_engine.passes.norm import rms_norm
 
 # Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
+# Token counts after which tiles change.
+TOKEN_COUNTS = (1, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,15 @@ def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, wid
     return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
 
 
-def packed_tiles(num_tokens: int, dtype: torch.dtype, per_expert: float, by_exponents: bool) -> GroupedTiles:
-    """Choose tiles for codes of four bits, by the mean number of an expert's tokens. by_exponents: scales of MXFP4.
+def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
+    """Choose tiles for codes of four bits, by the mean number of an expert's tokens at the next of TOKEN_COUNTS.
+
+    share: of the experts, those that a token chooses. by_exponents: scales of MXFP4.
 
     Few tokens are bound by decoding, so a block mostly has all of an expert's. Two warps take small products, in which
     a thread decodes four bytes at once; more warps take those of 64 rows.
     """
+    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens == 1:  # smaller blocks, to occupy every multiprocessor
@@ -343,7 +349,7 @@ def _grouped(
     num_pairs = num_tokens * top_k
     if weights.gate_up.is_packed or weights.down.is_packed:
         by_exponents = all(each.codes["PACKED"] == "e2m1" for each in (weights.gate_up, weights.down))
-        tiles = packed_tiles(num_tokens, x_TD.dtype, num_pairs / num_experts, by_exponents)
+        tiles = packed_tiles(num_tokens, x_TD.dtype, top_k / num_experts, by_exponents)
     else:
         tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
     # Each expert's last tile may be partial.

@@ -10,6 +10,7 @@ from hopper_compilation import compiled_for_hopper, stack_bytes
 from test_experts_op import GATE
 
 from compiled_engine.passes.experts import experts_grouped
+from compiled_engine.passes.experts.experts import Experts
 from compiled_engine.passes.experts.experts_op import packed_tiles
 from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS
 from compiled_engine.passes.linear.experts_codes import constants_of
@@ -26,7 +27,7 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
     kinds |= dict.fromkeys(("w_ptr", "zeros_ptr"), "*u8")
     kinds |= dict.fromkeys(("sorted_ptr", "blocks_ptr"), "*i32")
     constants |= {} if text.startswith("u") else {"zeros_ptr": None}
-    tiles = packed_tiles(num_tokens, torch.bfloat16, num_tokens / 8, text.startswith("mx"))
+    tiles = packed_tiles(num_tokens, torch.bfloat16, 1 / 8, text.startswith("mx"))
     sizes: dict[str, Any] = {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "NUM_STAGES": tiles.num_stages}
     step = tiles.block_k if text.startswith("mx") else min(tiles.block_k, constants["TILE_COLUMNS"])
     sizes |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": step}
@@ -40,6 +41,17 @@ def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str
     assert "cvt.rn.bf16.u" not in ptx
     assert "cp.async.c" in ptx
     assert ("wgmma" if num_tokens > 80 else "mma.sync") in ptx
+
+
+@pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 4, 1])
+def test_tiles_change_where_kernels_are_compiled(share: float) -> None:
+    """Blocks grow with an expert's tokens, and only after the token counts at which an engine runs before it serves."""
+    for by_exponents in (False, True):
+        tiles = [packed_tiles(num_tokens, torch.bfloat16, share, by_exponents) for num_tokens in range(1, 4096)]
+        changes = [num_tokens for num_tokens in range(1, 4095) if tiles[num_tokens - 1] != tiles[num_tokens]]
+        assert set(changes) <= set(Experts.kernel_token_counts)
+        assert [each.tokens for each in tiles] == sorted(each.tokens for each in tiles)
+        assert tiles[-1].tokens == (256 if by_exponents else 128)
 
 
 @pytest.mark.parametrize("name", ["e2m1", "integers"])
