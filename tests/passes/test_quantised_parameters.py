@@ -205,6 +205,29 @@ def test_codes_of_four_bits_are_put_in_order() -> None:
     given.lint()
 
 
+def test_matrices_stored_by_columns_have_codes_by_rows() -> None:
+    """A rank's 48 of 96 columns are no whole groups of 32, so groups are halved."""
+    name = f"{EXPERTS}.down_proj"
+    given = graph_of(
+        lambda x, **w: (torch.bmm(x, w[name]),), random_tensors(x=(2, 4, 48)), random_tensors(**{name: (2, 48, 64)})
+    ).graph
+    (node,) = filter(is_parameter, given.nodes)
+    node.meta["source"] = replace(parameter_of(node), shard=Shard((2, 96, 64), 1, (Section(96, 2),)))
+    result = QuantiseExperts(rules((LINEAR, "mxfp4 1x32")), CPU, 2).run(given)
+    assert result.matches == 1
+    found = parameters(given)
+    (codes,) = found[f"{name}.codes.halves(16)"].members
+    assert (codes.shape, codes.scheme) == ((2, 64, 24), "mxfp4 1x16")
+    assert codes.shard == Shard((2, 64, 48), 2, (Section(48, 2),))
+    scales = found[f"{name}.scales"]
+    assert (scales.shape, scales.dtype) == ((2, 64, 3), "uint8")
+    assert scales.shard == Shard((2, 64, 6), 2, (Section(6, 2),))
+    (call,) = given.find_nodes(op="call_function", target=experts_weight)
+    (transposed,) = call.users
+    assert transposed.meta["val"].shape == (2, 48, 64)
+    given.lint()
+
+
 def test_matrices_of_experts_that_are_quantised_while_they_are_loaded() -> None:
     given = experts()
     before = parameters(given)[f"{EXPERTS}.down_proj"]
