@@ -15,8 +15,8 @@ import torch
 
 
 class Element(NamedTuple):
-    """An element format. The value of a code is the code itself, the difference of an integer code and its zero, or in
-    a table."""
+    """An element format. The value of a code is the code itself, the difference of an integer code and its zero, or an
+    entry of a table."""
 
     dtype: torch.dtype  # of stored codes
     largest: float  # magnitude of the value of a tile's largest element
@@ -25,6 +25,7 @@ class Element(NamedTuple):
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
     values: tuple[float, ...] = ()  # the value of each code
+    scales: torch.dtype = torch.float32  # of stored scales; uint8: exponents of 2 plus 127 (E8M0)
 
     @property
     def bits(self) -> int:
@@ -32,10 +33,12 @@ class Element(NamedTuple):
         return 8 // self.per_byte
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = Element(torch.uint8, 6.0, 2.9, per_byte=2, values=(*_MAGNITUDES, *(-value for value in _MAGNITUDES)))
 ELEMENTS = {
     "e4m3": Element(torch.float8_e4m3fn, 448.0, 64.0),
-    "e2m1": Element(torch.uint8, 6.0, 2.9, per_byte=2, values=(*_E2M1, *(-value for value in _E2M1))),
+    "e2m1": _E2M1,
+    "mxfp4": _E2M1._replace(scales=torch.uint8),
     "int8": Element(torch.int8, 127.0, 73.9),
     "uint8": Element(torch.uint8, 127.5, 73.9, has_zeros=True),
     "int4": Element(torch.uint8, 7.5, 4.6, zero=8, per_byte=2),
@@ -46,6 +49,8 @@ LINEAR = "Linear"
 # Targets of output projections, and of the routers of experts: formats leave them unquantised unless they are named.
 HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
+# The method of GPT-OSS: experts in four bits, with powers of two as scales.
+MXFP4 = "mxfp4"
 _REORDERED = ", columns reordered"
 # Schemes for quantising weights while they are loaded.
 ONLINE = {

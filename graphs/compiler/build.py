@@ -46,6 +46,7 @@ from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.quantisation import MXFP4
 
 # Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
 # and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.
@@ -273,7 +274,8 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
-        if config.model.experts.count and config.model.transformers is None:
+        textbook = config.model.transformers is None
+        if config.model.experts.count if textbook else config.model.quantisation.method == MXFP4:
             found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())

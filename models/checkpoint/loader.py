@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +211,8 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 # Random weights, for running a model's shape without its checkpoint.
 
 STANDARD_DEVIATION, INPUT_SCALE_SIZE = 0.02, 0.02
+# The smallest of three exponents of MXFP4.
+EXPONENT = 126 + round(math.log2(STANDARD_DEVIATION / ELEMENTS["mxfp4"].deviation))
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -242,6 +245,8 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
             elif leaf.role == ZEROS:
                 middle = 2 ** (element.bits - 1)
                 whole.random_(middle - 1, middle + 1, generator=generator)
+            elif leaf.role == SCALES and not in_fp32:
+                whole.random_(EXPONENT, EXPONENT + 3, generator=generator)
             elif leaf.role == CODES and not in_fp32:
                 least = torch.iinfo(target.dtype).min
                 whole.random_(least, least + 256, generator=generator)

@@ -13,7 +13,7 @@ from compiled_engine.models.checkpoint.gptq_config import read_awq, read_gptq
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.nvfp4 import NVFP4
 from compiled_engine.models.checkpoint.packed_weights import INTEGERS, PACKED
-from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
+from compiled_engine.quantisation import HEAD, LINEAR, MXFP4, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
 # Fields of that section that list module names.
@@ -23,8 +23,6 @@ SETTINGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", 
 # Fields of these files that decide what is read, with their other names.
 _DECIDING: tuple[tuple[str, ...], ...] = (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",))
 _DECIDING += (("zero_point",), ("version",), ("checkpoint_format",), ("quant_algo",))
-# Has no rules: it is decoded while it is loaded.
-MXFP4 = "mxfp4"
 _INSTEAD = (
     ": a checkpoint in FP8, or with integers of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
     "quantization='fp8'"
@@ -34,6 +32,8 @@ _STATIC = Rounding("e4m3", 0, 0, static=True)
 _TENSOR = Rounding("e4m3", 0, 0)
 _NVFP4 = LinearScheme(Rounding("e2m1", 1, 16), None)
 _INT8 = LinearScheme(Rounding("int8", 1, 0), Rounding("int8", 1, 0))
+# GPT-OSS's: its experts, without fields of its own.
+_EXPERTS = Rule((r"re:.*\.experts\.\d+\.",), "mxfp4 1x32")
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
 # Types of the 8-bit numbers in formats of compressed-tensors, with the default format and type first.
 _TYPES = {"float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",)}
@@ -65,23 +65,24 @@ _MODELOPT = {
 
 
 def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
-    """Return a checkpoint's rules; None if it is not quantised or in MXFP4.
+    """Return a checkpoint's rules; None if it is not quantised.
 
     fields: config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
     """
     config = find_settings(fields, folder)
     if config is not None and any(config.values.get(name) for name in ("load_in_4bit", "load_in_8bit")):
         config = config.replaced(quant_method="bitsandbytes")  # which older writers left out
-    if config is None or config.values.get("quant_method") == MXFP4:
+    if config is None:
         return None
     readers = {
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "modelopt": _modelopt,
+        MXFP4: lambda config: Quantisation(MXFP4, (_EXPERTS,), ()),
         "gptq": lambda config: read_gptq(config, _INSTEAD),
         "awq": lambda config: read_awq(config, _INSTEAD),
     }
-    return readers[config.one_of("quant_method", readers, instead=f", {MXFP4}{_INSTEAD}")](config)
+    return readers[config.one_of("quant_method", readers, instead=_INSTEAD)](config)
 
 
 def find_settings(fields: JsonFields, folder: Path) -> JsonFields | None:

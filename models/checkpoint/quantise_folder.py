@@ -110,7 +110,7 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
             kept[module] = rules.why_not(module)
         elif reason is not None:
             kept[module] = reason
-        elif (obstacle := _obstacle(module, tensors[f"{module}{_WEIGHT}"], scheme)) is not None:
+        elif (obstacle := _obstacle(tensors[f"{module}{_WEIGHT}"], scheme)) is not None:
             kept[module] = obstacle
         else:
             schemes[file_names[id(tensors[f"{module}{_WEIGHT}"])]] = scheme
@@ -157,13 +157,11 @@ def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _obstacle(module: str, weight: torch.Tensor, scheme: LinearScheme) -> str | None:
-    """Return why the format cannot hold a weight, or the engine would decode it; None if it is quantised."""
+def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
+    """Return why the format cannot hold a weight; None if it is quantised."""
     columns = scheme.weight.columns
     if not scheme.weight.is_integer:
         return None
-    if matches(EXPERTS, module):
-        return "experts are not computed in four bits"
     return f"its {weight.shape[1]} columns are no multiple of {columns}" if weight.shape[1] % columns else None
 
 

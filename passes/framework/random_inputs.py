@@ -78,6 +78,8 @@ class RandomInputs:
             value = self._normal(shape, torch.float32)
             if parameter.role == COLUMNS:  # the same, so that linears may be merged
                 value = torch.arange(shape[1] - 1, -1, -1).view(shape)
+            elif parameter.role == SCALES and parameter.torch_dtype == torch.uint8:  # exponents plus 127
+                value = 117 + self._integers(8, value.numel()).view(shape)
             elif parameter.torch_dtype in (torch.uint8, torch.int8):  # codes, all patterns; zero points of four bits
                 value = self._integers(16 if parameter.role == ZEROS else 256, value.numel()).view(shape)
             elif parameter.role == CODES:

@@ -7,6 +7,7 @@ smaller scale that clips the largest values often has the smaller error.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from compiled_engine.quantisation import LinearScheme, Rounding
 
 SMALLEST_MAXIMUM = 2.0**-24
+# Most columns of a unit of `in_halves`: 16 bytes, the most that a thread reads at once.
+MOST_UNIT = 32
 # Scales that are tried for codes in four bits, relative to that of the largest magnitude.
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
 # Rows of tiles that are searched at once, to save memory.
@@ -79,6 +82,13 @@ def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dequantise codes, [N, K] or packed, to fp32 values [N, K]. zeros_RC: zero points, for formats with them."""
+    return dequantise(unpack(codes_NK, rounding), scales_RC, rounding, zeros_RC)
+
+
+def dequantise(
+    codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Do the same for codes that are not packed."""
     values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
@@ -97,11 +107,10 @@ def scale_values(scales: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return what codes, maybe packed, stand for in fp32, [..., K], before zero points and scales."""
-    unpacked = unpack(codes, rounding)
+    """Return the value in fp32 of each code that is not packed, before zero points and scales."""
     if not rounding.format.values:
-        return unpacked.float()
-    return _table(rounding.format.values, codes.device)[unpacked.int()]
+        return codes.float()
+    return _table(rounding.format.values, codes.device)[codes.int()]
 
 
 # A tensor cannot be made of Python numbers while a CUDA graph is captured; a run before it fills the cache.
@@ -122,6 +131,10 @@ def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return packed codes one by one, [..., K]."""
     if rounding.format.per_byte == 1:
         return codes
+    return _unpacked(codes)
+
+
+def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
@@ -146,6 +159,27 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
     pairs = words.contiguous().view(torch.uint8).view(len(words), -1, 16, 4).transpose(2, 3)
     singly = torch.stack((pairs & 15, pairs >> 4), 3).view(len(words), -1)
     return singly[:, 0::2] | singly[:, 1::2] << 4
+
+
+def unit_of(rounding: Rounding, num_columns: int) -> int:
+    """Return the columns of a unit of `in_halves`, which ends where tiles end."""
+    return math.gcd(MOST_UNIT, rounding.columns, num_columns)
+
+
+def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
+    """Return packed codes [E, N, K / 2] in the order that the kernels of experts read: in each unit of columns, the low
+    bits of the bytes hold the first half, and the high bits the second."""
+    found = torch.empty_like(codes_ENB)
+    for codes_NB, out_NB in zip(codes_ENB, found, strict=True):  # one by one, to save memory
+        first, second = _unpacked(codes_NB).unflatten(-1, (-1, 2, unit // 2)).unbind(-2)
+        out_NB.copy_((first | second << 4).flatten(-2))
+    return found
+
+
+def from_halves(codes_NB: torch.Tensor, unit: int) -> torch.Tensor:
+    """Return codes [N, K / 2] of `in_halves` one by one and in the order of the columns, [N, K]."""
+    units = codes_NB.unflatten(-1, (-1, unit // 2))
+    return torch.cat((units & 15, units >> 4), -1).flatten(-2)
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:

@@ -259,7 +259,7 @@ def decode_words_kernel(
         zero_N = tl.load(zeros_ptr + block * num_rows + row_N, mask=mask_N, other=0)
     out_ptr_NW = out_ptr + row_N.to(tl.int64)[:, None] * K + block * 128 + word_W[None, :]
     for i in tl.static_range(8):
-        values_NW = _values((words_NW >> (4 * i)) & 15, zero_N[:, None], tl.float32) * scale_N[:, None]
+        values_NW = _values((words_NW >> (4 * i)) & 15, zero_N[:, None], "int4", tl.float32) * scale_N[:, None]
         tl.store(out_ptr_NW + 16 * i, values_NW.to(out_ptr.dtype.element_ty), mask=mask_N[:, None])
 
 

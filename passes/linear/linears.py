@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from compiled_engine.passes.framework.graph_inputs import is_parameter
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.matching import arg, aten, emit, emit_named, is_call, named
 from compiled_engine.passes.framework.op_library import PLAIN, QUANTISED, QUANTISED_PARAMETERS, declaration_of
+from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.quantisation import LinearScheme
 
@@ -155,6 +156,26 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
     weight = _transposed(matrix)
     is_weight = is_parameter(weight) or is_call(weight, experts_weight)
     return ExpertsLinear(x, weight, False, bias, matrix) if weight is not None and is_weight else None
+
+
+def is_by_columns(node: fx.Node) -> bool:
+    """Return whether an expert matrix is [E, K, N]: products read it as it is."""
+    return any(is_call(user, aten.bmm.default) for user in node.users)
+
+
+def by_rows(node: fx.Node) -> Parameter:
+    """Return the description of an expert matrix as [E, N, K], in which it is in memory."""
+    weight = parameter_of(node)
+    if not is_by_columns(node):
+        return weight
+    shard = weight.shard
+    if shard is not None:
+        shard = replace(shard, whole=_swapped(shard.whole), dim={None: None, 0: 0, 1: 2, 2: 1}[shard.dim])
+    return replace(weight, shape=_swapped(weight.shape), shard=shard)
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[0], shape[2], shape[1]
 
 
 def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:

@@ -150,7 +150,7 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
             for each in (codes, scales)
         )
     elif weight.shard is not None:
-        codes = replace(codes, shard=_shard_of_tiles(weight.shard, 1, scheme.weight.format.per_byte))
+        codes = replace(codes, shard=shard_of_tiles(weight.shard, 1, scheme.weight.format.per_byte))
         scales = replace(scales, shard=scales_shard(weight.shard, scheme))
     with graph.inserting_before(linear.weight):
         nodes = [_placeholder(graph, each, like) for each in (codes, scales)]
@@ -178,10 +178,10 @@ def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
 
     Tiles must end where the shard does.
     """
-    return _shard_of_tiles(shard, scheme.weight.rows, scheme.weight.columns)
+    return shard_of_tiles(shard, scheme.weight.rows, scheme.weight.columns)
 
 
-def _shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
+def shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
     """Return the shard of a matrix that has an element for each tile of the weight."""
     grid = Rounding("", rows, columns).grid(*shard.whole[-2:])
     whole = *shard.whole[:-2], *grid

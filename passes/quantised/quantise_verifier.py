@@ -70,7 +70,7 @@ class _Checkpoint:
                 return nearest_integers(values, _ending_with_the_share(rounding, weight))
             codes, scales = rounded(values, _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
-        values = _values(self._stored(name)[0], self._zeros(name), rounding, self._whole(name))
+        values = values_of_codes(self._stored(name)[0], self._zeros(name), rounding, self._whole(name))
         values *= at_each_element(self._stored(name)[1], rounding, *values.shape)
         if self._scheme(name).reordered:
             found = torch.empty_like(values)
@@ -108,9 +108,7 @@ class _Checkpoint:
 
     def _zeros(self, name: str) -> torch.Tensor:
         """Return undivided zero points."""
-        rounding = self._scheme(name).weight
-        most, grid = 2**rounding.format.bits - 1, rounding.grid(*self._whole(name))
-        return ((self._random(f"{name} zeros", grid) + 2) * most / 4).round().clamp(0, most).to(torch.uint8)
+        return random_zeros(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _whole(self, name: str) -> tuple[int, ...]:
         weight = self.weights[name]
@@ -140,6 +138,8 @@ def random_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of this shape and scales over three decades that depend on the name alone."""
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
+    if rounding.format.scales == torch.uint8:
+        scales = scales.log2().round().add(127).to(torch.uint8)
     if not rounding.dtype.is_floating_point:
         values = random_values(name, rounding.stored(*shape), device)
         least = torch.iinfo(rounding.dtype).min
@@ -148,17 +148,32 @@ def random_codes(
     return codes.to(rounding.dtype), scales
 
 
-def _values(codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]) -> torch.Tensor:
+def random_zeros(name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device) -> torch.Tensor:
+    """Return zero points that depend on the name alone."""
+    most = 2**rounding.format.bits - 1
+    values = random_values(f"{name} zeros", rounding.grid(*shape), device)
+    return ((values + 2) * most / 4).round().clamp(0, most).to(torch.uint8)
+
+
+def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return stored scales in fp32: those of one byte are powers of two."""
+    if rounding.format.scales != torch.uint8:
+        return scales
+    return torch.tensor([2.0 ** (power - 127) for power in range(255)], device=scales.device)[scales.long()]
+
+
+def values_of_codes(
+    codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]
+) -> torch.Tensor:
     """Return the values of codes before their scales, by each element's position."""
     if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
     per_byte, bits = rounding.format.per_byte, rounding.format.bits
     found = (codes[:, columns // per_byte].int() >> columns % per_byte * bits) % 2**bits
-    if rounding.element == "e2m1":
-        exponents, halves = found >> 1 & 3, (found & 1) / 2
-        magnitudes = torch.where(exponents == 0, halves, (1 + halves) * 2.0 ** (exponents - 1))
-        return torch.where(found >= 8, -magnitudes, magnitudes)
+    if rounding.format.values:
+        exponent, mantissa, sign = found // 2 % 4, found % 2, 1 - found // 8 * 2
+        return sign * torch.where(exponent == 0, 0.5 * mantissa, 2.0 ** (exponent - 1) * (1 + 0.5 * mantissa))
     if rounding.format.has_zeros:
         return (found - at_each_element(zeros, rounding, *shape).int()).float()
     return (found - 2 ** (bits - 1)).float()

@@ -15,7 +15,7 @@ from test_packed_weights import decoded as packed_decoded
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.nvfp4 import read_nvfp4
 from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
-from compiled_engine.passes.framework.rounding import values_of
+from compiled_engine.passes.framework.rounding import unpack, values_of
 from compiled_engine.quantisation import Quantisation, Rounding
 
 E2M1 = Rounding("e2m1", 1, 16)
@@ -44,7 +44,7 @@ def decoded(tensors: Tensors, rules: Quantisation) -> torch.Tensor:
 def test_every_code_has_its_value() -> None:
     codes = torch.tensor([[low | high << 4 for high in range(16) for low in range(16)]], dtype=torch.uint8)
     expected = [value_of(code) for high in range(16) for low in range(16) for code in (low, high)]
-    assert values_of(codes, E2M1).tolist() == [expected]
+    assert values_of(unpack(codes, E2M1), E2M1).tolist() == [expected]
 
 
 @pytest.mark.parametrize("form", FORMATS)

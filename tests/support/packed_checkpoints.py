@@ -7,6 +7,7 @@ Nothing of the engine is used. The oracle is transformers' model in fp32 with th
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 Tensors = dict[str, torch.Tensor]
 # Returns the tensors of a linear by the last part of their names, and the values that they stand for, [N, K].
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,13 @@ def write_linears(source: Path, folder: Path, pack: Pack, ignore: list[str]) -> 
             packed, values_NK = pack(tensors.pop(f"{path}.weight").float())
             tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
             module.weight.copy_(values_NK)
+    for name in [name for name in tensors if OF_EXPERT.fullmatch(name)]:
+        path, expert, part = OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        packed, values_NK = pack(tensors.pop(name).float())
+        tensors |= {f"{name.removesuffix('.weight')}.{kind}": tensor for kind, tensor in packed.items()}
+        experts = model.get_submodule(path)
+        matrices = experts.down_proj if part == "down" else experts.gate_up_proj.chunk(2, 1)[part == "up"]
+        matrices[int(expert)].copy_(values_NK)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, folder / "model.safetensors")
     return model
