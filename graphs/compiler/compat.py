@@ -36,9 +36,9 @@ for _name in _IMPORTED_BY_TRACES:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation needs, without CUDA queries, after which forked processes cannot use CUDA.
+    """Import what the first compilation needs, without querying CUDA: processes forked after a query cannot use CUDA.
 
-    torch._inductor.runtime.benchmarking otherwise looks for a GPU to choose how kernels are timed.
+    By default, torch._inductor.runtime.benchmarking looks for a GPU to choose how kernels are timed.
     """
     with inductor_config.patch(use_experimental_benchmarker=False):
         importlib.import_module("torch._inductor.compile_fx")
@@ -80,13 +80,16 @@ def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: di
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function without mutating ops, for a tracer."""
+    """Wrap the function so that a tracer sees functional ops in place of mutating ones."""
     return dispatch_functionalize(function)
 
 
 @contextmanager
 def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeType, types.CodeType]]]:
-    """Collect (code before, code after) when Dynamo rewrites `function`; other functions are ignored."""
+    """Yield a list that receives (code before, code after) when Dynamo rewrites `function`.
+
+    Other functions that Dynamo rewrites are ignored.
+    """
     found: list[tuple[types.CodeType, types.CodeType]] = []
 
     def hook(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
@@ -102,7 +105,10 @@ def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeT
 
 
 def forget_compilations() -> None:
-    """Clear Inductor's caches in this process: an entry would lack the files of compilations that are reused."""
+    """Clear Inductor's caches in this process.
+
+    Otherwise Inductor could reuse an earlier compilation, and the entry would lack its files.
+    """
     clear_caches()
     for name, module in list(sys.modules.items()):  # C++ kernels are modules, which torch 2.11 would find here
         if name.endswith(".kernel") and str(getattr(module, "__file__", "")).endswith(".so"):

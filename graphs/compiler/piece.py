@@ -38,7 +38,10 @@ class UnknownTarget(LookupError):
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:
-    """Return the piece's graph as JSON, a node per line. Raises UnknownTarget for what has no such form."""
+    """Return the piece's graph as JSON, a node per line.
+
+    Raises UnknownTarget for a call or constant that has no JSON form.
+    """
     symbols = _Symbols()
     numbers: dict[fx.Node, int] = {}
     nodes = []

@@ -40,7 +40,7 @@ class Capture(Protocol):
     """
 
     def session(self) -> AbstractContextManager[None]:
-        """Enter the context in which work is captured, and in which it runs once before."""
+        """Return the context in which work is captured, and in which it runs once before the capture."""
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
@@ -72,7 +72,7 @@ class Capture(Protocol):
 class CudaCapture:
     """Captures CUDA streams.
 
-    Sessions use a separate stream, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a capture
+    A session has its own stream, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a capture
     neither synchronises nor collects garbage, which would add up over a model's many pieces.
     """
 
@@ -174,7 +174,10 @@ class SegmentedGraph:
         self._graphs.append(graph)
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Add an attention call. arguments: the capture's; a replay replaces the attention inputs among them."""
+        """Add an attention call, made after the newest graph.
+
+        arguments: those of the capture, without the attention inputs, which each replay passes anew.
+        """
         self._calls.append((function, without_inputs(arguments)))
 
     def replay(self, inputs: AttentionInputs | None) -> None:

@@ -132,7 +132,7 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """Take the prediction of an earlier process instead of calling `predict`; returns it.
+        """Take over the prediction of an earlier process, in place of calling `predict`, and return it.
 
         Allocates the memory that captures need besides the graphs' own, such as the stream's workspaces.
         """
@@ -170,9 +170,10 @@ class CudaGraphManager:
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """Run the graph on the batch in the buffers; its result, see Capturable.run, is valid until the next replay.
+        """Replay the graph on the batch in the buffers and return its result, see Capturable.run.
 
-        inputs: the unpadded batch's attention inputs, if attention runs between graphs; None for a full graph.
+        The result is valid until the next replay. inputs: the unpadded batch's attention inputs, if attention runs
+        between graphs; None for a full graph.
         """
         captured = self._graphs[key]
         assert captured.step.tensor_ids() == captured.tensor_ids, "a buffer that the graph reads was replaced"
@@ -189,7 +190,7 @@ class CudaGraphManager:
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
     """Yield the two largest keys, then evenly spaced samples.
 
-    The largest ones determine the pool; the second may not fit into the memory of the first.
+    The largest graphs determine the size of the pool; the second may not fit into the memory of the first.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)

@@ -42,7 +42,7 @@ class MemoryReading(NamedTuple):
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a family of graphs has enough samples."""
+    """Return whether a family of graphs has enough readings for a prediction."""
     return len(readings) >= MOST_SAMPLES or _driver_mean(readings) * len(readings) >= ENOUGH_DRIVER_BYTES
 
 
@@ -137,9 +137,9 @@ def predicted_bytes(
 ) -> int:
     """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
 
-    lookup: the compiled model's; None, or without a cache: predict now. Files that are damaged or belong to another
-    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. share: index of
-    the rank's LayerShare, as each share of the layers has its own graphs.
+    lookup: of the compiled model; without it, or with the cache off, the bytes are predicted now. Files that are
+    damaged or belong to another user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks
+    predict or none. share: index of the rank's LayerShare, as each share of the layers has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":

@@ -61,8 +61,10 @@ class Encoder(nn.Module):
         return output[0].squeeze(0)
 
     def _counted(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Count positions as RoBERTa: padding tokens, which may also occur within a text, are skipped and all have the
-        position before the first."""
+        """Return positions counted as in RoBERTa: padding tokens are skipped.
+
+        Padding tokens may also occur within a text; all have the position one below that of a text's first token.
+        """
         padding = self.first_position - 1
         is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
         places_T = torch.arange(positions_T.shape[0], dtype=positions_T.dtype, device=positions_T.device)
@@ -111,7 +113,10 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """Mixin for the class of a base model's pooler: it runs as part of the head only, not in the base model."""
+    """Mixin for the class of a base model's pooler, which then runs as part of the head only.
+
+    In the base model it returns None.
+    """
 
     def forward(self, hidden_states: torch.Tensor, *, in_head: bool = False) -> Any:
         return super().forward(hidden_states) if in_head else None  # type: ignore[misc]
