@@ -16,7 +16,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor on cos and sin.
+    """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor of cos and sin.
 
     Raises ValueError for an unknown kind, and for llama3 or yarn without original_max_position_embeddings.
     """
@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos_T1d and sin_T1d, to be broadcast over heads. p indexes the d / 2 pairs."""
+        """Return (cos_T1d, sin_T1d), to be broadcast over heads. Suffix p: the d / 2 pairs."""
         angles_Tp = positions_T[:, None].float() * self.inv_freq
         angles_T1d = torch.cat((angles_Tp, angles_Tp), dim=-1).unsqueeze(1)
         cos_T1d = angles_T1d.cos() * self.attention_factor

@@ -66,7 +66,7 @@ def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
 
 
 def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
-    """Set the shards of the graph's parameters. shards: by parameter name."""
+    """Add to the description of each of the graph's parameters its shard. shards: by parameter name."""
     for node in graph.find_nodes(op="placeholder"):
         if is_parameter(node):
             node.meta["source"] = parameter_of(node).divided(shards)

@@ -59,8 +59,8 @@ class Tiles:
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
     """Return the tiles of a [num_tokens, k] x [num_rows, k] product. silu_mul: num_rows counts gate and up together.
 
-    They were measured on the device with this name. For other devices they follow a rule found on an NVIDIA H200, with
-    less than 100 KiB of shared memory.
+    The tiles are those measured on the device with this name. Where nothing was measured, they follow a rule found on
+    an NVIDIA H200, which needs less than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)

@@ -153,7 +153,7 @@ def _is_from_mean(value: Any, wide: fx.Node) -> bool:
 
 
 def is_deviation(value: Any) -> bool:
-    """Return whether the value is a difference, like that from the mean in a LayerNorm."""
+    """Return whether the value is a difference; in a norm it is the difference from the mean, as in LayerNorm."""
     return is_call(value, aten.sub.Tensor)
 
 

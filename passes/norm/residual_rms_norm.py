@@ -1,7 +1,9 @@
-"""Fuses a residual add and the RMSNorm after it into one kernel that returns both; includes a norm of the added value.
+"""Fuses a residual add and the RMSNorm after it into one kernel, which returns the norm and the sum.
 
-Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch. Inductor finds the same
-fusion with two loops over the row; this kernel keeps the row in registers. Gemma norms the added value. For few tokens,
+An RMSNorm of the value that is added to the residual, as in Gemma, becomes part of the kernel too.
+
+Why: the add and the norm each read and write the hidden state, so one kernel halves the traffic and saves a launch.
+Inductor finds the same fusion with two loops over the row; this kernel keeps the row in registers. For few tokens,
 small_batch_linear absorbs both ops.
 """
 
@@ -50,10 +52,10 @@ def residual_rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Add the residual to x and norm the sum: program (token) writes a row of both.
+    """Add the residual to x and norm the sum. Program (token) writes a row of the sum and a row of the norm.
 
     x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr: [HIDDEN_SIZE]. inner_weight_ptr:
-    [HIDDEN_SIZE], norm x with it before the addition; or None. OFFSET, WIDE: see rms_norm.normed.
+    [HIDDEN_SIZE], x is normed with it before the addition; or None. OFFSET, WIDE: see rms_norm.normed.
     """
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
@@ -87,7 +89,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (RMSNorm(x + residual) * (offset + weight), x + residual), [T, D] each.
 
-    inner_weight_D: norm x with this weight before the addition. offset, wide: of both norms, see rms_norm.
+    inner_weight_D: x is normed with this weight before the addition, unless it is None. offset, wide: of both norms,
+    see rms_norm.reference.
     """
     if inner_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, inner_weight_D, eps, offset, wide)

@@ -1,4 +1,4 @@
-"""Moves the products around a short convolution into its op: of its input with a factor, and of its result with a gate.
+"""Moves the products around a short convolution into its op: input times a factor, and result times a gate.
 
 Why: each product would be a kernel that reads and writes the whole activation for a few multiplications. In a decode
 step such a kernel takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without
@@ -36,7 +36,7 @@ class _Match(NamedTuple):
 
 
 def _match(call: fx.Node) -> _Match | str | None:
-    """Return a convolution's products, or why they cannot move; None without any."""
+    """Return the products around a convolution, or why they cannot move into its op; None if there are none."""
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
     operands = next(iter(factors(x)), ())

@@ -33,7 +33,7 @@ class RopeForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotated:
-    """The parts of a rotated value."""
+    """A rotated value: the nodes that it is computed from, and how."""
 
     x: fx.Node
     norm_weight: fx.Node | None  # None without a norm
@@ -69,7 +69,10 @@ def match_rotation(value: fx.Node) -> Rotated | str:
 
 
 def _rms_norm(value: fx.Node) -> Norm | str | None:
-    """Return the RMSNorm of a value, or why it is an unknown norm; None for anything else, LayerNorm included."""
+    """Return the RMSNorm that a value is the result of, or why it looks like a norm but is not recognised.
+
+    Returns None for any other value, and for a LayerNorm.
+    """
     norm = norm_of(value)
     return why_no_norm(value) if norm is None or norm.centred else norm
 
@@ -193,7 +196,10 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
 
 
 def _of_pairs(angles: Any) -> fx.Node:
-    """Return the angles per pair, [T, 1, r / 2], if the value repeats each one in place; otherwise the value."""
+    """Return the angles per pair, [T, 1, r / 2], if the value repeats each angle next to itself.
+
+    Otherwise return the value. The graph may get an unsqueeze of the angles per pair.
+    """
     view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
     clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
     expand: Any = clone.args[0] if is_call(clone, aten.clone.default) else None

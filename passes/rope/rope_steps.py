@@ -22,8 +22,8 @@ def places(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the positions in a head of the first and of the second element of each pair.
 
-    ROTARY: elements that are rotated. Pairs from ROTARY / 2 on cover the others. INTERLEAVED: the elements of a pair
-    are neighbours; otherwise half of ROTARY apart.
+    ROTARY: number of elements that are rotated. Pairs from number ROTARY / 2 on cover the elements that are not.
+    INTERLEAVED: the elements of a pair are neighbours; otherwise they are half of ROTARY apart.
     """
     if INTERLEAVED:
         return 2 * pair_P, 2 * pair_P + 1
