@@ -209,7 +209,10 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert to JSON. Functions and objects become their `uuid()` or name, as addresses differ between processes."""
+    """Convert a value to JSON values.
+
+    Functions and objects become their `uuid()` or name, as addresses differ between processes.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

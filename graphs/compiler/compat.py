@@ -1,4 +1,4 @@
-"""Differences between the supported torch versions (2.11 to 2.15), in one place."""
+"""Hides the differences between the supported torch versions (2.11 to 2.15)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ for _name in _IMPORTED_BY_TRACES:
 def import_compiler() -> None:
     """Import what the first compilation needs, without querying CUDA: processes forked after a query cannot use CUDA.
 
-    By default, torch._inductor.runtime.benchmarking looks for a GPU to choose how kernels are timed.
+    torch._inductor.runtime.benchmarking, when imported, looks for a GPU to choose how kernels are timed. Here a setting
+    prevents this.
     """
     with inductor_config.patch(use_experimental_benchmarker=False):
         importlib.import_module("torch._inductor.compile_fx")

@@ -1,4 +1,4 @@
-"""Worker processes that compile pieces."""
+"""The worker processes that compile pieces."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class CppPiece:
 
 
 def piece_folder(entry: Path, key: str) -> Path:
-    """Return the folder of a piece that runs without Inductor; it need not exist."""
+    """Return the folder for a piece that runs without Inductor; the folder need not exist."""
     return entry / "cpp" / key
 
 

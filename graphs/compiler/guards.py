@@ -73,7 +73,7 @@ def dynamo_guards() -> tuple[Guard, ...]:
 
 
 def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
-    """Group guards by subject. Call it after Dynamo has finished, when it has written their conditions."""
+    """Group guards by subject. Call it after Dynamo has finished: only then do guards have conditions."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for guard in guards:
         source = _NUMBERS.sub("*", guard.name if isinstance(guard.name, str) else guard.name())

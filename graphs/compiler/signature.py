@@ -41,7 +41,7 @@ _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_reque
 
 @dataclass(frozen=True)
 class Signature:
-    """The declaration of a callable."""
+    """The declaration of a callable: its arguments, results and compile ranges."""
 
     arguments: tuple[str, ...]  # names, in order
     tensors: tuple[StepTensor, ...]  # the tensors in the arguments; a tensor's name is its path there
@@ -59,7 +59,7 @@ class Signature:
 
     @property
     def most_tokens(self) -> int:
-        """The largest token count for which the trace must hold: that of a step or of the traced example."""
+        """The largest token count for which the trace must hold: a step's limit, or the example's count if larger."""
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def forward_signature(config: EngineConfig) -> Signature:
 def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signature:
     """Return the declaration of the forward for steps in which a request has an adapter.
 
-    On a CPU it has no small-batch ranges: their kernels do not support adapters.
+    On a CPU this forward has no small-batch ranges: their kernels do not support adapters.
     """
     forward = forward_signature(config)
     ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
@@ -171,7 +171,10 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 
 def logits_signature(config: EngineConfig) -> Signature:
-    """Return the declaration of the logits of selected hidden states, for forwards that return hidden states."""
+    """Return the declaration of the callable that computes the logits of selected hidden states.
+
+    It is used after forwards that return hidden states.
+    """
     model = local_model(config)
     return Signature(
         ("hidden_RD",),

@@ -38,8 +38,8 @@ class LayerClass(NamedTuple):
 class TracedLayers:
     """A stack of layers, and the numbers of those that are traced.
 
-    A traced layer has the class that it has in the whole stack: the layer traced after it is of the kind `following`.
-    In a stack of foreign code, layers that are not traced are replaced by identities.
+    The layers are chosen so that a layer has the same class in the trace as in the whole stack: the layer traced after
+    it is of the kind `following`. In a stack of foreign code, layers that are not traced are replaced by identities.
     """
 
     stack: nn.ModuleList

@@ -132,8 +132,8 @@ class Recorder(TorchDispatchMode):
     """Records the calls of the code that runs inside it.
 
     A call of a C++ kernel is recorded as it is. An op of torch is recorded so that a replay writes into the tensors
-    that the op returned now; views and allocations are not recorded, as they need no replay. constants: tensors whose
-    values are the same in every replay; the host must not read any other tensor.
+    that the op returned during the recording. Views and allocations are not recorded, as they need no replay.
+    constants: tensors whose values are the same in every replay; the host must not read any other tensor.
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:

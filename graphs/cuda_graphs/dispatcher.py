@@ -58,7 +58,7 @@ class GraphKey(NamedTuple):
     def name(self) -> str:
         """The graph's name in metrics and logs, unique within an engine.
 
-        `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
+        Examples: `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
         `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`.
         """
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value

@@ -89,7 +89,10 @@ class Classifier(Encoder):
 
 
 class Base:
-    """Mixin for the base model's class: with hand_on=True, forward returns its input embeddings as its output."""
+    """Mixin for the base model's class.
+
+    With hand_on=True, forward returns its input embeddings as hidden states, and the pooler's output from them.
+    """
 
     pooler: Any
 
@@ -100,7 +103,10 @@ class Base:
 
 
 class HandedOn:
-    """Base model output for the classifier's code: hidden states, and the pooler's output from them."""
+    """The base model's output in the form that the classifier's code expects.
+
+    It has hidden states, and the pooler's output from them.
+    """
 
     hidden_states = attentions = cross_attentions = cache = past_key_values = None
 

@@ -31,7 +31,7 @@ class Step:
         self.rows_R: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
-        """Return the step's requests in the form that recurrences take."""
+        """Return the step's requests as recurrences take them: state rows, query starts and context lengths."""
         assert self.inputs is not None
         assert self.rows_R is not None
         return Sequences(self.rows_R, self.inputs.query_start_loc_R1, self.inputs.seq_lens_R)

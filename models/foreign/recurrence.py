@@ -60,7 +60,7 @@ _NAMES = {"causal_conv1d_fn": "convolve", "torch_chunk_gated_delta_rule": "apply
 
 
 class StepFunctions:
-    """Implements Functions for a step: calls the ops on the modules' states."""
+    """Implements Functions for a step of the engine, by calls of the engine's ops on the modules' states."""
 
     def __init__(self, step: Step) -> None:
         self.module: Any = None

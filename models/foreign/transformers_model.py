@@ -34,7 +34,7 @@ _OWN_ATTENTION = "its attention does not go through transformers' AttentionInter
 
 
 class CausalLM:
-    """Mixin in front of the family's class, with the engine's forward and logits.
+    """Mixin before the family's class, with the engine's forward and logits.
 
     `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
     """
@@ -73,7 +73,10 @@ class CausalLM:
 
 
 class Decoder:
-    """Mixin for the family's decoder class: with hand_on=True, forward returns its input embeddings as its output."""
+    """Mixin for the family's decoder class.
+
+    With hand_on=True, forward computes nothing and returns its input embeddings as hidden states.
+    """
 
     def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
         if hand_on:
@@ -125,7 +128,7 @@ class OrderedHeads:
 
 
 class HandedOn:
-    """Decoder output for the family's own code: hidden states only."""
+    """The decoder's output in the form that the family's own code expects: hidden states only."""
 
     cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
     shared_kv_states = None

@@ -41,7 +41,7 @@ def _original_length(rope: RopeConfig) -> int:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1: stretch long wavelengths by the factor, keep short ones, blend between."""
+    """Scale frequencies as Llama 3.1 does: stretch long wavelengths by the factor, keep short ones, blend between."""
     original = _original_length(rope)
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -51,7 +51,7 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Scale frequencies as YaRN (Peng et al., 2023): keep fast-rotating pairs, stretch slow ones, blend between."""
+    """Scale frequencies as YaRN (Peng et al., 2023): keep those of fast pairs, stretch slow ones, blend between."""
     original = _original_length(rope)
 
     def pair_with_turns(turns: float) -> float:

@@ -129,6 +129,7 @@ def references() -> dict[OpOverload, Callable[..., Any]]:
 def implementation(op: OpOverload, device_type: str) -> Callable[..., Any]:
     """Return the function that generated Python calls for an op on a device type.
 
-    Bypasses torch's dispatcher for ops made by `define_op` or declared with a `call`; others are returned as they are.
+    For an op made by `define_op`, or declared with a `call`, the function bypasses torch's dispatcher. Any other op is
+    returned itself.
     """
     return declaration_of(op).call or op.py_kernels.get(_KEYS[device_type], op)

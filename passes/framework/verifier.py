@@ -109,7 +109,10 @@ def _arguments(node: fx.Node, same: dict[fx.Node, fx.Node]) -> Any:
 def _check_inputs_and_writes(
     name: str, before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]
 ) -> None:
-    """Check what comparing values cannot show: inputs with another source, and added or removed writes."""
+    """Check what comparing values cannot show: inputs with another source, and added or removed writes.
+
+    Raises VerificationError if there are any.
+    """
     for new, old in same.items():
         if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
             raise VerificationError(f"pass {name}: input {new.name} has another source than before")
@@ -230,7 +233,7 @@ def _results(
 
 
 def _widened(value: Any) -> Any:
-    """Convert to fp32, except 8-bit codes, which kernels multiply as they are."""
+    """Convert a tensor to fp32. 8-bit codes, which kernels multiply as they are, and other values stay unchanged."""
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in ULPS else value
 
 

@@ -1,6 +1,7 @@
-"""Describes a value as a form: a view of another value, its core, with dimensions permuted or of size one added.
+"""Describes a value as a form: a view of another value, its core.
 
-`normalise_layout` follows values through a graph as forms, which removes batch dimensions of one and transpositions.
+The view permutes the core's dimensions, and adds dimensions of size one. `normalise_layout` follows values through a
+graph as forms, which removes batch dimensions of one and transpositions.
 """
 
 from __future__ import annotations

@@ -141,7 +141,10 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
-        """Return the core with its dimensions in this order, and with ones for those that it lacks after its first."""
+        """Return the core with its dimensions in this order.
+
+        Dimensions that it lacks are added with size one, except those before its first, which broadcasting adds.
+        """
         own = [place[position] for position in order if position in place]
         if own != sorted(own):
             core = self.view(aten.permute.default, core, own)

@@ -69,6 +69,7 @@ def shrink_kernel(
     Program (window of tokens, one of TURNS and tile of A's rows, split of K) multiplies the window's tokens that have
     one of the program's slots by BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's rank, and
     tokens without an adapter, are not written.
+
     x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32
         [num_tokens].
     z_ptr: float32 [splits, num_tokens, MEMBERS * RANK].
@@ -196,6 +197,7 @@ def expand_kernel(
 
     Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS) computes these results for the
     window's tokens that have one of the program's slots. Tokens with slot -1, without an adapter, are copied.
+
     y_ptr, out_ptr: [num_tokens, N]; z_ptr: see shrink_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_kernel.
     BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: results of a tile.

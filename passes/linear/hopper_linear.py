@@ -81,7 +81,8 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 class HopperTiles:
     """A program's tile: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up counted together.
 
-    Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns.
+    Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns. With several
+    parts, a product of the tensor cores computes that many parts of K at once, each for fewer rows.
     """
 
     groups: int  # 1 to 3

@@ -133,7 +133,7 @@ def emit_linear(
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """x @ weight^T + bias for each expert."""
+    """A batched product that computes x @ weight^T + bias for each expert."""
 
     x: fx.Node
     weight: fx.Node  # parameter [E, N, K], or [E, K, N] if transposed, or a call of experts_weight, [E, N, K]

@@ -87,7 +87,10 @@ def _obstacle(group: list[Linear]) -> str | None:
 
 
 def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Split off the two linears of a gated product; returns the groups that have several linears."""
+    """Separate the two linears of a gated product from the other linears of the group.
+
+    Returns those of the resulting groups that have several linears.
+    """
     for gate in group:
         activation: Any = only_user(gate.node)
         product = only_user(activation) if is_call(activation, *ACTIVATIONS) else None

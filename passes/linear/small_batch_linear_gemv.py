@@ -31,8 +31,7 @@ def finish(
 
     y, up: float32. offsets (into out_ptr), mask and residual have their shape.
     SILU_MUL: use `up`. RESIDUAL: use `residual`, which callers load along with the product's operands if tokens are
-    few, to
-        avoid a wait at the end.
+        few, to avoid a wait at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:

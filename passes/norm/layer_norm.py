@@ -162,7 +162,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the LayerNorm that this root belongs to, which is computed op by op; None if there is none."""
+    """Fuse the LayerNorm, computed op by op, that this rsqrt belongs to; None if it belongs to no LayerNorm."""
     scaled: Any = only_user(rsqrt)
     centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
     if not is_deviation(centred) or centred.meta["val"].dim() != 2:

@@ -33,7 +33,7 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """(eps, offset, wide)."""
+        """The fields (eps, offset, wide)."""
         return self.eps, self.offset, self.wide
 
 

@@ -156,7 +156,7 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the RMSNorm that this root belongs to and the addition before it; None if there is no such norm."""
+    """Fuse the RMSNorm that this rsqrt belongs to and the addition before it; None if there is no such norm."""
     scaled: Any = user_through_cast(rsqrt)
     if not is_call(scaled, aten.mul.Tensor):
         return None
@@ -191,7 +191,11 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
 def _with_inner_norm(
     total: fx.Node, x: fx.Node, residual: fx.Node, norm: Norm
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """Return (x, residual, inner weight): if an addend is a norm like that of the sum, x is that norm's input."""
+    """Return (x, residual, inner weight), where x is the input of the addend's norm, if there is one.
+
+    An addend's norm counts if its eps, offset and rounding are those of the sum's norm. Without one, the inner weight
+    is None.
+    """
     for normed, other in ((x, residual), (residual, x)):
         inner = norm_of(normed)
         if inner is not None and not inner.centred and only_user(normed) is total and inner.how == norm.how:

@@ -60,10 +60,11 @@ def all_reduce_residual_rms_norm_kernel(
 
     The program writes this rank's row to the other ranks' buffers, waits for their rows, and adds all rows in an order
     that is the same on all ranks. All ranks launch the kernel together.
+
     x_ptr: [T, D], this rank's part; residual_ptr, normed_ptr, sum_ptr: [T, D]; weight_ptr: [D].
     addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
-    scales_ptr: if not None, normed_ptr receives codes and scales_ptr their scales; these and the following arguments
-        are those of store_rounded.
+    scales_ptr: if not None, normed_ptr receives codes and scales_ptr their scales. scales_ptr, static_ptr and the
+        arguments after scales_ptr are those of store_rounded.
     """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
@@ -210,7 +211,10 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `reference`'s first result as codes [T, D] and scales [C, T], and its second; see round_inputs."""
+    """Return (codes [T, D], scales [C, T], total [T, D]).
+
+    Codes and scales are those of `reference`'s first result, see round_inputs; total is its second result.
+    """
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 

@@ -156,7 +156,7 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the values between a product with a sharded input and its all-reduce. sums: the all-reduces.
 
-    Of these values, each rank has a part, and the parts are to be added.
+    Each rank has a part of such a value; the parts add up to the value.
     """
     found: set[fx.Node] = set()
     for node in sums:

@@ -50,11 +50,11 @@ def sequence_parallel_kernel(
 
     The owner adds the parts of all ranks, and writes the normed row to all ranks. Each other rank sends its part to the
     owner and receives the normed row. All ranks launch the kernel together.
+
     x_ptr: [T, D], this rank's parts; normed_ptr: [T, D], the results.
     residual_ptr, sum_ptr: [T, D]; only the rows that this rank owns are read and written.
     weight_ptr: [D]; inner_weight_ptr: [D], the reduced row is normed with it before the addition; or None. OFFSET,
-    WIDE:
-        see rms_norm.normed.
+        WIDE: see rms_norm.normed.
     addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
     """
     if DEPENDENT_LAUNCH:

@@ -62,9 +62,9 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each sharded parameter that divides its product's input, and one for a sharded embedding.
+        """Expect a match for each weight sharded along its input, two per layer, and one for a sharded embedding.
 
-        There are two such parameters per layer. The embedding counts only in graphs that look up token ids.
+        The embedding counts only in graphs that look up token ids.
         """
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))

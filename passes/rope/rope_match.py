@@ -52,7 +52,10 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """Return the parts of a value that is a rotation, possibly normed or scaled after it, or why it does not match."""
+    """Return the parts of a value that is a rotation, or why it does not match.
+
+    A norm or a scale may follow the rotation.
+    """
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
             found = _match_turn(product)
@@ -116,7 +119,7 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _as_sum(value: Any) -> Iterator[_Turn]:
-    """Match x * cos + turned(x) * sin; turned(x) is (-second, first) of x's halves, or of each pair."""
+    """Yield matches of x * cos + turned(x) * sin; turned(x) is (-second, first) of x's halves, or of each pair."""
     if not is_call(value, aten.add.Tensor) or value.kwargs:
         return
     for straight, turned in (value.args, value.args[::-1]):
@@ -134,7 +137,7 @@ def _before_widening(value: fx.Node) -> fx.Node:
 
 
 def _as_halves(value: Any) -> Iterator[_Turn]:
-    """Match (first * cos - second * sin, second * cos + first * sin), with cos and sin per pair."""
+    """Yield matches of (first * cos - second * sin, second * cos + first * sin), with cos and sin per pair."""
     if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
         return
     difference, total = arg(value, 0)
