@@ -78,7 +78,7 @@ class CompiledModel:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters that the callables take."""
+        """All parameters of all callables, each once."""
         return tuple(dict.fromkeys(parameter for r in self.ranges for parameter in r.bound_plan.parameters))
 
     def is_direct(self, compile_range: CompileRange) -> bool:

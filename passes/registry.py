@@ -61,7 +61,7 @@ _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
 
 def registered_passes() -> tuple[GraphPass, ...]:
-    """Return all passes in the order they run in."""
+    """Return all passes, in the order in which they run."""
     return tuple(_registered)
 
 

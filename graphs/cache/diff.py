@@ -24,7 +24,7 @@ class Difference:
     def in_words(self, here: str, there: str) -> str:
         """Return the difference as text: `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`.
 
-        here, there: phrases for the places of `ours` and `theirs`.
+        here, there: phrases that name the places of `ours` and `theirs`, such as `in entry ab12`.
         """
         section, _, name = self.factor.partition(".")
         if section == "source":

@@ -233,7 +233,7 @@ def source_digests() -> dict[str, str]:
 
 
 def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the digest of every file directly in these packages."""
+    """Return the digest of every file directly in these packages, by path in the package compiled_engine."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 

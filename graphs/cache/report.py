@@ -39,7 +39,7 @@ class EntryReport:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The entry whose factors differ least from given ones, and the differences."""
+    """The entry whose factors differ least from the given factors, and the differences."""
 
     entry: EntryReport
     differences: list[Difference]

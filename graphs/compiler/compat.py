@@ -59,7 +59,7 @@ def mark_dynamic_size(tensor: torch.Tensor, dim: int, shape_id: str, low: int, h
 
 
 def declare_range(shape_env: ShapeEnv, symbol: sympy.Symbol, low: int, high: int) -> None:
-    """Set a symbol's range if `mark_dynamic_size` could not."""
+    """Set a symbol's range on torch versions on which `mark_dynamic_size` cannot."""
     if not _MARKS_RANGES:
         shape_env.constrain_symbol_range(symbol, low, high)
 

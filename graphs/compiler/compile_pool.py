@@ -19,7 +19,7 @@ log = logging.getLogger("compiled_engine")
 
 
 class CompileError(RuntimeError):
-    """Inductor failed to compile a piece."""
+    """Raised when Inductor fails to compile a piece."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(f"piece {key} cannot be compiled; mode='eager' runs the model without a compiler\n{what}")

@@ -81,7 +81,7 @@ def write_cpp_piece(folder: Path, piece: CppPiece, compile_kernel: CompileKernel
 
 
 def load_cpp_piece(folder: Path) -> Callable[..., Any]:
-    """Load the function of a folder written by `write_cpp_piece`."""
+    """Load a piece from a folder written by `write_cpp_piece`, and return its function."""
     namespace: dict[str, Any] = {"torch": torch}
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     with environment_variables({_DATA_POINTER: str(address)}):

@@ -95,7 +95,7 @@ def op_named(function: str) -> torch._ops.OpOverload:
 
 
 def _read(node: list[Any]) -> list[int]:
-    """Return the numbers of the values that a node reads."""
+    """Return the numbers of the nodes whose values a node reads."""
     found: list[int] = []
     pending = list(node[1:]) if node[0] != "input" else []
     while pending:

@@ -34,7 +34,10 @@ _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
 class UnknownTarget(LookupError):
-    """A piece calls something that this process cannot look up by name, such as an op of a user's script."""
+    """Raised if a piece calls something that this process cannot look up by name.
+
+    An example is an op that a user's script defines.
+    """
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:

@@ -74,7 +74,7 @@ class Plan:
 
 
 def read_input(item: dict[str, Any]) -> Input:
-    """Read an input of a plan from JSON."""
+    """Return an input of a plan, given as JSON."""
     return Source(**item) if "kind" in item else Parameter.from_json(item)
 
 

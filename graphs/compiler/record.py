@@ -44,7 +44,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class SymbolRecord:
-    """A symbolic size of the compiled model."""
+    """A symbolic size of the compiled model, with its range and the input dimensions that have it."""
 
     symbol: str  # in the graphs
     name: str
@@ -98,7 +98,10 @@ def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
 
 
 def _source(code: types.CodeType) -> str:
-    """Decompile with depyf; if that fails, return the instructions, since the inspector must not stop a build."""
+    """Return a function's source, decompiled by depyf.
+
+    If that fails, return its instructions, since the inspector must not stop a build.
+    """
     import depyf  # slow to import, and not needed in a warm start
 
     try:
@@ -133,7 +136,7 @@ def _module(path: str, module: nn.Module) -> ModuleRecord:
 
 
 def _shape(module: ModuleRecord) -> tuple[object, ...]:
-    """Return the key by which modules are equal: everything except path and count."""
+    """Return the key by which modules are compared: everything except path and count."""
     return module.kind, module.parameters, tuple((_shape(child), child.count) for child in module.children)
 
 

@@ -1,4 +1,4 @@
-"""Settings of torch's compilers: the engine's, and changes by the caller."""
+"""The settings of torch's compilers: those that the engine sets, and those that its caller changed."""
 
 from __future__ import annotations
 

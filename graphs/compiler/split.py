@@ -32,7 +32,7 @@ class Step:
 
 
 class SplitError(RuntimeError):
-    """The graph cannot be split safely."""
+    """Raised for a graph that cannot be split safely."""
 
 
 def split(graph: fx.Graph) -> list[Step]:

@@ -67,7 +67,7 @@ class TracedGraph:
 
 
 class GuardError(RuntimeError):
-    """A trace holds only for some sizes in the declared range."""
+    """Raised for a trace that holds only for some sizes in the declared range."""
 
 
 def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
@@ -179,7 +179,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """Dynamo's trace of a callable."""
+    """The graph that Dynamo traced from a callable, with its inputs' fake values and the guards."""
 
     graph: fx.GraphModule
     fakes: list[Any]  # values of the graph's placeholders

@@ -50,7 +50,7 @@ class TracedLayers:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the stack apply only the traced layers inside the block."""
+        """Make the stack apply only the traced layers inside the block."""
         if isinstance(self.stack, LayerStack):
             self.stack.only = self.numbers
             try:

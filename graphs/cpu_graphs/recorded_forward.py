@@ -45,7 +45,7 @@ class RecordedForward:
         self.counts = RecordingCounts()
 
     def __call__(self, *arguments: Any) -> Result:
-        """Run a step. arguments: ForwardArguments."""
+        """Run the forward on a batch and return its result. arguments: those of the forward, see ForwardArguments."""
         inputs = _attention_inputs(arguments)
         # Attention over prompts reads values on the host, so it cannot be recorded.
         if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:

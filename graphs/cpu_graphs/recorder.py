@@ -96,7 +96,7 @@ class CallList:
 
 
 class _KernelCalls:
-    """Kernel calls in the format of cpp_replay.cpp."""
+    """Consecutive kernel calls, in the format of cpp_replay.cpp; calling the object makes all of them."""
 
     def __init__(self) -> None:
         self._arguments: list[ctypes.Array[ctypes.c_char]] = []  # the entries point to them
@@ -125,7 +125,7 @@ READS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 class CannotRecord(RuntimeError):
-    """A forward did something that replaying a list of calls cannot repeat."""
+    """Raised if a forward does something that replaying a list of calls cannot repeat."""
 
 
 class Recorder(TorchDispatchMode):

@@ -44,17 +44,20 @@ class Capture(Protocol):
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture all of the work as one graph."""
+        """Capture all of the work as one graph; return the graph and the work's result."""
         ...
 
     def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture a graph for each stretch of the work between calls of `on_attention`."""
+        """Capture a graph for each stretch of the work between calls of `on_attention`.
+
+        Returns the captured work, and its result.
+        """
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """End the current graph of `segments`, record an attention call, and begin the next graph.
+        """During `segments`, end the current graph, record an attention call, and begin the next graph.
 
-        Outside of `segments`, run the call.
+        Otherwise run the call.
         """
         ...
 
@@ -65,7 +68,7 @@ class Capture(Protocol):
         ...
 
     def renew(self) -> None:
-        """Begin another set of graphs, after the graphs of this one were reset."""
+        """Begin another set of graphs. The graphs of the current set must have been reset."""
         ...
 
 

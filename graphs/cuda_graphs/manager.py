@@ -55,7 +55,7 @@ class Capturable(Protocol):
 
 
 class Captured(NamedTuple):
-    """A graph with its work and result."""
+    """A captured graph, the work that it holds, and its result."""
 
     graph: Replayable
     result: torch.Tensor  # see Capturable.run
@@ -86,18 +86,18 @@ class CudaGraphManager:
 
     @property
     def bytes_used(self) -> int:
-        """Measured bytes of all graphs, including memory that the driver keeps for graphs."""
+        """The measured bytes of all graphs, including memory that the driver keeps for graphs."""
         of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
         return total_bytes(of_graphs) + self._kept_by_driver
 
     @property
     def memory_by_key(self) -> dict[str, MemoryReading]:
-        """The memory of each capture, by the key's name."""
+        """The memory that each graph took when it was captured, by the key's name."""
         return {key.name: reading for key, reading in self._memory.items()}
 
     @property
     def names_to_capture(self) -> list[str]:
-        """Names of the remaining keys, the next one last."""
+        """The names of the keys that are not captured yet; the key to capture next is the last."""
         return [key.name for key in self._pending]
 
     def predict(self, all_reduce_min: Callable[[int], int]) -> int:
@@ -146,7 +146,7 @@ class CudaGraphManager:
         return predicted
 
     def capture_all(self, progress: Progress) -> None:
-        """Capture all remaining keys. Raises what a capture raises."""
+        """Capture the graphs of all keys that are not captured yet. Raises what a capture raises."""
         with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
             self._capture.settle()
             while self._pending:

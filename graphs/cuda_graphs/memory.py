@@ -37,7 +37,7 @@ class MemoryReading(NamedTuple):
     driver: int  # everything else; a graph takes some for each node
 
     def since(self, before: MemoryReading) -> MemoryReading:
-        """Return the increase since an earlier reading."""
+        """Return the increase of both values since an earlier reading."""
         return MemoryReading(self.pool - before.pool, self.driver - before.driver)
 
 
@@ -110,7 +110,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Describe the device and its driver; the driver library's file name ends in the version."""
+    """Return the device's properties and the driver library's file name, which ends in the driver's version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -118,7 +118,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 class Predicting(Protocol):
-    """The part of CudaGraphManager that predicts memory."""
+    """The part of CudaGraphManager's interface that predicts the graphs' memory."""
 
     @property
     def names_to_capture(self) -> list[str]: ...
@@ -168,7 +168,7 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically; ignore a read-only folder."""
+    """Write the file atomically; do nothing if the folder is read-only."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
         json.dump(content, file)
         file.flush()

@@ -23,7 +23,7 @@ _LANGUAGES = {"triton": "triton", "cpp_pybinding": "c++", "cpp": "c++"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that one run of a piece launches."""
+    """A kernel that a piece launches, and how many times it does so in one run."""
 
     name: str
     kind: str  # triton and c++: generated from `source`; library: a call of BLAS or similar; op: of an opaque op

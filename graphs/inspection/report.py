@@ -279,7 +279,7 @@ def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
 
 
 def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return why parts of the report are empty or incomplete."""
+    """Return texts that explain why parts of the report are empty or incomplete, by part."""
     notes = {}
     if entry is None:
         notes["compile"] = (

@@ -104,5 +104,5 @@ def in_natural_order(names: Iterable[str]) -> list[str]:
 
 
 def operations_of(converter: Any) -> list[Any]:
-    """Return a converter's operations, in order."""
+    """Return the operations of a weight converter, in order."""
     return list(converter.operations)

@@ -36,7 +36,7 @@ class UnknownArchitectureError(ValueError):
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """A parameter, or a buffer with its values."""
+    """The description of a parameter, or of a buffer with its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | Non
 
 
 def transformers_version() -> str:
-    """Return the installed version, without importing the package."""
+    """Return the installed version of transformers, without importing the package."""
     return version_of("transformers")
 
 

@@ -76,11 +76,11 @@ class Encoder(nn.Module):
 
 
 class Classifier(Encoder):
-    """An encoder with its head, which computes in fp32."""
+    """An encoder with a classification head, which computes in fp32."""
 
     @property
     def heads(self) -> list[nn.Module]:
-        """Modules that run on pooled hidden states."""
+        """The modules that run on pooled hidden states."""
         return _heads(self.model)
 
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:

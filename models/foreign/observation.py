@@ -45,7 +45,7 @@ _POSITIONS = 1 << 20  # masks are evaluated up to this position
 
 
 class UnsupportedModelError(ValueError):
-    """The engine cannot guarantee transformers' results for this model."""
+    """Raised for a model for which the engine cannot guarantee transformers' results."""
 
 
 @dataclass(frozen=True)

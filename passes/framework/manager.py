@@ -20,7 +20,7 @@ from compiled_engine.passes.framework.verifier import copy_of, verify_rewrites
 
 
 class ContractError(RuntimeError):
-    """An enabled pass matched less often than its contract requires."""
+    """Raised if an enabled pass matched less often than its contract requires."""
 
 
 @dataclass(frozen=True)

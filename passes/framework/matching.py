@@ -54,7 +54,7 @@ def named(call: fx.Node) -> dict[str, Any]:
 
 
 def change(call: fx.Node, **arguments: Any) -> None:
-    """Replace arguments of a call, given by their schema names."""
+    """Replace some arguments of a call, given by their schema names, in place."""
     call.args, call.kwargs = _in_order(call.target, named(call) | arguments), {}
 
 
@@ -77,7 +77,10 @@ def is_call(node: object, *targets: Callable[..., Any]) -> bool:
 
 
 def through_cast(node: Any) -> Any:
-    """Return the value before a dtype conversion, or the node itself: bf16 graphs have casts that fp32 graphs lack."""
+    """Return the value before a dtype conversion, or the node itself if it is none.
+
+    bf16 graphs have conversions that fp32 graphs lack.
+    """
     return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
 
 

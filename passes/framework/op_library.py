@@ -122,7 +122,7 @@ def declaration_of(op: object) -> OpDeclaration:
 
 
 def references() -> dict[OpOverload, Callable[..., Any]]:
-    """Return the references of all ops that have one."""
+    """Return the reference implementation of each op that has one."""
     return {op: declared.reference for op, declared in _DECLARED.items() if declared.reference is not None}
 
 

@@ -40,7 +40,7 @@ Values = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Run:
-    """The graph before the pass, executed once."""
+    """The values of the graph before the pass, from one execution on random inputs."""
 
     inputs: RandomInputs
     values: Values
@@ -48,7 +48,7 @@ class _Run:
 
 
 class VerificationError(RuntimeError):
-    """A rewrite computes a different result than the code it replaced."""
+    """Raised if a rewrite computes a different result than the code it replaced."""
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
@@ -203,7 +203,7 @@ def run_call(node: fx.Node, values: Values) -> Any:
 
 
 def mutated(node: fx.Node) -> dict[str, fx.Node]:
-    """Return the tensors that a call writes to, by schema name."""
+    """Return the tensors that a call writes to, by their names in the op's schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     arguments = node.target._schema.arguments

@@ -32,7 +32,7 @@ class Form:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The core's dimensions in the value's order."""
+        """The core's dimensions in the order in which the value has them."""
         return tuple(dim for dim in self.dims if dim is not None)
 
     @property

@@ -84,7 +84,7 @@ class _Normalisation:
         return self.views[key]
 
     def _whole(self, value: fx.Node) -> fx.Node:
-        """Return the value in its original layout."""
+        """Return a value with its original layout, which may be emitted as a view of its core."""
         if value not in self.forms:
             return value
         form = self.ordered(self.forms[value])

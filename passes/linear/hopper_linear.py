@@ -95,7 +95,7 @@ class HopperTiles:
 
     @property
     def columns(self) -> int:
-        """Columns of a stage, for 16-bit elements."""
+        """The columns of the weight that a stage holds, for 16-bit elements."""
         return columns_of_boxes(16) * self.parts * self.products
 
     @property

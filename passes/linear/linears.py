@@ -42,7 +42,7 @@ class Quantised:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The op's arguments for the quantised weight."""
+        """The arguments of quantised_linear that describe the weight: its parameters, and the scheme as text."""
         return {**self.parameters, "scheme": str(self.scheme)}
 
 

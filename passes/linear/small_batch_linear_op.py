@@ -125,7 +125,7 @@ def on_cpu(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """Compute `reference`, in C++ if there is a kernel."""
+    """Compute `reference`, by the C++ kernel if it supports the case."""
     before = x_TK, weight_NK, bias_N, norm_weight_K, eps, residual_TM
     out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
     return reference(*before, silu_mul, activation, norm_offset, norm_wide) if out_TM is None else out_TM

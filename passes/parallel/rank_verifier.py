@@ -213,14 +213,17 @@ def _total(shard: Shard) -> int:
 
 
 def _is_comparable(node: fx.Node) -> bool:
-    """Return whether a call's values are tensors that depend only on its arguments."""
+    """Return whether a call's values can be compared.
+
+    The call must return tensors and write to none, and no other call may write to its results.
+    """
     is_call = node.op == "call_function" and not mutated(node)
     is_call = is_call and all(isinstance(value, torch.Tensor) for value in _each(node.meta.get("val")))
     return is_call and not any(mutated(user) and node in mutated(user).values() for user in node.users)
 
 
 def _each(value: Any) -> Sequence[Any]:
-    """Return the parts of a value with several, such as a split's; otherwise the value alone."""
+    """Return the items of a value that is a sequence, such as a split's result; otherwise the value alone."""
     return value if isinstance(value, list | tuple) else (value,)
 
 

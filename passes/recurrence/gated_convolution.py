@@ -30,7 +30,7 @@ class GatedConvolution(GraphPass):
 
 
 class _Match(NamedTuple):
-    """The products around a convolution."""
+    """The products before and after a convolution that can move into its op."""
 
     operands: tuple[fx.Node, ...]  # of the input's product; empty without one
     product: fx.Node | None  # of the result with its gate, or None

@@ -23,7 +23,7 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The kind of rotation; the last fields of Rotation."""
+    """The kind of a rotation. The fields are the last fields of Rotation."""
 
     rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
     interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
@@ -154,7 +154,7 @@ def _as_halves(value: Any) -> Iterator[_Turn]:
 
 
 def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
-    """Return x if the node is turned(x), the factor of the sine."""
+    """Return x if the node is turned(x), the factor of the sine (see `_as_sum`); otherwise None."""
     if interleaved:
         node = node.args[0] if is_call(node, aten.view.default, aten.reshape.default) else None
     target = aten.stack.default if interleaved else aten.cat.default
