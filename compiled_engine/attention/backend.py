@@ -35,7 +35,10 @@ class AttentionBackend(Protocol):
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        """Return the length of `work_W` for batches up to these numbers of tokens and rows; 0 without a plan."""
+        """Return the length of `work_W` for batches of up to num_tokens tokens and num_requests requests.
+
+        0 for a backend that plans nothing.
+        """
         return 0
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:

@@ -38,10 +38,11 @@ class Weights:
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
-        """Yield tensors of the model with their memory; the caller fills them before the next iteration.
+        """Yield batches of (parameter, empty tensor). The caller fills the tensors before the next iteration.
 
-        After each batch the parameters derived from it are computed on the device, one by one. A tensor is yielded
-        again only if the inputs do not fit into STAGED_BYTES.
+        The first batch has the parameters that are stored as they are read. Each later batch has the sources of derived
+        parameters, which are then computed on the device, one by one. If all sources take more than STAGED_BYTES, there
+        are several such batches, and a source that two of them need is yielded twice.
         """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]

@@ -34,7 +34,7 @@ class Stored:
 
     @property
     def beside(self) -> list[str]:
-        """The names of all tensors."""
+        """Names of the tensors that are stored with the codes: the scales, and those of the others that exist."""
         return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
 

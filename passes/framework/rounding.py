@@ -44,7 +44,7 @@ def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the scale of each tile, exact in bfloat16, whose codes have the smallest squared error."""
+    """Return for each tile the scale with the smallest squared error among those of SEARCHED, rounded to bfloat16."""
     tiles = tiles_RrCc.float()
     largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST_MAXIMUM)
     best_RC = least_RC = torch.empty(0)
@@ -88,7 +88,7 @@ def decode(
 def dequantise(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do the same for codes that are not packed."""
+    """Dequantise codes [N, K] that are not packed, as `decode` does."""
     values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
@@ -99,7 +99,7 @@ def dequantise(
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Return stored scales in fp32. uint8: exponents plus 127; 255 is NaN."""
+    """Return stored scales in fp32. Scales of uint8 are exponents of 2 plus 127; 255 is NaN."""
     if scales.dtype != torch.uint8:
         return scales.float()
     exponents = scales.float()
@@ -128,7 +128,7 @@ def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return packed codes one by one, [..., K]."""
+    """Return codes [..., K], one a byte, from packed ones."""
     if rounding.format.per_byte == 1:
         return codes
     return _unpacked(codes)
@@ -162,7 +162,7 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of(rounding: Rounding, num_columns: int) -> int:
-    """Return the columns of a unit of `in_halves`, which ends where tiles end."""
+    """Return the number of columns in a unit of `in_halves`. Tiles end where units end."""
     return math.gcd(MOST_UNIT, rounding.columns, num_columns)
 
 
@@ -183,7 +183,7 @@ def from_halves(codes_NB: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Repeat the scales to [num_rows, num_columns]; a dimension with one scale stays 1."""
+    """Repeat scales [R, C] to [num_rows, num_columns]. A dimension that has a single scale stays 1."""
     for dim, size, tile in ((0, num_rows, rounding.rows), (1, num_columns, rounding.columns)):
         if tile > 1 and scales_RC.shape[dim] > 1:
             scales_RC = scales_RC.repeat_interleave(tile, dim).narrow(dim, 0, size)
@@ -191,7 +191,7 @@ def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_colum
 
 
 def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return the scales for smaller tiles, each within one stored tile; values do not change."""
+    """Return the scales for the tiles of `kept`, each of which lies within a tile of `stored`."""
     scales_RC = scales.reshape(stored.grid(num_rows, num_columns))
     for dim, size in ((0, num_rows), (1, num_columns)):
         old, new = ((stored.rows, kept.rows), (stored.columns, kept.columns))[dim]

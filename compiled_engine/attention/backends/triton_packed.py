@@ -1,8 +1,8 @@
-"""Triton kernel: bidirectional attention among the tokens of each request, without a cache.
+"""Triton kernel: bidirectional attention among the tokens of each request, without a KV cache.
 
-A program computes one tile of a request's queries for one head. There is no list of tiles: the tiles of request i begin
-at number start_i // TILE_M + i, with some unused numbers in between, so a program finds its request by searching the
-starts. Launches depend only on tensor shapes, so every batch can be captured.
+A program computes one tile of a request's queries for one head. Request i begins at token start_i, and its tiles begin
+at program index start_i // TILE_M + i; some indices are unused. A program finds its request by searching the starts, so
+there is no list of tiles. The launch grid depends only on tensor shapes, so every batch can be captured.
 """
 
 from __future__ import annotations

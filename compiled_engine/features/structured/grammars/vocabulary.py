@@ -1,4 +1,7 @@
-"""The vocabulary that grammars are compiled for: its own file, as the frontend imports nothing else of grammars."""
+"""The vocabulary that grammars are compiled for.
+
+It has a module of its own because the frontend imports nothing else of this package.
+"""
 
 from __future__ import annotations
 
