@@ -43,10 +43,10 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
-    """Return the registers per thread of the `groups` groups of warps that compute.
+    """Return the registers per thread of the warps that compute, `groups` groups of four.
 
-    Copying takes four warps more, three of them idle, with `copying` registers per thread; the computing warps share
-    the rest. most: limit for any thread at the launch.
+    Four more warps, three of them idle, are there for copying, with `copying` registers per thread. The computing warps
+    share the remaining registers. most: limit for any thread at the launch.
     """
     warps = WARPS * (groups + 1)
     each = min(most, REGISTERS // (warps * WARP)) // REGISTER_STEP * REGISTER_STEP
@@ -54,7 +54,7 @@ def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
 
 
 def require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless the cache is contiguous, and each tensor is contiguous within its rows."""
+    """Raise ValueError unless the cache is contiguous and each tensor has stride 1 in its last dimension."""
     if not kv_cache_N2PKd.is_contiguous():
         raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
     for name, tensor in tensors.items():

@@ -70,8 +70,10 @@ class NcclGroup:
 class SymmetricMemoryGroup:
     """Group over symmetric memory.
 
-    over: connects the ranks, and handles host numbers. workspace_bytes: size of the largest tensor in a collective,
-    capped at MOST_WORKSPACE_BYTES. row_bytes, most_rows: size of the batches that fused kernels sum.
+    over: NCCL group of the same ranks. It runs all_reduce_min, and the collectives of whole rows that are too large for
+        the workspace.
+    workspace_bytes: size of the largest tensor in a collective, capped at MOST_WORKSPACE_BYTES.
+    row_bytes, most_rows: bytes of a row, and most rows of a batch, for kernels that include a sum over the ranks.
     """
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):
