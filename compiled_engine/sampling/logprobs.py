@@ -66,7 +66,7 @@ def _rows_of_ranks(
 ) -> torch.Tensor:
     """Compute rows like logprob_rows, with a divided vocabulary.
 
-    Every rank calls it with the same tokens and gets the same rows.
+    Every rank must call this function with the same tokens, and gets the same rows.
     """
     rows_RW = torch.empty(len(logits_RV), row_width(num_top), dtype=torch.int32, device=logits_RV.device)
     for rows in row_chunks(len(logits_RV), vocabulary.size):
