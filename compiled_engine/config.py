@@ -79,7 +79,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A model that runs transformers' code."""
+    """A model whose code is that of transformers."""
 
     version: str  # of transformers
     config: str  # text of the model's config.json
@@ -418,7 +418,7 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most guesses ahead of a request's newest token that a step computes."""
+        """Most drafts beyond a request's newest token that a step computes."""
         return self.speculation.num_tokens
 
     @property
@@ -463,7 +463,7 @@ class EngineConfig:
 
     @property
     def draft(self) -> EngineConfig | None:
-        """The configuration of the draft model or head, which has no drafts; None without one."""
+        """The configuration with which the draft model or head runs, itself without drafts; None if there is none."""
         draft = self.speculation.draft
         if draft is None:
             return None

@@ -128,7 +128,10 @@ def plain(markdown: str) -> str:
 
 
 def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True) -> Check:
-    """Return a check that keeps the value. It raises TypeError unless has_type, and ValueError unless holds."""
+    """Return a check that keeps a value.
+
+    It raises TypeError unless has_type(value), and ValueError unless holds(value). allowed: for errors, in words.
+    """
 
     def check(name: str, value: Any) -> Any:
         if not has_type(value):
@@ -167,7 +170,7 @@ def integer(least: int = 1, most: int | None = None) -> Kind:
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Kind:
-    """Allow a finite number that holds. allowed: the bounds in words, such as "above 0"."""
+    """Allow a finite number for which `holds` is True. allowed: the bounds in words, such as "above 0"."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)

@@ -77,7 +77,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """The variants, the workload, and everything derived from the options."""
+    """Plan of an ablation: the variants, the workload, and everything derived from the options."""
 
     config: EngineConfig
     given: Mapping[str, Any]  # the user's engine options

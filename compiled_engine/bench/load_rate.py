@@ -67,8 +67,8 @@ def _save_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 def measure(folder: Path, device: torch.device, progress: Progress, repeats: int = 3) -> dict[str, Any]:
     """Read and load the checkpoint in turn, `repeats` times, in this process. Returns rates in GB/s.
 
-    The files are in the page cache or not, as they were before. `host_peak_bytes` is the peak of anonymous and shared
-    memory that a load adds, without mapped files.
+    The page cache is left as it is. `host_peak_bytes` is the peak of anonymous and shared memory that a load adds,
+    without mapped files.
     """
     files = sorted(folder.glob("*.safetensors"))
     total = sum(path.stat().st_size for path in files)

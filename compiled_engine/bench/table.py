@@ -102,7 +102,10 @@ def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]
 def _options(
     subject: Subject, limits: Limits, given: Mapping[str, Any], folder: Path, *, starts: bool
 ) -> dict[str, Any]:
-    """Return complete engine options for rows of this subject and these limits. given: the user's, which go first."""
+    """Return complete engine options for rows of this subject and these limits.
+
+    given: the user's options, which take precedence over the limits.
+    """
     options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:
         path = folder / (subject.prefix + "-start" * starts)

@@ -33,8 +33,8 @@ def kernel_folder(cache_dir: Path | None) -> Path | None:
     """Return the folder `cache_dir`/kernels, created if it does not exist; None if kernels cannot be kept.
 
     Kernels are not kept without a cache_dir, or if this user cannot write to the folder. They are also not kept, and a
-    warning is logged, if the folder cannot be created or if other users can write to it. Triton then uses its default
-    folder, and C++ libraries are compiled in every process.
+    warning is logged, if the folder cannot be created or if other users can write to it. Triton then uses the folder of
+    its own setting, and C++ libraries are compiled in every process.
 
     All models share the folder: Triton names files by a digest of source, options and versions.
     """
@@ -50,7 +50,7 @@ def kernel_folder(cache_dir: Path | None) -> Path | None:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning once per process."""
+    """Log a warning, each text once per process."""
     log.warning("%s", text)
 
 
@@ -77,7 +77,7 @@ def keep_kernels_of_this_thread(folder: Path | None) -> None:
 
 
 def folder_of_this_thread() -> Path | None:
-    """Return the folder from `keep_kernels_of_this_thread`; None if the environment variables apply."""
+    """Return the folder that `keep_kernels_of_this_thread` has set; None if the environment variables apply."""
     folder: Path | None = getattr(_THREAD, "folder", None)
     return folder
 
@@ -85,7 +85,7 @@ def folder_of_this_thread() -> Path | None:
 def is_checked(name: str) -> bool:
     """Return whether a file of this name is stored with a digest.
 
-    Triton's file lists (__grp__) are not: they only name other files, and are useless if damaged.
+    Triton's file lists (__grp__) have no digest: they only name other files, so that a damaged list finds nothing.
     """
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 

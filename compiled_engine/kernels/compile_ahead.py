@@ -65,7 +65,7 @@ class KernelWorkers:
     """Worker processes that compile kernels. They end with the context.
 
     count: number of processes, possibly 0.
-    folder: where Triton's binaries are stored; None: Triton's default folder.
+    folder: where Triton's binaries are stored; None: the folder of Triton's own setting.
     modules: imported by the workers when they start, so that the first kernels need not wait for them.
 
     No method raises: the caller compiles the kernels that no worker has compiled.

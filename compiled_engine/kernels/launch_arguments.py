@@ -25,7 +25,7 @@ def cdiv(number: int, divisor: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least a positive number."""
+    """Return the smallest power of two that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
 
 
@@ -33,8 +33,8 @@ def next_power_of_2(number: int) -> int:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return the options of a programmatic dependent launch, which starts a kernel before the previous one has ended.
 
-    The kernel calls gdc_wait before it touches memory that other kernels read or write. Available from Hopper on;
-    elsewhere DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
+    The kernel must call gdc_wait before it touches memory that other kernels read or write. Dependent launches exist
+    from Hopper on. On other devices DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9:
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}

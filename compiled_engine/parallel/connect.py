@@ -104,8 +104,8 @@ class Connections(NamedTuple):
 def connect(config: EngineConfig, rank: int) -> Connections:
     """Connect this rank to the other joined ranks; waits for them.
 
-    On a CPU, collectives use gloo. On GPUs they use symmetric memory; or NCCL if the options request it, for float16,
-    and if the GPUs cannot access each other's memory.
+    On a CPU, collectives use gloo. On GPUs they use symmetric memory. They use NCCL instead if the options request it,
+    for float16, or if the GPUs cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout.of_replica(parallel)

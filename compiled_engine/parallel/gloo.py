@@ -51,14 +51,14 @@ def leave() -> None:
 
 
 def all_reduce_min(value: int) -> int:
-    """Return the smallest `value` of all ranks, see Group. It is exchanged between hosts, through gloo."""
+    """Return the smallest `value` of all ranks, see Group. Values are exchanged on the host, through gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN)
     return int(number)
 
 
 class GlooGroup:
-    """Group over gloo. bfloat16 and float16 are summed in float32 and rounded once."""
+    """Group whose collectives run over gloo. bfloat16 and float16 are summed in float32 and rounded once."""
 
     def __init__(self, members: dist.ProcessGroup):
         self.kind, self.rank, self.size, self._members = "gloo", members.rank(), members.size(), members

@@ -24,7 +24,7 @@ _BARRIERS = 0, 1  # channels of the barriers before and after peers' memory is r
 
 
 class NcclGroup:
-    """Group over NCCL."""
+    """Group whose collectives run over NCCL."""
 
     def __init__(self, members: dist.ProcessGroup, device: torch.device):
         """Create the group; NCCL itself connects at the first collective."""
@@ -68,7 +68,7 @@ class NcclGroup:
 
 
 class SymmetricMemoryGroup:
-    """Group over symmetric memory.
+    """Group whose collectives run over symmetric memory.
 
     over: NCCL group of the same ranks. It runs all_reduce_min, and the collectives of whole rows that are too large for
         the workspace.

@@ -123,7 +123,7 @@ class Monitor:
     def end(self) -> None:
         """Stop watching. To be called once the workers have ended, before their connections are closed.
 
-        From now on `check` and `expect` raise WorkerError.
+        From now on `check` and `expect` raise.
         """
         with self._lock:
             if self.failure is None:

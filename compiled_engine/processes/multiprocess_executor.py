@@ -2,7 +2,7 @@
 
 Each step is written once to a ring buffer in shared memory that all workers read; one rank writes the results to a
 second ring buffer. A step is sent before its predecessor has ended. No process is both a rank and the engine core, so
-neither waits for the other's Python.
+that no rank waits while the core runs Python, and the core waits for no rank's Python.
 """
 
 from __future__ import annotations

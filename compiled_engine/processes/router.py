@@ -134,7 +134,7 @@ class Router:
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:
-        """Remove a replica that has ended, with everything sent to it."""
+        """Remove a replica that has ended, and forget what was sent to it."""
         del self._loads[replica]
 
     def forget_prefixes(self) -> None:

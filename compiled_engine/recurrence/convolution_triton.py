@@ -42,7 +42,7 @@ def _finished(
     ACTIVATION: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return activation(y) * gate in `dtype`, rounded where the model rounds. y: fp32."""
+    """Return activation(y) * gate, rounded to `dtype` before and after the activation and after the gate. y: fp32."""
     y = y.to(dtype)
     if ACTIVATION == "silu":
         wide = y.to(tl.float32)

@@ -69,7 +69,7 @@ def apply_rule(
 
 
 def _returns_nothing(*arguments: object) -> None:
-    """Stand in for both ops in traces, which need no values."""
+    """Implement both ops for fake tensors: they return nothing."""
 
 
 def _never_executed(*arguments: object) -> NoReturn:

@@ -89,7 +89,7 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Write the edits of a newly started row to its fields; return their kinds. Arguments: see Sampler.add_row."""
+        """Write the edits of a newly started row to its fields; return which the row needs. See Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties

@@ -191,8 +191,8 @@ def block_best_kernel(
 ) -> None:
     """Find the best of BLOCK_V consecutive tokens of a row, and its score: program (row of logits, block).
 
-    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; row_index_ptr to known_ids_ptr, sharpness_ptr: arguments of
-        `sample`, those of masks from StepMasks.
+    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart. row_index_ptr to known_ids_ptr, sharpness_ptr: arguments of
+        `sample`; masks_ptr and mask_index_ptr are fields of its `masks`.
     best_score_ptr: float32 [S, blocks], infinity if a score is NaN; best_token_ptr: int32 [S, blocks]. Rows of padding
         are not written.
     first_token: token id of the first column.
@@ -248,7 +248,7 @@ def row_best_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Choose the best of a row's blocks' best tokens: program (row of logits).
+    """Choose a row's best token from the best tokens of its blocks. Program: (row of logits).
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
     token_ids_ptr: int64 [S], receives a token, an error code (sampled_tokens.py), or 0 for padding.

@@ -86,7 +86,7 @@ def build_processors(
 ) -> list[LogitsProcessor]:
     """Return the processors, calling factories to make them.
 
-    Raises ValueError, naming the factory, if it fails or returns something else.
+    Raises ValueError, naming the factory, if a factory fails or returns no processor.
     """
     built: list[LogitsProcessor] = []
     for entry in given:
@@ -107,7 +107,8 @@ def build_processors(
 
 
 def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor | LogitsProcessorFactory, ...]:
-    """Import entries given as strings. Raises TypeError or ValueError naming the entry."""
+    """Return processors and factories, importing entries given as strings. Raises TypeError or ValueError naming the
+    entry."""
     return tuple(_resolve(f"logits_processors[{index}]", entry) for index, entry in enumerate(given))
 
 

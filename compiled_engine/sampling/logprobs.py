@@ -34,7 +34,8 @@ def logprob_rows(
 ) -> torch.Tensor:
     """Return rows as in LogprobRows, int32 [R, 3 + 2 * num_top].
 
-    They are readable once the current stream has reached this point. Temporary memory is bounded, see ranks.row_chunks.
+    The rows are on the host, and readable once the current stream has reached this point. Temporary memory is bounded,
+    see ranks.row_chunks.
 
     logits_RV: any floating dtype, contiguous within a row; computed in float32.
     token_ids_R: the chosen tokens, int32 [R].

@@ -86,7 +86,8 @@ class SamplingParams:
 
     Fields have vLLM's names, defaults and meaning; vLLM's other parameters are handled by OTHER_PARAMS. Assignments to
     fields are checked like arguments. They do not affect requests already made, which have copies. Lists and dicts are
-    copied, None for a list is stored as an empty list, and numpy numbers are stored as Python's.
+    copied, and numpy numbers are stored as Python's. None is stored as an empty list in stop, stop_token_ids and
+    bad_words.
 
     Raises TypeError or ValueError, naming the field, its value and what is allowed; AttributeError for an assignment to
     an unknown field. A refused assignment changes nothing.

@@ -30,7 +30,10 @@ def launches(
 
 @torch.inference_mode()
 def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
-    """Compile and load the kernels of these launches without launching. Kernels that cannot be built are skipped."""
+    """Compile and load the kernels that these functions launch, without launching them.
+
+    Kernels that cannot be built are skipped.
+    """
     count = len(os.sched_getaffinity(0))
     device = torch.cuda.current_device()
     with (

@@ -46,7 +46,7 @@ def linears_of(config: EngineConfig, num_ranks: int = 1) -> list[LinearCase]:
 
 
 def _of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
-    """Return the configuration for `num_ranks` ranks on CPUs. They need not run, since the model is only traced."""
+    """Return the configuration for `num_ranks` ranks on CPUs. The ranks need not run: the model is only traced."""
     parallel = ParallelConfig(num_ranks, "in_process" if num_ranks == 1 else "multiprocess")
     passes = default_passes(config.model, num_ranks)
     compile_ = replace(config.compile, passes=passes, verify=False)

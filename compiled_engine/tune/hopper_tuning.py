@@ -49,7 +49,7 @@ def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
     """Return the tiles to measure. Kinds of tiles that were never fastest on an H200 are left out.
 
-    Each takes either all of an SM's shared memory, or half of it, so that the next kernel's program also fits.
+    A program takes either all of an SM's shared memory, or half of it, so that a program of the next kernel also fits.
     """
     tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
     found: dict[HopperTiles, None] = {}
@@ -105,7 +105,7 @@ def _kernel(tiles: HopperTiles) -> Linear:
 
 
 def _tiles(case: LinearCase, known: Mapping[LinearKey, Tiles]) -> Tiles:
-    """Return the small-batch kernel's tiles for a case: the tuned ones if they are known, otherwise choose_tiles'."""
+    """Return the small-batch kernel's tiles for a case: tuned tiles if they are known, otherwise choose_tiles'."""
     bucket = next(tokens for tokens in small_batch_linear_op.TOKEN_BUCKETS if case.num_tokens <= tokens)
     shape = case.num_rows, case.k, case.silu_mul
     return known.get((bucket, *shape)) or choose_tiles(case.num_tokens, *shape, torch.bfloat16)

@@ -51,7 +51,7 @@ def key(case: LinearCase) -> LinearKey:
 
 
 class Smallest(NamedTuple):
-    """Fewest tokens at which tiles were measured, and the times per launch with so many tokens."""
+    """Fewest tokens at which tiles were measured, and the times per launch with that number of tokens."""
 
     num_tokens: int
     microseconds: float
@@ -112,7 +112,7 @@ class Chain:
     def microseconds(self, linears: Sequence[Linear], repeats: int, sustained_ms: float = 0.0) -> float:
         """Return the microseconds of one layer, the median of `repeats` runs.
 
-        sustained_ms: about as many milliseconds of untimed runs precede them without a pause.
+        sustained_ms: milliseconds of untimed runs that precede the timed runs without a pause.
         """
         self.run(linears, 1)
         torch.cuda.synchronize()

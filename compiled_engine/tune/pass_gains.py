@@ -73,7 +73,9 @@ def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[
 def measure(
     config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
 ) -> dict[str, list[Gain]]:
-    """Return each pass's gains, one per token count, from medians of interleaved repeats.
+    """Measure the gains of each pass and return them by the pass's name. Each is a difference of medians.
+
+    There is one gain per token count. The repeats with and without the pass are interleaved.
 
     A pass that does not change the plan at a token count has no gain there. In compile ranges for small batches, a step
     consists of num_tokens decodes with CONTEXT tokens of context each. In other ranges it is one prompt.

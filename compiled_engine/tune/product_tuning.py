@@ -92,8 +92,8 @@ def product_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], progress: Progress) -> list[TunedLinear]:
     """Return the cases for which the kernel for Hopper is worthwhile, with their tiles; see `HopperKernel.tune`.
 
-    The kernel is compared with the library at both ends of each bucket. In buckets for few tokens it is compared with
-    Hopper's linear instead, where `linears`, the result of tuning that, has tiles for the weight.
+    The kernel is compared with the library at both ends of each bucket. linears: result of tune_hopper_linears. In
+    buckets for few tokens, the kernel is compared with these linears instead, if they have tiles for the weight.
     """
     rates, num_sms = device_rates(torch.device("cuda"), torch.bfloat16), _multiprocessors()
     few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}

@@ -145,7 +145,7 @@ OnBody = Callable[[bytes, float], None]
 
 
 class ConnectionLost(Exception):
-    """The server closed the connection before the answer was complete. `had_begun`: part of it had arrived."""
+    """The server closed the connection before the answer was complete. had_begun: part of the answer had arrived."""
 
     def __init__(self, reason: str, had_begun: bool) -> None:
         super().__init__(reason)

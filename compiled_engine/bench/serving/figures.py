@@ -1,9 +1,11 @@
 """Compute a run's figures from the records of its requests: rates, latencies, goodput, errors, and the client's delays.
 
-An answer arrives in chunks. Latencies are of complete answers. TTFT: from sending the request, including connecting, to
-the first chunk with output. E2EL: from sending to the last chunk with output. TPOT: (E2EL - TTFT) / (output tokens -
-1). ITL: between two consecutive chunks with output. If chunks have several tokens, which `tokens_per_chunk` shows, ITL
-is not the time between tokens; TPOT is not affected.
+An answer arrives in chunks. Latencies are of complete answers:
+TTFT: from sending the request, including connecting, to the first chunk with output.
+E2EL: from sending the request to the last chunk with output.
+TPOT: (E2EL - TTFT) / (output tokens - 1).
+ITL: between two consecutive chunks with output. If chunks have several tokens, which `tokens_per_chunk` shows, this is
+not the time between tokens; TPOT is not affected.
 """
 
 from __future__ import annotations
