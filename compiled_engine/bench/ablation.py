@@ -225,7 +225,7 @@ def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of the whole engine, from which the variants differ."""
+    """Return the configuration of the whole engine. Raises ValueError if nothing can be compiled with these options."""
     config = resolve(make_options(options))
     if not config.compile.enabled:
         raise ValueError(f"mode cannot be 'compiled' here: {config.reasons['compile.enabled']}")

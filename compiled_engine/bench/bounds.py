@@ -130,10 +130,7 @@ def _flops_of(state: RowState) -> int:
 
 
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
-    """Return the bytes that a step reads: the weights once, and each request's context and recurrent states.
-
-    The bytes of states that the step writes are included.
-    """
+    """Return the bytes that a step reads (weights once, each request's context and states) or writes (states)."""
     chunks = list(step)
     read = sizes.weight_bytes + _touched_bytes(sizes, sum(chunk.new for chunk in chunks))
     states = sum(sizes.state_bytes * (2 if chunk.context else 1) for chunk in chunks)

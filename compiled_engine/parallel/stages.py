@@ -90,8 +90,7 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
     before = [0, *accumulate(read)]
 
     def load(first: int, end: int) -> int:
-        """Return the cost of layers `first` up to `end`; the last stage includes everything after the last
-        attention."""
+        """Return the cost of layers `first` to `end` - 1, with everything after the last attention if `end` is last."""
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
     # best[end]: (cost of the slowest stage, layers of each), for the stages so far, which hold the first `end` layers.

@@ -41,7 +41,7 @@ class RunningCore(Protocol):
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the process to end; return how it ended, as far as this is visible from outside."""
+        """Wait for the process to end; return in words how it ended, as far as this is visible from outside."""
         ...
 
     def close(self, timeout_s: float) -> None:

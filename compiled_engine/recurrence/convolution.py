@@ -18,7 +18,7 @@ def convolve_reference(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `convolve` of op.py in plain torch, on any device."""
+    """Compute `convolve` of op.py with PyTorch's ops, on any device."""
     if factor_TD is not None:
         x_TD = x_TD * factor_TD
     num_before = weight_DW.shape[1] - 1

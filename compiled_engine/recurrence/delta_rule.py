@@ -26,7 +26,7 @@ def apply_rule_reference(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `apply_rule` of op.py in plain torch, on any device."""
+    """Compute `apply_rule` of op.py with PyTorch's ops, on any device."""
     q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
     q_THk = q_THk * q_THk.shape[-1] ** -0.5
     values = q_THk, k_THk, v_THv.float(), g_TH.float(), beta_TH.float()

@@ -53,7 +53,7 @@ class LogprobRows:
 
     @classmethod
     def of(cls, entries: Iterable[TokenLogprobs]) -> LogprobRows:
-        """Pack entries. Raises ValueError unless all have the same number of tokens."""
+        """Make LogprobRows from entries. Raises ValueError unless all entries have the same number of tokens."""
         rows = []
         for token_ids, logprobs, rank in entries:
             row = np.full(row_width(len(token_ids) - 1), rank, np.int32)
@@ -70,7 +70,7 @@ class LogprobRows:
         return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
     def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
-        """Return some of the rows."""
+        """Return LogprobRows with some of the rows."""
         return LogprobRows.of_array(self.array()[rows])
 
     def __len__(self) -> int:
