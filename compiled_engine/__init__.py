@@ -1,7 +1,7 @@
 """compiled_engine: an LLM inference engine built around the compiler.
 
-Names are imported on first use, so that importing the package costs nothing. Most of them import PyTorch; garbage
-collection is paused meanwhile, since the import creates very many objects and no garbage.
+Names are imported on first use, so that importing the package costs nothing. Most names import PyTorch. Garbage
+collection is paused during these imports, since they create very many objects and no garbage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m compiled_engine` is the command line."""
+"""Run the command line, as `python -m compiled_engine`."""
 
 from compiled_engine.cli import main
 

@@ -1,6 +1,6 @@
-"""The resolved configuration, which is frozen, complete and never rewritten, and its representation in JSON.
+"""The engine's resolved configuration, frozen and complete, and its conversion to JSON.
 
-`resolve/` computes it from the user's options (options.py), and every part of the engine reads it.
+`resolve/` computes the configuration from the user's options (options.py), and every part of the engine reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiled_engine.quantisation import Quantisation
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default | linear | llama3 | yarn."""
+    """Parameters of the rotary position embedding. kind: default, linear, llama3 or yarn."""
 
     theta: float
     kind: str = "default"
@@ -37,7 +37,7 @@ class RopeConfig:
 
     @property
     def angle_scale(self) -> float:
-        """The factor of cos and sin; it is 1 except in YaRN (Peng et al., 2023)."""
+        """Factor by which cos and sin are multiplied; 1 except in YaRN (Peng et al., 2023)."""
 
         def magnitude(mscale: float) -> float:
             return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -68,7 +68,7 @@ class ParallelConfig:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether requests are divided among cores in separate processes, on this host or others."""
+        """Whether requests are divided among several engine cores, each in its own process, here or on other hosts."""
         return self.data_parallel_size > 1 or self.executor == "ray"
 
     @property
@@ -79,7 +79,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A model that runs transformers' code."""
+    """A model whose code is that of transformers."""
 
     version: str  # of transformers
     config: str  # text of the model's config.json
@@ -87,7 +87,7 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class RowState:
-    """A recurrent state of a layer. A buffer of the model has a row of it for each running request."""
+    """A recurrent state of a layer. A buffer of the model holds it, with a row for each running request."""
 
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row
@@ -109,13 +109,13 @@ class Recurrences:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all states of a request or a snapshot."""
+        """Bytes of one row of all states together, as one request or one snapshot has."""
         return sum(state.row_bytes for state in self.states)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture of experts in place of an MLP: each token goes to `per_token` of `count` gated MLPs."""
+    """Mixture of experts in place of a layer's MLP. Each token goes to `per_token` of `count` experts, gated MLPs."""
 
     count: int = 0  # 0: a model without experts
     per_token: int = 0
@@ -126,7 +126,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head that drafts from hidden states of the engine's model (EAGLE-3)."""
+    """A draft head (EAGLE-3), which drafts tokens from hidden states of the engine's model."""
 
     target_size: int  # elements of a hidden state
     num_aux_layers: int  # hidden states read at each position
@@ -207,7 +207,10 @@ class ModelConfig:
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> list[tuple[int, int, int, int, int]]:
-        """Return the shape of each layer's KV cache; an encoder has none. dtype: the cache's; None: the model's."""
+        """Return the shape of each layer's KV cache, see kv_format.py; none for an encoder.
+
+        dtype: of the cache; None: the model's dtype.
+        """
         if not self.causal:
             return []
         heads = map(self.heads_of, range(self.num_layers))
@@ -216,7 +219,7 @@ class ModelConfig:
 
     @property
     def yields_tokens(self) -> bool:
-        """Whether requests get tokens; otherwise they get vectors."""
+        """Whether requests get tokens. Requests to a pooling model get vectors or scores instead."""
         return self.pooling is None
 
     @property
@@ -251,7 +254,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA adapters of requests."""
+    """Limits for LoRA adapters that requests choose."""
 
     max_loras: int  # slots on the device, which is the most adapters in a step
     max_lora_rank: int
@@ -274,7 +277,10 @@ class CompileConfig:
 
 
 class GraphMode(Enum):
-    """Which batches replay graphs, and what the graphs hold, see docs/cuda_graphs.md. RECORDED is for CPUs."""
+    """Which batches replay graphs, and what a graph contains, see docs/cuda_graphs.md.
+
+    RECORDED is for CPUs: calls of C++ kernels are recorded and replayed.
+    """
 
     NONE = "none"
     PIECEWISE = "piecewise"
@@ -286,18 +292,18 @@ class GraphMode(Enum):
 
     @property
     def captures_decodes(self) -> bool:
-        """Whether batches of decodes have separate full graphs."""
+        """Whether batches of decodes alone have graphs of the whole forward."""
         return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
 
     @property
     def captures_mixed(self) -> bool:
-        """Whether there are graphs for any batch."""
+        """Whether graphs are captured for batches of any kind, also with prefills."""
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """The graph mode and the sizes of captured CUDA graphs, all ascending."""
+    """The graph mode, and the batch sizes of captured CUDA graphs in ascending order."""
 
     mode: GraphMode
     decode_sizes: tuple[int, ...] = ()  # numbers of decodes
@@ -307,9 +313,9 @@ class GraphConfig:
     short_verified: tuple[tuple[int, int], ...] = ()
 
     def short_shapes(self, query_len: int) -> tuple[tuple[int, int], ...]:
-        """Return (requests, most tokens of a context) of the decode graphs for short contexts.
+        """Return (requests, most tokens of a context) of each decode graph for short contexts.
 
-        query_len: rows per request.
+        query_len: rows per request, 1 without drafts.
         """
         return self.short_decodes if query_len == 1 else self.short_verified
 
@@ -345,30 +351,30 @@ class SpeculationConfig:
 
     @property
     def skips_head(self) -> bool:
-        """Whether steps may skip the draft head."""
+        """Whether the engine may leave out the draft head in a step."""
         return self.adapts and len(self.aux_layers) > 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of drafts per request that steps may have, ascending."""
+        """Numbers of drafts per request that a step may have, ascending."""
         return draft_lengths(self.num_tokens) if self.adapts else (self.num_tokens,)
 
     @property
     def verified(self) -> tuple[int, ...]:
-        """The numbers of rows per request, newest token and drafts, in steps that verify drafts, ascending."""
+        """Numbers of rows per request (newest token and drafts) that a step with drafts may have, ascending."""
         return tuple(1 + length for length in self.lengths if length)
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """The numbers of rows per request that steps of decodes may have, ascending."""
+        """Numbers of rows per request that a step of decodes may have, with or without drafts, ascending."""
         return (1, *self.verified)
 
     @property
     def rare(self) -> tuple[int, ...]:
-        """The `query_lens` of rare steps, which have graphs of fewer sizes.
+        """The `query_lens` that are rare in steps. Graphs are captured for fewer batch sizes with them.
 
-        If the number of drafts is fixed, steps without drafts are rare. If it adapts, the numbers between none and the
-        most are rare.
+        If the number of drafts is fixed, steps without drafts are rare. If the number adapts, all numbers except none
+        and the largest are rare.
         """
         if self.adapts:
             return self.verified[:-1]
@@ -376,14 +382,14 @@ class SpeculationConfig:
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Capture sizes for steps without drafts that the draft head reads; None unless steps may skip the head."""
+        """Capture sizes with which the draft head reads steps without drafts; None unless steps may skip the head."""
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """Return the numbers of drafts that an adaptive step may have: `most`, repeatedly halved and rounded down, to 0.
+    """Return the numbers of drafts that an adaptive step may have, ascending: 0, and `most` halved again and again.
 
-    There are few, because each must be measured and has its own graphs.
+    There are few numbers, because steps of each must be measured and have graphs of their own.
     """
     return tuple(most >> power for power in range(most.bit_length(), -1, -1))
 
@@ -412,29 +418,32 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most guesses ahead of a request's newest token that a step computes."""
+        """Most drafts beyond a request's newest token that a step computes."""
         return self.speculation.num_tokens
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """The numbers of rows per request that steps of decodes may have, without one row, ascending."""
+        """Numbers of rows per request, above one, that a step of decodes may have, ascending."""
         return self.speculation.verified
 
     @property
     def rare_query_lens(self) -> tuple[int, ...]:
-        """The numbers of rows per request (1 included) of rare steps, which have graphs of fewer sizes."""
+        """Numbers of rows per request, 1 included, that are rare in steps. They have graphs for fewer batch sizes."""
         return self.speculation.rare
 
     @property
     def offset_choices(self) -> tuple[bool, ...]:
-        """The values that InputBatch.has_offsets may have: whether batches have offsets, or both."""
+        """The values that InputBatch.has_offsets may have: True, False, or both."""
         if not self.speculation.num_tokens:
             return (False,)
         return (True, False) if self.speculation.skips_head else (True,)
 
     @property
     def further_models(self) -> tuple[EngineConfig, ...]:
-        """The models that run besides the engine's, each with a KV cache under the same block tables."""
+        """Configurations of the models that run besides the engine's model, such as a draft model.
+
+        Each has a KV cache of its own, addressed by the same block tables.
+        """
         return () if self.draft is None else (self.draft,)
 
     @property
@@ -454,7 +463,7 @@ class EngineConfig:
 
     @property
     def draft(self) -> EngineConfig | None:
-        """The configuration of the draft model or head, which has no drafts; None without one."""
+        """The configuration with which the draft model or head runs, itself without drafts; None if there is none."""
         draft = self.speculation.draft
         if draft is None:
             return None
@@ -469,7 +478,7 @@ class EngineConfig:
 
     @property
     def of_replica(self) -> EngineConfig:
-        """The configuration of one of the replicas, wherever it runs."""
+        """The configuration of a single replica."""
         executor = self.parallel.executor
         if executor == "ray":
             executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
@@ -506,12 +515,12 @@ _OF_NO_EFFECT = (".model.path", ".model.hub_name", ".model.revision", ".compile.
 
 
 def effective_fields(config: EngineConfig) -> dict[str, Any]:
-    """Return the fields that may influence what the engine computes, as `flat_fields`."""
+    """Return the fields that may influence what the engine computes, in the form of `flat_fields`."""
     return {name: value for name, value in flat_fields(config).items() if not f".{name}".endswith(_OF_NO_EFFECT)}
 
 
 def encode_other(value: Any) -> str:
-    """Encode a type that msgspec does not know, as its enc_hook. Raises TypeError if messages must not contain it."""
+    """Encode a value of a type that msgspec does not know; msgspec's enc_hook. Raises TypeError for unknown types."""
     if isinstance(value, Path | torch.device):
         return str(value)
     if isinstance(value, torch.dtype):
@@ -520,7 +529,7 @@ def encode_other(value: Any) -> str:
 
 
 def decode_other(kind: type, value: Any) -> Any:
-    """Decode a type that msgspec does not know, as its dec_hook."""
+    """Decode a value of a type that msgspec does not know; msgspec's dec_hook. Raises TypeError for unknown types."""
     if kind is torch.dtype:
         return getattr(torch, value)
     if kind in (Path, torch.device):

@@ -1,4 +1,4 @@
-"""Formats of the KV cache as plain data: the dtype of stored keys and values, and the layout of a block.
+"""Formats of the KV cache: the dtype of stored keys and values, and the layout of a block.
 
 A block has two halves, for keys and for values. Without scales a half is [P, K, d]: slots, K/V heads, elements of a
 head. With scales it holds all quantised values of the half, [P, K, d], then one scale per head of each token, [P, K].
@@ -26,7 +26,7 @@ FP8_LARGEST = 448.0
 
 
 class Elements(NamedTuple):
-    """A type of stored elements."""
+    """An 8-bit format of keys and values in the cache."""
 
     name: str
     dtype: torch.dtype

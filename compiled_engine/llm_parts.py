@@ -1,4 +1,4 @@
-"""The parts of an `LLM`, and its start. Importing this module imports PyTorch."""
+"""Start the engine of an `LLM` and make its parts. Importing this module imports PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class LLMParts:
-    """Parts of an `LLM`."""
+    """The parts of a started `LLM`: engine core, tokenizer, input processing and defaults."""
 
     config: EngineConfig
     core: EngineCore | Replicas
@@ -40,7 +40,7 @@ class LLMParts:
 
 
 def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) -> LLMParts:
-    """Start the engine and return its parts. Raises as `LLM`."""
+    """Start the engine for these options and return its parts. Raises the same errors as `LLM`."""
     with timeline.span("configuration"):
         config = resolve(options, progress)
     warn_if_eager(options, config)

@@ -1,6 +1,6 @@
-"""Steps from hidden states to vectors or scores, as plain data: pooling, head, activation.
+"""Description of the steps from hidden states to vectors or scores: pooling, head, activation.
 
-Independent of files: models/checkpoint/pooling_folder.py reads a checkpoint's configuration into these values.
+models/checkpoint/pooling_folder.py reads a checkpoint's files into these values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TASKS = {"embed": EMBED, "token_embed": EMBED, "classify": CLASSIFY, "token_clas
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear of a head."""
+    """One linear of a pooling model's head."""
 
     source: str  # folder of the checkpoint with its tensors, or the name of its module
     in_size: int
@@ -52,17 +52,17 @@ class Pooling:
     own_head: bool = False  # the head is the model's own code; `head` only gives its sizes
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of values of a result."""
+        """Return the number of values in a request's result."""
         return self.head[-1].out_size if self.head else hidden_size * len(self.kinds)
 
     @property
     def every_token(self) -> bool:
-        """Return whether a result needs the hidden states of all tokens, not only the last one's."""
+        """Whether a result needs the hidden states of all tokens, not only of the last token."""
         return self.kinds != LAST
 
     @property
     def num_labels(self) -> int:
-        """Number of a classifier's results; the two tokens of a reranker give one."""
+        """Number of a classifier's labels. It is 1 for a reranker that compares the logits of two tokens."""
         return 1 if self.head and self.head[-1].tokens else len(self.labels)
 
 
@@ -81,7 +81,10 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
-        """Convert a PoolerConfig, a mapping or JSON. Raises TypeError or ValueError naming the key and the value."""
+        """Convert a mapping, or a JSON object, to a PoolerConfig; return a PoolerConfig unchanged.
+
+        Raises TypeError or ValueError naming the key and the value.
+        """
         if isinstance(value, PoolerConfig):
             return value
         if isinstance(value, str):
@@ -115,7 +118,10 @@ class PoolerConfig:
             raise ValueError(f"pooler_config: dimensions is {self.dimensions!r}; allowed: an integer of at least 1")
 
     def converts(self, convert: str) -> str:
-        """Return the option `convert` combined with the task. Raises ValueError if they contradict each other."""
+        """Return how the model is converted: as this task says, otherwise as the option `convert` says.
+
+        Raises ValueError if the task and the option contradict each other.
+        """
         if self.task is None:
             return convert
         if convert not in ("auto", "none", TASKS[self.task]):
@@ -126,11 +132,11 @@ class PoolerConfig:
 
     @property
     def kinds(self) -> tuple[str, ...] | None:
-        """Kinds of pooling that the override requests; None for none."""
+        """Kinds of pooling (see KINDS) that the override requests; None keeps the checkpoint's kinds."""
         asked = self.seq_pooling_type or self.pooling_type
         return None if asked is None else (KINDS_BY_NAME[asked.lower()],)
 
     @property
     def activates(self) -> bool | None:
-        """Return whether results are normalised or activated; None keeps the checkpoint's setting."""
+        """Whether the activation, or normalisation, is applied to results; None keeps the checkpoint's setting."""
         return self.use_activation if self.normalize is None else self.normalize

@@ -1,4 +1,4 @@
-"""Quantisation of linears as plain data: schemes, and rules that assign them to modules.
+"""Description of quantised linears: schemes, and rules that assign schemes to modules.
 
 A scheme describes how a linear's weight and inputs are rounded: the element format, and the tile of elements that share
 a scale. models/checkpoint converts a checkpoint's description to these values.
@@ -15,8 +15,11 @@ import torch
 
 
 class Element(NamedTuple):
-    """An element format. The value of a code is the code itself, the difference of an integer code and its zero, or an
-    entry of a table."""
+    """Format of quantised elements. An element is stored as a code, and its value is the code's value times a scale.
+
+    A code's value is its entry in `values`, if these are given. With `zero` or `has_zeros` it is the code minus the
+    code of 0. Otherwise it is the code itself.
+    """
 
     dtype: torch.dtype  # of stored codes
     largest: float  # magnitude of the value of a tile's largest element
@@ -62,7 +65,7 @@ ONLINE = {
 
 # A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.
 class Rounding(NamedTuple):
-    """Element format, and the tile (rows x columns) of values that share a scale; 0 means all rows or columns."""
+    """Element format, and the size of the tiles whose values share a scale. 0 rows or columns: all of the matrix."""
 
     element: str
     rows: int
@@ -98,7 +101,7 @@ class Rounding(NamedTuple):
         return not self.dtype.is_floating_point and not self.format.values
 
     def stored(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """Return the shape of the stored codes for a matrix of this size, whose bytes must be full."""
+        """Return the shape in which a matrix of this size is stored. Its columns must fill whole bytes."""
         return num_rows, num_columns // self.format.per_byte
 
     def grid(self, num_rows: int, num_columns: int) -> tuple[int, int]:
@@ -107,7 +110,7 @@ class Rounding(NamedTuple):
 
 
 class LinearScheme(NamedTuple):
-    """Rounding of a linear's weight [N, K] and inputs [T, K]; None: inputs are not rounded."""
+    """Rounding of a linear's weight [N, K] and inputs [T, K]. inputs None: inputs are not rounded."""
 
     weight: Rounding
     inputs: Rounding | None
@@ -120,15 +123,16 @@ class LinearScheme(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> LinearScheme:
-        """Parse the result of `str`."""
+        """Return the scheme that `str` wrote as this text."""
         weight, _, inputs = text.removesuffix(_REORDERED).partition(", inputs ")
         rounded = Rounding.parse(inputs) if inputs else None
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with smaller tiles that divide num_rows and num_columns (0: any columns).
+        """Return the scheme with tiles that divide num_rows and num_columns, at most as large as before.
 
-        A scale shared by all rows becomes one scale per row. Input tiles are as wide as the weight's.
+        num_columns 0: tiles keep their columns. A scale shared by all rows becomes one scale per row. Columns of input
+        tiles are reduced in the same way.
         """
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
@@ -140,7 +144,7 @@ class LinearScheme(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Assigns a scheme to modules."""
+    """Assigns a scheme to the modules that match one of its targets."""
 
     # Module names, `re:` and a regular expression that matches from the start of a name, or `Linear` for all linears.
     targets: tuple[str, ...]
@@ -176,7 +180,7 @@ class Quantisation:
         return self.method == "online"
 
     def scheme_of(self, module: str) -> LinearScheme | None:
-        """Return the scheme of a linear; None if it is not quantised, see `why_not`."""
+        """Return the scheme of the linear with this name; None if it is not quantised, see `why_not`."""
         if self._ignoring(module) is not None:
             return None
         targets = [(target, rule.scheme) for rule in self.rules for target in rule.targets]
@@ -187,7 +191,7 @@ class Quantisation:
         return None
 
     def why_not(self, module: str) -> str:
-        """Return why a linear is not quantised."""
+        """Return why the linear with this name is not quantised, for an error message."""
         ignoring = self._ignoring(module)
         return "no rule names it" if ignoring is None else f"{ignoring} is to be ignored"
 
@@ -196,7 +200,7 @@ class Quantisation:
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
-    """Return the rules that quantise every linear with a scheme of ONLINE, except for targets in `ignore`."""
+    """Return a quantisation of every linear with the scheme `name` of ONLINE, except for targets in `ignore`."""
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 

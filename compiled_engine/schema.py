@@ -1,8 +1,8 @@
-"""Declare the fields of options and parameters once.
+"""Declarations of the fields of options and parameters, each in one place.
 
 A declared field of a dataclass has a default, a kind of values and a meaning. From these follow: checks of values,
 command-line options with help texts, keys of YAML files, environment variables, fields of server requests, and tables
-in the documents. Errors for unknown names suggest the nearest known one.
+in the documents. Errors for unknown names suggest the nearest known name.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TOO_LONG = 2 / SIMILARITY - 1
 
 
 class Kind(NamedTuple):
-    """Values of one kind."""
+    """A kind of values that a field may have: a check, and the same as a JSON schema."""
 
     check: Check
     schema: JsonSchema  # JSON schema; empty for Python objects that JSON cannot express
 
 
 class Declaration(NamedTuple):
-    """The declaration of a field."""
+    """A field of a dataclass as declared with `declare`."""
 
     name: str
     default: Any
@@ -51,13 +51,13 @@ class Declaration(NamedTuple):
 
     @property
     def schema(self) -> JsonSchema:
-        """JSON schema of the values; for fields that take a list or a single value, the list's."""
+        """JSON schema of the values. For fields that take either a list or a single value, it is the list's schema."""
         forms = (self.kind.schema, *self.kind.schema.get("anyOf", ()))
         return next((form for form in forms if form.get("type") == "array"), self.kind.schema)
 
     @property
     def several(self) -> bool:
-        """Return whether the value is a list."""
+        """Whether the value is a list."""
         return self.schema.get("type") == "array"
 
 
@@ -76,7 +76,7 @@ def declarations(options: type[Any]) -> tuple[Declaration, ...]:
 
 
 def check_all(options: Any) -> None:
-    """Check the declared fields of a dataclass; None is allowed if it is the default. Raises as a `Check`."""
+    """Check the declared fields of a dataclass. None is allowed if it is the default. Raises the errors of `Check`."""
     for each in declarations(type(options)):
         value = getattr(options, each.name)
         if value is not None or each.default is not None:
@@ -84,9 +84,10 @@ def check_all(options: Any) -> None:
 
 
 def require_defaults(options: Any, because: str, *names: str, allowed: str = "") -> None:
-    """Raise ValueError for a field whose value means nothing, or cannot be had, because of others.
+    """Raise ValueError if one of these fields differs from its default.
 
-    because: the reason, which follows "but". allowed: what there is besides the default.
+    Such a value has no meaning, or is not supported, together with other options. because: the reason, which the
+    message states after "but". allowed: what is allowed besides the default.
     """
     defaults = {each.name: each.default for each in declarations(type(options))}
     for name in names:
@@ -98,20 +99,20 @@ def require_defaults(options: Any, because: str, *names: str, allowed: str = "")
 
 
 def documented(options: type[Any]) -> str:
-    """Return the docstring of a dataclass, completed by its fields."""
+    """Return the docstring of a dataclass, followed by a line for each declared field."""
     lines = (f"    {each.name}: {plain(described(each))}." for each in declarations(options))
     return "\n".join([(options.__doc__ or "").rstrip(), "", *lines, "    "])
 
 
 def described(declaration: Declaration) -> str:
-    """Return the whole meaning, in Markdown."""
+    """Return a field's whole meaning in Markdown: its text, default, bounds and further text."""
     named = declaration.default if declaration.default != () else "by default"
     default = f"{named}: {declaration.default_is}" if declaration.default_is else ""
     return "; ".join(filter(None, (declaration.text, default, bounds(declaration.kind.schema), declaration.more)))
 
 
 def bounds(schema: JsonSchema) -> str:
-    """Return a number's bounds in words; empty without bounds."""
+    """Return the bounds of a number's schema in words; empty without bounds."""
     most = schema.get("maximum")
     if most is None or most == 2**64 - 1:  # every seed
         return ""
@@ -122,12 +123,15 @@ def bounds(schema: JsonSchema) -> str:
 
 
 def plain(markdown: str) -> str:
-    """Return Markdown without links and backticks."""
+    """Return Markdown text without links and backticks."""
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", markdown).replace("`", "")
 
 
 def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True) -> Check:
-    """Return a check that keeps the value: TypeError unless has_type, ValueError unless holds."""
+    """Return a check that keeps a value.
+
+    It raises TypeError unless has_type(value), and ValueError unless holds(value). allowed: for errors, in words.
+    """
 
     def check(name: str, value: Any) -> Any:
         if not has_type(value):
@@ -140,9 +144,9 @@ def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any]
 
 
 def read_mapping(name: str, value: Any, allowed: str = "a dict") -> Mapping[str, Any]:
-    """Return a mapping, which may be given as JSON; None is an empty one. Raises TypeError or ValueError.
+    """Return a mapping that is given as such or as JSON; an empty mapping for None. Raises TypeError or ValueError.
 
-    allowed: what it must be, in words.
+    name, allowed: for errors, the option's name and what it must be.
     """
     if isinstance(value, str):
         try:
@@ -166,7 +170,7 @@ def integer(least: int = 1, most: int | None = None) -> Kind:
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Kind:
-    """Allow a finite number. allowed: the bounds in words, such as "above 0"."""
+    """Allow a finite number for which `holds` is True. allowed: the bounds in words, such as "above 0"."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -195,7 +199,10 @@ def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
 def a_list(
     item: JsonSchema, allowed: str = "", holds: Callable[[Any], bool] = lambda entry: True, *, secret: bool = False
 ) -> Kind:
-    """Allow a tuple. allowed, holds: its entries, in words and as a check. secret: errors do not show the entries."""
+    """Allow a tuple. allowed, holds: which entries it may have, in words and as a check.
+
+    item: JSON schema of an entry. secret: errors do not show entries.
+    """
     is_tuple = require("a list", lambda value: isinstance(value, tuple))
 
     def check(name: str, value: Any) -> Any:
@@ -234,7 +241,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
-    """Return an error message such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?". what:
-    the text before the name."""
+    """Return an error message such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?".
+
+    what: the text before the name.
+    """
     near = nearest(name, known)
     return f"{what} {name!r}" + (f"; did you mean {near!r}?" if near is not None else "")

@@ -1,6 +1,6 @@
-"""Measure the gain of each part of the engine: one workload on variants of the engine, each in fresh processes.
+"""Measure the gain of each part of the engine: run one workload on variants of the engine, each in fresh processes.
 
-Everything is checked before the first process starts. Each variant that compiles is started once, unmeasured, to warm
+Everything is checked before the first process starts. Each variant that compiles is started once, unmeasured, to fill
 the compile cache. The repeats are then interleaved, so that drift (clocks, other users) affects all variants alike.
 """
 
@@ -62,7 +62,7 @@ QUICK_PASSES = ("merge_linears",)
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's choices. None means the default of the device, or of a quick run."""
+    """The user's choices for an ablation. None stands for the default of the device, or of a quick run."""
 
     batch_sizes: tuple[int, ...] | None = None
     prompt_len: int | None = None
@@ -77,7 +77,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """The variants, the workload, and everything derived from the options."""
+    """Plan of an ablation: the variants, the workload, and everything derived from the options."""
 
     config: EngineConfig
     given: Mapping[str, Any]  # the user's engine options
@@ -92,7 +92,10 @@ class Plan:
 
 
 def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Plan:
-    """Plan an ablation. Raises ValueError, TypeError or OSError for what cannot be measured."""
+    """Plan an ablation. options: the user's engine options.
+
+    Raises ValueError, TypeError or OSError if something that is asked for cannot be measured.
+    """
     check_options(options)
     if options.get("compile_cache") is False:
         raise ValueError("compile_cache is False; allowed: True, since variants start with a warm cache")
@@ -197,7 +200,7 @@ def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, p
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """Return the default workload with the user's choices. Its prompts fit into the context length."""
+    """Return the default workload, with the user's choices in place of defaults. Prefills fit the context length."""
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
         workload = replace(workload, batch_sizes=CPU_BATCH_SIZES)
@@ -222,7 +225,7 @@ def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of the whole engine, from which the variants differ."""
+    """Return the configuration of the whole engine. Raises ValueError if nothing can be compiled with these options."""
     config = resolve(make_options(options))
     if not config.compile.enabled:
         raise ValueError(f"mode cannot be 'compiled' here: {config.reasons['compile.enabled']}")
@@ -237,7 +240,7 @@ EXTRA_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Preparation:
-    """The processes that fill the compile cache before the measurement."""
+    """How to fill the compile cache before the measurement, in processes that each start one variant."""
 
     at_a_time: int  # concurrent processes
     num_blocks: int  # size of each KV cache
@@ -259,15 +262,16 @@ def measure(
     progress: Progress,
     run: Run = run_worker,
 ) -> list[dict[str, Any]]:
-    """Return a record for each variant in order: name, options, and figures or an error, or both if a repeat failed.
+    """Measure the variants and return a record for each, in order.
 
-    Ctrl-C ends the measurement; records then have the figures of the completed repeats. `shared` has the variants'
-    common engine options as JSON. `run` starts a worker.
+    A record has name, options, and either figures or an error; both if a repeat failed. Ctrl-C ends the measurement,
+    and records then have the figures of the completed repeats. shared: engine options common to all variants, as JSON.
+    run: starts a worker.
 
     Figures are {"median", "spread": [min, max]} over the repeats, or None if not measured: tpot_ms and step_ms (by
     batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to first token, measured from outside),
     kernels (of a decode step at batch 1), memory_bytes (without_kv_cache, kv_cache, graphs_predicted, graphs_used).
-    start_up_stages_s has medians by stage, and COUNTS the maximum over the repeats.
+    start_up_stages_s has medians by stage. Each of COUNTS is the maximum over the repeats.
     """
     errors = _prepare(chosen, shared, preparation, progress, run)
     results: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}
@@ -302,7 +306,7 @@ def measure(
 def _prepare(
     chosen: Sequence[Variant], shared: Mapping[str, Any], preparation: Preparation, progress: Progress, run: Run
 ) -> dict[str, str]:
-    """Start every variant that compiles once. Return the errors by variant name."""
+    """Start each variant that has something to compile once, and return the errors by variant name."""
     compiled = [variant for variant in chosen if variant.compiles or preparation.eager]
     errors: dict[str, str] = {}
 
@@ -322,7 +326,7 @@ def _prepare(
 
 
 def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return medians and spreads over a variant's repeats."""
+    """Return a variant's figures, see `measure`, from the results of its repeats."""
 
     def column(read: Callable[[Mapping[str, Any]], float | None]) -> dict[str, Any] | None:
         values = [value for value in map(read, results) if value is not None]
@@ -355,7 +359,10 @@ def _seconds(result: Mapping[str, Any], stage: str) -> float:
 
 
 def prepare_with(config: EngineConfig, sizes: ModelSizes) -> Preparation:
-    """Use as many concurrent processes as the cores and half of the memory allow. Each cache holds one request."""
+    """Return a preparation with as many concurrent processes as the cores and half of the memory allow.
+
+    Each process's KV cache has room for one request of the full context length.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.device.type == "cuda":
         memory = torch.cuda.get_device_properties(config.device).total_memory

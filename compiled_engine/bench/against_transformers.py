@@ -1,7 +1,7 @@
-"""Measure tokens per second against transformers, with the same machine, model, prompts and token counts.
+"""Compare the engine's tokens per second with those of transformers, on the same machine, model, prompts and lengths.
 
-Which of transformers' ways to generate is fastest depends on the machine and the batch. All are measured, and the
-engine is compared with the fastest.
+transformers has several ways to generate, and the fastest depends on the machine and the batch. All are measured, and
+the engine is compared with the fastest.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def compare(
     ways: Sequence[str],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Compare greedy generation without end-of-sequence, for one request and for `num_requests` at once.
+    """Compare greedy generation of `output_len` tokens, for one request and for `num_requests` requests at once.
 
-    `ways` are keys of WAYS. The contenders take turns, `repeats` times after a warm-up. On a CPU, each way of
-    transformers is measured with one thread and with all; the engine chooses for itself. All prompts have the same
-    length, so no way has to pad.
+    ways: keys of WAYS; empty for all. The engine and the ways take turns, `repeats` times after a warm-up. On a CPU,
+    each way is measured with one thread and with all threads, while the engine chooses its number of threads itself.
+    All prompts have the same length, so that nothing is padded.
 
-    Returns results with "one" and "many", each with engine (tokens per second with median and spread), bandwidth_share
+    Returns results with "one" and "many". Each has engine (tokens per second with median and spread), bandwidth_share
     (bytes that the engine's steps must read per second, as a share of the copy bandwidth), transformers (a list of way,
-    threads, tokens_per_s), fastest (the highest median of these), and ratio (the engine's median divided by it). rates
-    has the measured copy and product rates.
+    threads, tokens_per_s), fastest (the entry of that list with the highest median), and ratio (the engine's median
+    divided by that median). rates has the copy and product rates of the device.
 
     Raises ValueError for an unknown way, RuntimeError if a contender generates a wrong number of tokens.
     """
@@ -117,7 +117,7 @@ def _take_turns(
     repeats: int,
     advance: Callable[[int], None],
 ) -> tuple[list[float], dict[tuple[str, int], list[float]]]:
-    """Return tokens per second of the engine and of all others, by repeat. The engine runs first in each repeat."""
+    """Return tokens per second in each repeat, of the engine and of each of `theirs`. The engine runs first."""
     ours: list[float] = []
     others: dict[tuple[str, int], list[float]] = {key: [] for key in theirs}
     for repeat in range(repeats + 1):  # the first is warm-up
@@ -172,7 +172,7 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
 
 
 def _thread_counts(device: torch.device) -> list[int]:
-    """Return the thread counts to try: on a CPU one and all, since the faster depends on the batch."""
+    """Return the thread counts to measure. On a CPU they are one and all: which is faster depends on the batch."""
     threads = torch.get_num_threads()
     return sorted({1, threads}) if device.type == "cpu" else [threads]
 

@@ -1,4 +1,4 @@
-"""Lower bounds on the time of a step: what it must at least read and multiply, at the device's rates.
+"""Lower bounds on the time of a step, from what the step must read and multiply and from the device's rates.
 
 A step reads every weight once and the keys and values of all earlier tokens once. It multiplies each token with every
 weight and each query with its keys. Recurrent states are read and written, since the next step needs them. The bound is
@@ -26,7 +26,7 @@ from compiled_engine.passes.linear.experts_codes import projections_of
 
 @dataclass(frozen=True)
 class Rates:
-    """A device's rates in large copies (bytes/s, read and written) and products (FLOP/s)."""
+    """A device's rates: bytes read and written per second in large copies, and FLOP/s in large matrix products."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -51,7 +51,7 @@ class ModelSizes:
 
 
 class Chunk(NamedTuple):
-    """A request's tokens in a step: those computed before, the new ones, and whether it samples."""
+    """A request in a step: its tokens computed before, its new tokens, and whether it samples."""
 
     context: float
     new: int
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A prompt's length and those of the completions generated from it, in tokens."""
+    """A prompt's length, and the lengths of the completions generated from it, in tokens."""
 
     prompt: int
     outputs: Sequence[int]
@@ -110,7 +110,7 @@ def _stored_bytes(config: ModelConfig, name: str, parameter: torch.Tensor) -> in
 
 
 def _experts_per_token(config: ModelConfig) -> int:
-    """Return the number of experts per token. For models through transformers' code, config.json has it."""
+    """Return the number of experts per token. If transformers' code runs the model, it is read from config.json."""
     if config.transformers is None:
         return config.experts.per_token
     fields = json.loads(config.transformers.config)
@@ -119,10 +119,10 @@ def _experts_per_token(config: ModelConfig) -> int:
 
 
 def _flops_of(state: RowState) -> int:
-    """Return the multiplications and additions of a token in a recurrence.
+    """Return the multiplications and additions that a token takes in the recurrence with this state.
 
-    A convolution multiplies each weight; its state has all inputs but the newest. A delta rule multiplies its matrices
-    with the key and the query, and updates them.
+    A state [D, W - 1] is a convolution's, which multiplies W weights per channel. Any other state is a delta rule's,
+    which multiplies each matrix with the key and the query, and updates it.
     """
     if len(state.shape) == 2:
         return 2 * (math.prod(state.shape) + state.shape[0])
@@ -130,7 +130,7 @@ def _flops_of(state: RowState) -> int:
 
 
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
-    """Return the bytes that a step reads: weights and each request's context once. States are written too."""
+    """Return the bytes that a step reads (weights once, each request's context and states) or writes (states)."""
     chunks = list(step)
     read = sizes.weight_bytes + _touched_bytes(sizes, sum(chunk.new for chunk in chunks))
     states = sum(sizes.state_bytes * (2 if chunk.context else 1) for chunk in chunks)
@@ -138,7 +138,7 @@ def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
-    """Return the mean bytes of the experts that this many tokens select, if they choose evenly and independently."""
+    """Return the expected bytes of all experts that num_tokens tokens select, uniformly and independently."""
     if not sizes.num_experts:
         return 0.0
     left = (1 - sizes.experts_per_token / sizes.num_experts) ** num_tokens
@@ -152,18 +152,24 @@ def _context_bytes(sizes: ModelSizes, context: float) -> float:
 
 
 def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
-    """Return the context bytes of `count` consecutive decodes of a request, the first with this context."""
+    """Return the bytes of context and states that `count` consecutive decodes of a request read and write.
+
+    context: tokens before the first of these decodes.
+    """
     seen = sum(_pairs(Chunk(context, count), window) - count for window in sizes.windows)
     return seen * sizes.kv_bytes_per_token + 2 * count * sizes.state_bytes
 
 
 def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
-    """Return the multiplications and additions of `count` consecutive decodes, all of which sample."""
+    """Return the multiplications and additions of `count` consecutive decodes of a request, all of which sample.
+
+    context: tokens before the first of these decodes.
+    """
     return step_flops(sizes, [Chunk(context, count, samples=False)]) + 2.0 * count * sizes.head_params
 
 
 def _common_bytes(sizes: ModelSizes, context: float) -> float:
-    """Return the context bytes of a common prefix, without layers whose window may exclude it."""
+    """Return the bytes of a common prefix's keys and values, without layers whose window may exclude the prefix."""
     return sizes.windows.count(None) * context * sizes.kv_bytes_per_token
 
 
@@ -186,7 +192,7 @@ def _pairs(chunk: Chunk, window: int | None) -> float:
 
 
 def step_seconds(sizes: ModelSizes, rates: Rates, step: Sequence[Chunk]) -> float:
-    """Return the lower bound of a step's time."""
+    """Return the lower bound of a step's time in seconds."""
     return max(step_bytes(sizes, step) / rates.bytes_per_s, step_flops(sizes, step) / rates.flops_per_s)
 
 
@@ -202,16 +208,16 @@ def tpot_seconds(sizes: ModelSizes, rates: Rates, batch_size: int, prompt_len: i
 
 
 def prefill_seconds(sizes: ModelSizes, rates: Rates, prompt_lens: Sequence[int]) -> float:
-    """Return the lower bound of the time from prompts to the first token of each."""
+    """Return the lower bound of the time from the arrival of prompts to the first token of each, in seconds."""
     return step_seconds(sizes, rates, [Chunk(0, length) for length in prompt_lens])
 
 
 def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_num_seqs: int, common: int = 0) -> float:
-    """Return the lower bound of many requests' time: prefill of all, then decodes, `max_num_seqs` at once.
+    """Return the lower bound of many requests' time in seconds: all prefills, then decodes, `max_num_seqs` at once.
 
-    All prompts begin with `common` tokens, in addition to their own, which are computed once. Each decode reads its
-    context, but a step reads a prompt with several completions once. Weights are read once per step, for the smallest
-    number of steps. Steps that overlap prefill's products with decode's reading are not modelled.
+    All prompts begin with `common` tokens, in addition to their own tokens; these are computed once. Each decode reads
+    its context, but a step reads a prompt with several completions once. Weights are read once per step, for the
+    smallest number of steps. Steps that overlap prefill's products with decode's reading are not modelled.
     """
     lengths = [length for job in jobs for length in job.outputs]
     steps = max(max(lengths) - 1, -(-sum(length - 1 for length in lengths) // max_num_seqs))
@@ -239,7 +245,7 @@ ATTEMPTS = 5
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the device's rates for products in dtype. Measuring them takes about a second."""
+    """Return the device's rates, for products in dtype: known ones, or measured ones, which takes about a second."""
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         if name in KNOWN:
@@ -268,7 +274,7 @@ def _copy_seconds(num_bytes: int, device: torch.device) -> float:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of a few times, after an uncounted first run."""
+    """Return the shortest of ATTEMPTS times of `work` in seconds, after an untimed first run."""
     times = []
     for _ in range(ATTEMPTS + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Speculative decoding in the performance table: draft methods and acceptance rates."""
+"""Draft methods and acceptance rates with which the performance table measures speculative decoding."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ SAID = {
 
 
 def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Return the engine's speculative_config.
+    """Return the option speculative_config for a draft method.
 
-    N-gram drafts are verified; random prompts yield few of them. Draft models and heads have random weights, so their
-    drafts are accepted at random with RATES. Their configurations are written to `folder`, for load_format "dummy".
+    N-gram drafts are verified as usual; random prompts yield few of them. Draft models and heads have random weights,
+    so their drafts are accepted at random with RATES. Their config.json is written to `folder`, for load_format
+    "dummy".
     """
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     if method == NGRAM:
@@ -44,7 +45,7 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
 
 
 def head_of(model: ModelConfig) -> dict[str, Any]:
-    """Return config.json of a typical EAGLE-3 head for this model: one layer of the model's shape."""
+    """Return the content of config.json of a typical EAGLE-3 head for this model: one layer of the model's shape."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": model.hidden_size,

@@ -1,4 +1,4 @@
-"""Measure single engine steps, below the public API: mixed steps, decode steps, their kernels and their time split."""
+"""Measure single engine steps, below the public API: mixed steps, decode steps, their kernels, and their time split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_SAMPLES = 4
 
 
 def outputs_needed(num_steps: int, max_new_tokens_per_step: int = 1) -> int:
-    """Return the output tokens that a request needs so as not to end while `num_steps` steps are measured.
+    """Return how many output tokens a request needs so that it does not end while `num_steps` steps are measured.
 
     Each step may yield `max_new_tokens_per_step` tokens.
     """
@@ -37,7 +37,7 @@ def outputs_needed(num_steps: int, max_new_tokens_per_step: int = 1) -> int:
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
-    """Return the middle step of `mixed_step_ms`, for its lower bound."""
+    """Return the requests in the middle one of the steps that `mixed_step_ms` measures, for its lower bound."""
     context = decode_context + 2 * SETTLING_STEPS + num_steps / 2
     return [Chunk(context, 1)] * num_decodes + [Chunk(0, prompt_len)]
 
@@ -47,8 +47,8 @@ def mixed_step_ms(
 ) -> float:
     """Return the time of a step with `num_decodes` decodes and the prefill of one prompt of `prompt_len` tokens.
 
-    The decodes run throughout, starting from `decode_context` tokens of prompt. Before each step a new prompt arrives,
-    which is computed in that step, yields one token and ends. The figure is the wall time of `num_steps` steps, with
+    The decodes run throughout, after prompts of `decode_context` tokens. Before each step a new prompt arrives, which
+    is computed in that step, yields one token and ends. The figure is the wall time of `num_steps` steps, with
     scheduling, sampling and output, divided by their number, in ms.
     """
     total_steps = num_steps + SETTLING_STEPS
@@ -67,10 +67,9 @@ def mixed_step_ms(
 
 
 def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, context: int, num_steps: int) -> list[float]:
-    """Return times of a decode step of `num_requests` requests that start from `context` tokens, in ms.
+    """Return STEP_SAMPLES - 1 times of a decode step in ms, for `num_requests` requests with `context` prompt tokens.
 
-    Each is the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their number. The
-    first of STEP_SAMPLES is a warm-up and left out.
+    Each time is the wall time of `num_steps` consecutive steps, with scheduling and output, divided by their number.
     """
     output_len = outputs_needed(STEP_SAMPLES * num_steps, llm.config.max_new_tokens_per_step)
     with decodes(llm, generator, num_requests, context, output_len) as core:
@@ -86,7 +85,7 @@ def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, conte
 def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: int) -> float | None:
     """Return the number of kernels in a decode step of one request, without copies.
 
-    The profiler counts them over `num_steps` steps. None without CUDA or with worker processes.
+    It is a mean over `num_steps` steps, from PyTorch's profiler. None without CUDA or with worker processes.
     """
     if not _runs_on_gpu(llm.config):
         return None
@@ -132,7 +131,10 @@ def _request(request_id: str, prompt: Sequence[int], output_len: int) -> EngineR
 
 
 def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
-    """Return the wall time of some work, until the device is idle. Worker processes may overlap it on both ends."""
+    """Return the wall time of `work` in seconds, until the device is idle.
+
+    With worker processes the device is not waited for, so steps before and after may overlap with it.
+    """
     if _runs_on_gpu(config):
         torch.cuda.synchronize(config.device)
     start = time.perf_counter()
@@ -154,13 +156,15 @@ LAPS = ("schedule", "prepare", "launch", "wait", "output")
 def step_split(
     llm: LLM, batch_sizes: Sequence[int], num_steps: int, warm_up: int, repeats: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return how a decode step's time is spent, for each batch size.
+    """Return a record for each batch size that says how the time of a decode step is spent.
 
-    A record has microseconds per step for each of LAPS, `host` (all but wait), `step` (wall time) and `device` (first
-    to last kernel; None without CUDA), and `device_idle`, the share of wall time without a step on the device. With
-    drafts, `tokens` is the number of tokens per step and request and `token` the microseconds per token; otherwise both
-    are None. Each is the median and spread of `repeats` rounds, which are means over `num_steps` steps, after `warm_up`
-    uncounted rounds.
+    A record has microseconds per step for each of LAPS, for `host` (all laps except wait), `step` (wall time) and
+    `device` (first to last kernel; None without CUDA). `device_idle` is the share of wall time without a step on the
+    device. With drafts, `tokens` is the number of tokens per step and request, and `token` the microseconds per token;
+    otherwise both are None.
+
+    Each figure has median and spread over `repeats` rounds, after `warm_up` uncounted rounds. A round's figure is the
+    mean over `num_steps` steps.
     """
     found = []
     for batch_size in batch_sizes:
@@ -198,9 +202,9 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine metrics that determine the number of drafts and their sharpness; {} if these are fixed.
+    """Return those engine metrics that show how the number of drafts and their sharpness are chosen.
 
-    Includes the number of requests that stopped drafting, if any.
+    Empty if both are fixed. Includes the number of requests that stopped drafting, if any did.
     """
     of_length = ("draft_lengths", "draft_shares", "draft_step_ms", "draft_length_chosen")
     names = (*of_length, "draft_sharpness", "draft_sharpness_shares")
@@ -209,7 +213,7 @@ def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:
-    """Return microseconds per step, and the share of time in which the device was idle."""
+    """Return a round's figures, see `step_split`, from the seconds of all its steps on host and device."""
     laps = {name: host_s.get(name, 0.0) for name in LAPS}
     wall = sum(laps.values())
     found: dict[str, float | None] = {name: seconds / num_steps * 1e6 for name, seconds in laps.items()}
@@ -221,7 +225,7 @@ def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> d
 
 
 def profile(llm: LLM, batch_size: int, num_steps: int, path: str) -> None:
-    """Write a trace of some decode steps, host and device, for Perfetto or chrome://tracing."""
+    """Write a trace of `num_steps` decode steps on host and device to `path`, for Perfetto or chrome://tracing."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if llm.config.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

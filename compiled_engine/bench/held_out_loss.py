@@ -1,7 +1,7 @@
-"""The loss of engines on a text, and the divergence of their distributions from float32's.
+"""Measure the loss of engine variants on a text, and how far their distributions diverge from float32's.
 
-The text is tokenised as a whole, without special tokens, and cut into windows. Each window is a separate sequence,
-whose first token is context only. The bundled model's loss has this definition.
+The text is tokenised as a whole, without special tokens, and cut into windows. Each window is a sequence of its own,
+whose first token is context only and has no loss. The stated loss of the bundled model has this definition too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class HeldOutLoss(NamedTuple):
 
 
 def held_out_loss(llm: LLM, text: str) -> HeldOutLoss:
-    """Score a text with an open engine. Raises ValueError for fewer than two tokens, and as `generate` does."""
+    """Return the loss of a running engine on a text.
+
+    Raises ValueError for a text of fewer than two tokens, and the errors of `generate`.
+    """
     windows = windows_of(llm, text)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": each} for each in windows], params)
@@ -58,10 +61,13 @@ def compare_losses(
 ) -> dict[str, Any]:
     """Compare the losses of engine variants on a text, and return the result as JSON.
 
-    `options` are common to all engines; `variants` add their own and are measured in turn, BASE first. The keys are
-    benchmark ("loss"), num_tokens, rows, and those of `results.conditions`. A row has name and loss in nats and,
-    relative to BASE, difference, divergence (Kullback-Leibler in nats: mean, p99) and same_best: the share of tokens
-    with the same most likely one. BASE's distributions are kept, 4 bytes for each token and vocabulary entry.
+    options: engine options of all variants. variants: further engine options by name of the variant. They are measured
+    in this order, and the first must be BASE.
+
+    The keys are benchmark ("loss"), num_tokens, rows, and those of `results.conditions`. A row has name and loss in
+    nats. All rows but BASE's have, relative to BASE, difference, divergence (Kullback-Leibler in nats: mean, p99) and
+    same_best, the share of positions with the same most likely token. BASE's distributions are kept in memory, 4 bytes
+    for each position and vocabulary entry.
 
     Raises ValueError for a text of fewer than two tokens, and the errors of LLM.
     """
@@ -87,11 +93,11 @@ def score(
     base: Sequence[np.ndarray] | None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the mean loss of an open engine in nats.
+    """Return (record, distributions) of a running engine on these windows.
 
-    With `base`, distributions to compare with, the record also has divergence (mean, p99) and same_best. Without it,
-    the engine's own distributions are returned too: for each window, log-probabilities [T - 1, V] of what follows each
-    token but the last.
+    The record has the mean loss in nats. With `base`, the distributions to compare with, it also has divergence (mean,
+    p99) and same_best, and no distributions are returned. Without `base`, the engine's distributions are returned: for
+    each window, log-probabilities [T - 1, V] of the token that follows each token but the last.
     """
     nats, same, kept = 0.0, 0, []
     divergences: list[np.ndarray] = []
@@ -114,7 +120,7 @@ def score(
 
 
 def windows_of(llm: LLM, text: str) -> list[list[int]]:
-    """Return the tokens of each window. Raises ValueError for a text of fewer than two tokens."""
+    """Return the token ids of each window. Raises ValueError for a text of fewer than two tokens."""
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < 2:
         raise ValueError(f"text must have at least two tokens, got {len(ids)}")
@@ -123,7 +129,7 @@ def windows_of(llm: LLM, text: str) -> list[list[int]]:
 
 
 def _distributions(llm: LLM, windows: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-    """Yield each window's log-probabilities [T - 1, V], fp32, of what follows each token but the last."""
+    """Yield each window's log-probabilities, fp32 [T - 1, V], of the token that follows each token but the last."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
     for window in windows:
         (output,) = llm.generate([{"prompt_token_ids": list(window)}], params, use_tqdm=False)

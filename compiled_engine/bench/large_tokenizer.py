@@ -1,8 +1,8 @@
-"""Write a tokenizer as large as those of current models, for start-up measurements: byte-level BPE with real merges.
+"""Write a tokenizer as large as those of current models, for measurements of start-up: byte-level BPE with real merges.
 
-Loading it costs as much as for a checkpoint with this vocabulary. Tokens are generated rather than learnt: each merge
-joins two earlier tokens. As in learnt vocabularies, nearly all are text, not parts of characters. No corpus is needed,
-and the result is the same on every machine.
+Loading it takes as long as loading a real model's tokenizer with a vocabulary of this size. Tokens are generated rather
+than learnt: each merge joins two earlier tokens. As in learnt vocabularies, nearly all tokens are text, not parts of
+characters. No corpus is needed, and the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
-    """Write tokenizer.json and tokenizer_config.json: `num_tokens` bytes and merges, then SPECIAL_TOKENS."""
+    """Write tokenizer.json and tokenizer_config.json to `folder`.
+
+    The vocabulary has num_tokens tokens, single bytes and merges, and then SPECIAL_TOKENS.
+    """
     vocabulary, merges = _vocabulary(num_tokens)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.normalizer = normalizers.NFC()
@@ -55,7 +58,10 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
 
 
 def _vocabulary(num_tokens: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return all bytes, then merges of two earlier tokens, short ones most often, as in learnt vocabularies."""
+    """Return the vocabulary, token -> id, and the merges.
+
+    The vocabulary has all bytes, then tokens that each join two earlier ones, most often short ones.
+    """
     generator = random.Random(0)
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(tokens)}

@@ -1,4 +1,4 @@
-"""The rate of loading a checkpoint, against plain read() of the same files from start to end."""
+"""Compare the rate of loading a checkpoint with that of reading its files from start to end by read()."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def _save_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 def measure(folder: Path, device: torch.device, progress: Progress, repeats: int = 3) -> dict[str, Any]:
-    """Read and load alternately, `repeats` times, in this process and cache state. Returns rates in GB/s.
+    """Read and load the checkpoint in turn, `repeats` times, in this process. Returns rates in GB/s.
 
-    `host_peak_bytes` is the peak of anonymous and shared memory that a load adds, without mapped files.
+    The page cache is left as it is. `host_peak_bytes` is the peak of anonymous and shared memory that a load adds,
+    without mapped files.
     """
     files = sorted(folder.glob("*.safetensors"))
     total = sum(path.stat().st_size for path in files)
@@ -116,7 +117,10 @@ def _read_all(files: list[Path]) -> None:
 
 @contextmanager
 def _host_peak() -> Iterator[list[int]]:
-    """Sample this process's anonymous and shared memory every few milliseconds. The list's entry is the growth."""
+    """Sample this process's anonymous and shared memory every few milliseconds during the block.
+
+    Yields a list whose only entry is the largest growth so far, in bytes.
+    """
     before, peak, stop = _host_bytes(), [0], threading.Event()
 
     def watch() -> None:

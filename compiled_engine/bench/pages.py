@@ -1,4 +1,4 @@
-"""Results as self-contained HTML pages: plots, figures, conditions, and the command to repeat them."""
+"""Render results as self-contained HTML pages: plots, figures, conditions, and the command that repeats them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def pictures(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return each plot for light and dark pages in base64, with a description as `text`."""
+    """Return a dict for each plot of a result: `light` and `dark`, the PNG in base64 for both themes, and `text`."""
     light, dark = draw(result, LIGHT), draw(result, DARK)
     return [
         {"text": name.replace("_", " "), "light": _base64(light[name]), "dark": _base64(dark[name])} for name in light
@@ -60,7 +60,7 @@ def _rendered(page: str, result: Mapping[str, Any], **more: Any) -> str:
 
 
 def facts(result: Mapping[str, Any], names: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
-    """Return headings with names and values, for the non-empty parts of a result."""
+    """Return (heading, names with values as text) for each of these parts of a result that is not empty."""
     return [
         (name.capitalize(), {key: _shown(value) for key, value in result[name].items()})
         for name in names
@@ -142,7 +142,7 @@ without the KV cache. The bound: every weight and every earlier key and value re
 
 
 def render_ablation(result: Mapping[str, Any]) -> str:
-    """Render an ablation's page with embedded plots, for light and dark."""
+    """Return an ablation's result as an HTML page with embedded plots, for light and dark themes."""
     headings, bounds = _headings_and_bounds(result)
     records = result["variants"]
     return _rendered(
@@ -225,7 +225,10 @@ Run = Mapping[str, Any]
 
 
 def render_load(result: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """Render a load test's page with embedded plots, for light and dark. `notes` are shown beside the figures."""
+    """Return a load test's result as an HTML page with embedded plots, for light and dark themes.
+
+    notes: shown beside the figures.
+    """
     runs = result["runs"]
     return _rendered(
         LOAD,

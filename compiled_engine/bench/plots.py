@@ -1,6 +1,6 @@
-"""Draw plots from JSON results: an ablation's bars and lines, a table's curves, a load test.
+"""Draw plots from JSON results: bars and lines of an ablation, curves of a table, latencies and rates of a load test.
 
-The functions `draw_...` return PNGs or figures, by name.
+`draw` and the functions for each benchmark return PNGs by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DARK = Theme(
 
 
 def new_figure(height_inches: float) -> Figure:
-    """Return a figure without a window and without pyplot's state."""
+    """Return an empty figure, without a window and outside of pyplot's state."""
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     return figure
@@ -65,7 +65,7 @@ def write_title(figure: Figure, title: str, subtitle: str, theme: Theme) -> None
 
 
 def finish(axes: Axes, theme: Theme) -> None:
-    """Remove the frame, mute the ticks, and draw the grid behind."""
+    """Remove the frame of `axes`, mute the ticks, and put the grid behind the data."""
     axes.set_facecolor(theme.paper)
     axes.set_axisbelow(True)
     for spine in axes.spines.values():
@@ -80,7 +80,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def write_pngs(drawn: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Write each plot as NAME.png and return the paths."""
+    """Write each plot to `folder` as NAME.png and return the paths."""
     paths = []
     for name, png in drawn.items():
         path = folder / f"{name}.png"
@@ -119,7 +119,10 @@ def subtitle_of(result: Mapping[str, Any]) -> str:
 
 
 def draw_ablation(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw step_batch_N for the smallest and largest batch, and step_by_batch, without failed variants."""
+    """Return PNGs by name: step_batch_N for the smallest and the largest batch, and step_by_batch.
+
+    Failed variants are left out.
+    """
     batches = sorted(result["bound"]["step_ms"], key=int)
     records = [record for record in result["variants"] if has_figures(record)]
     drawn: dict[str, bytes] = {}
@@ -136,7 +139,7 @@ ROW_INCHES, PANEL_INCHES, TITLE_INCHES = 0.34, 0.8, 0.6
 
 
 def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batch: str, theme: Theme) -> Figure:
-    """Draw bars for the parts of the engine and, on a separate scale, for the engine without each pass."""
+    """Draw a panel of bars for the parts of the engine, and one with its own scale for the engine without each pass."""
     whole = whole_name(result["variants"])
     parts = [record for record in records if WITHOUT not in record["name"]]
     without = [record for record in records if WITHOUT in record["name"]]
@@ -208,7 +211,7 @@ LABEL_GAP = 0.052
 def draw_lines(
     result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batches: Sequence[str], theme: Theme
 ) -> Figure:
-    """Draw a labelled line for each variant; those without a pass are thin, since they are near the whole engine's."""
+    """Draw a line for each variant. Lines of variants without a pass are thin: they are near the whole engine's."""
     figure = new_figure(5.2)
     axes = figure.add_axes((0.075, 0.115, 0.585, 0.735))
     xs = [int(batch) for batch in batches]
@@ -308,7 +311,7 @@ Row = Mapping[str, Any]
 
 
 def draw_curves(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw curve_MODEL_NAME for each model and curve with at least two measured points."""
+    """Return PNGs by name: curve_MODEL_CURVE for each model and curve with at least two measured points."""
     machine = result["machine"]
     device = machine.get("gpu") or machine["processor"]
     curves: dict[tuple[str, str], list[Row]] = {}
@@ -340,7 +343,7 @@ def _draw_curve(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) ->
 
 
 def _converted(row: Row, convert: Any) -> tuple[int, float, list[float], float]:
-    """Return place, median, spread and bound."""
+    """Return a row's place, median, spread and bound, the figures converted by `convert`."""
     measured = row["measured"]
     spread = sorted(convert(row, value) for value in measured["spread"])
     return row["place"], convert(row, measured["median"]), spread, convert(row, row["bound"])
@@ -396,7 +399,10 @@ Run = Mapping[str, Any]
 
 
 def draw_load(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw load_by_rate, if there are several runs, and the latencies and course of each run with answers."""
+    """Return PNGs by name: load_by_rate if there are several runs, and load_latencies and load_course of each run.
+
+    Runs without completed answers are left out.
+    """
     runs = [run for run in result["runs"] if run["completed"]]
     subtitle = f"{result['served_model']}, {result['load']['requests']} requests a run"
     drawn = {}
@@ -436,7 +442,7 @@ def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
 
 
 def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """Draw the share of answers, or of gaps within answers, over the time within which they came."""
+    """Draw for each latency the share of answers, or of gaps within answers, that came within a time."""
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[3]
     for left, names in zip(edges, (("ttft_ms",), ("itl_ms", "tpot_ms"), ("e2el_ms",)), strict=True):
@@ -488,6 +494,6 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 
 def draw(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw all plots of a result; {} without figures."""
+    """Return all plots of a result as PNGs by name; {} if the result has no figures."""
     by_benchmark = {"ablation": draw_ablation, "table": draw_curves, "serve": draw_load}
     return by_benchmark[result["benchmark"]](result, theme)

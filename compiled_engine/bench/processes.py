@@ -1,6 +1,7 @@
 """Processes that benchmarks start: workers with an engine, servers, request senders, and other programs.
 
-Each is fresh, so that its imports count, and ends with the block that started it. Failures report a reason.
+Each process is a fresh one, so that its imports are measured too. It ends with the block that started it. Errors have
+the last lines of its stderr.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ class Started:
         self._start = start
 
     def seconds(self) -> float:
-        """Return the seconds since its start."""
+        """Return the seconds since the start of the process."""
         return time.perf_counter() - self._start
 
     def write(self, line: bytes) -> None:
-        """Write a line to its stdin. Does nothing if the process has exited; its exit code has the reason."""
+        """Write a line to the stdin of the process. Does nothing if the process has exited; see its exit code."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of its stdout until its end."""
+        """Yield the lines of the stdout of the process until its end."""
         assert self.process.stdout is not None
         return iter(self.process.stdout)
 
@@ -76,9 +77,10 @@ class Started:
 def started(
     arguments: Sequence[str], name: str = "", *, has_pipes: bool = True, environment: Mapping[str, str] | None = None
 ) -> Iterator[Started]:
-    """Start a Python process with these arguments; it is killed at the end of the block.
+    """Start a Python process with these arguments, and kill it at the end of the block.
 
-    Without `has_pipes` it has no input, and its stdout goes to its stderr. `environment` replaces this process's.
+    has_pipes: connect stdin and stdout to this process; otherwise there is no input, and stdout goes to stderr.
+    environment: of the process; None: as in this process.
     """
     with tempfile.TemporaryFile() as stderr:
         start = time.perf_counter()
@@ -106,11 +108,12 @@ def run_worker(
     limit_s: float = WORKER_LIMIT_S,
     name: str = "",
 ) -> dict[str, Any]:
-    """Run a worker and return its result.
+    """Run a worker, see bench/worker.py, and return its result with ready_s and wall_s.
 
-    ready_s and wall_s are the seconds from process start until the engine could take requests, and to the first token,
-    measured from outside. `options` are the engine's, as JSON. `workload`: see `worker_workloads`; None to start only.
-    Raises ProcessError if the worker fails or takes longer than `limit_s` seconds.
+    ready_s and wall_s are measured from outside: the seconds from process start until the engine could take requests,
+    and until the first token. options: engine options as JSON. workload: see `worker_workloads`; None: only start the
+    engine. name: of the worker in errors. Raises ProcessError if the worker fails or takes longer than `limit_s`
+    seconds.
     """
     with started(["-m", WORKER], name) as worker:
         timer = threading.Timer(limit_s, worker.process.kill)
@@ -139,7 +142,7 @@ def run_worker(
 def seconds_to_print(program: str, *arguments: str) -> float:
     """Return the seconds from the start of a Python program's process to its first line on stdout.
 
-    It imports as this process does, see `keep_bytecode`. Raises ProcessError if it fails.
+    Its imports use bytecode as this process does, see `keep_bytecode`. Raises ProcessError if the program fails.
     """
     with started(["-c", program, *arguments], environment=os.environ | as_this_one()) as process:
         line = next(process.lines(), b"")
@@ -169,7 +172,10 @@ class Ready(NamedTuple):
 
 @contextmanager
 def server(arguments: Sequence[str]) -> Iterator[Ready]:
-    """Run `compiled-engine serve` with these arguments at a free port. Raises ProcessError."""
+    """Run `compiled-engine serve` with these arguments at a free port during the block.
+
+    Raises ProcessError if the server fails or is not ready in time.
+    """
     port = _free_port()
     whole = ["serve", "--port", str(port), "--quiet", "--uvicorn-log-level", "warning", *arguments]
     with started(["-c", COMMAND, *whole], "the server", has_pipes=False) as found:
@@ -188,7 +194,10 @@ def server(arguments: Sequence[str]) -> Iterator[Ready]:
 
 
 def _free_port() -> int:
-    """Return a free port that no system gives to clients: they might take another before the server listens."""
+    """Return a free port of SERVER_PORTS.
+
+    An ephemeral port would not do: the system might give it to a client before the server listens.
+    """
     for port in random.sample(SERVER_PORTS, len(SERVER_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

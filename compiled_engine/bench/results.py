@@ -1,4 +1,4 @@
-"""Benchmark results as plain JSON: reading them, and the records of machine, versions and model."""
+"""Read benchmark results, which are JSON, and make the records of machine, versions and model that they contain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_json(name: str, path: Path) -> Any:
-    """Read a JSON file. Raises ValueError if it is missing or invalid."""
+    """Read a JSON file. name: the option, for errors. Raises ValueError if the file is missing or invalid."""
     if not path.is_file():
         raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file")
     try:
@@ -31,7 +31,7 @@ def read_json(name: str, path: Path) -> Any:
 
 
 def read_result(name: str, path: Path, *benchmarks: str) -> dict[str, Any]:
-    """Read the result of one of these benchmarks. Raises ValueError for anything else."""
+    """Read the result of one of these benchmarks from a file. Raises ValueError for any other content."""
     result = read_json(name, path)
     if not isinstance(result, dict) or result.get("benchmark") not in benchmarks:
         allowed = " or ".join(f"bench {benchmark}" for benchmark in benchmarks)
@@ -51,7 +51,7 @@ def host_record() -> dict[str, Any]:
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of Python and of the installed ones among the packages."""
+    """Return the versions of Python and of those of the packages that are installed."""
     versions = {"python": platform.python_version()}
     for name in packages:
         try:

@@ -1,4 +1,4 @@
-"""Known model shapes for benchmarks with random weights: a config.json for each."""
+"""Known model shapes for benchmarks with random weights. Each shape is the content of a config.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GEMMA3_LAYERS = 34
 
 
 def _hybrid(num_layers: int, attends_every: int) -> list[str]:
-    """Return layer types: the last of each `attends_every` is attention, the others are gated delta nets."""
+    """Return the types of layers: every `attends_every`-th layer is attention, all others are gated delta nets."""
     return ["linear_attention" if layer % attends_every else "full_attention" for layer in range(1, num_layers + 1)]
 
 
@@ -310,7 +310,10 @@ SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {"quantization_config": {"
 
 
 def write_shape(folder: Path, name: str) -> Path:
-    """Write a folder with the shape's config.json, for load_format="dummy". Raises ValueError for an unknown name."""
+    """Write the shape's config.json to `folder`, for load_format="dummy", and return the folder.
+
+    Raises ValueError for an unknown name.
+    """
     if name not in SHAPES:
         raise ValueError(f"shape is {name!r}; allowed: {', '.join(SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)

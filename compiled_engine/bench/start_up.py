@@ -1,4 +1,4 @@
-"""Start-up time: from process start to the first token, with an empty and with a filled compile cache."""
+"""Measure the time from process start to the first token, with an empty and with a filled compile cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCH_ALONE = "import sys, torch; print(torch.ones(1, device=sys.argv[1]).item()
 
 
 class Starts(NamedTuple):
-    """Measured starts."""
+    """Figures of cold and of warm starts, and of a process with PyTorch alone."""
 
     # By "cold" and "warm": seconds (median, spread) to the first token, measured from outside; cache (hit, miss, off);
     # and start_up, the spans of the median start, see `Timeline`.
@@ -27,10 +27,10 @@ class Starts(NamedTuple):
 
 
 def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
-    """Measure starts of PyTorch alone, cold starts and warm starts in turn. Each cold and warm pair has its own cache.
+    """Measure starts of PyTorch alone, cold starts and warm starts in turn.
 
-    `device` is that of the engine's options. Files stay in the system's page cache, so a cold start reads cached files.
-    Raises ProcessError if a start fails.
+    Each cold start has a new compile cache, which the warm start after it uses. device: as in the engine's options.
+    Files stay in the system's page cache, also for cold starts. Raises ProcessError if a start fails.
     """
     alone: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -52,7 +52,7 @@ def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repe
 
 
 def torch_alone(device: torch.device) -> float:
-    """Return the seconds from process start to a number computed by PyTorch on the device: a start's lower bound.
+    """Return the seconds from process start to a number computed by PyTorch on the device, the lower bound of a start.
 
     Raises ProcessError if the process fails.
     """
@@ -60,7 +60,7 @@ def torch_alone(device: torch.device) -> float:
 
 
 def _cache(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the cache's option; {} for an engine that compiles nothing."""
+    """Return the option cache_dir for this folder; {} for an eager engine, which compiles nothing."""
     return {} if options.get("mode") == "eager" else {"cache_dir": str(folder)}
 
 

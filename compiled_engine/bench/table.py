@@ -1,7 +1,7 @@
 """Plan and measure the performance table.
 
-Everything is checked before the first engine starts. One engine serves all rows that it can, and each row is repeated
-until it has a spread.
+Everything is checked before the first engine starts. Rows with the same model and limits share an engine. Each row is
+repeated, so that it has a median and a spread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_A_START = ("cache_dir", "compile_cache")
 
 @dataclass(frozen=True)
 class EngineRows:
-    """Rows that are measured with one engine or, with `starts`, by starting one."""
+    """Rows that share an engine. starts: the rows are measured by starting this engine in fresh processes."""
 
     subject: Subject
     options: Mapping[str, Any]  # complete engine options
@@ -60,10 +60,11 @@ class Plan:
 
 
 def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves: bool, folder: Path) -> Plan:
-    """Plan a table. Raises ValueError, TypeError or OSError for what cannot be measured.
+    """Plan a table. given: the user's engine options.
 
-    `patterns` select rows in the order in which they are measured, by default all of the device. `with_curves` includes
-    the points of plots. Configurations of the known shapes are written to `folder`, which must outlive the plan.
+    patterns: select rows, see `chosen`; empty for all default rows of the device. with_curves: include the points of
+    plots. Configurations of the known shapes are written to `folder`, which must outlive the plan. Raises ValueError,
+    TypeError or OSError if something that is asked for cannot be measured.
     """
     on_gpu = resolve_device(given.get("device", "auto"), {}).type == "cuda"
     known, default = known_rows(on_gpu=on_gpu, own_model="model" in given)
@@ -101,7 +102,10 @@ def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]
 def _options(
     subject: Subject, limits: Limits, given: Mapping[str, Any], folder: Path, *, starts: bool
 ) -> dict[str, Any]:
-    """Return the engine's options. The user's take precedence over the row's limits."""
+    """Return complete engine options for rows of this subject and these limits.
+
+    given: the user's options, which take precedence over the limits.
+    """
     options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:
         path = folder / (subject.prefix + "-start" * starts)
@@ -125,7 +129,10 @@ def _options(
 
 
 def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> bool:
-    """Return whether the engine can run the row. Raises ValueError if it cannot and the row was selected by name."""
+    """Return whether an engine with this configuration can run the row; otherwise add the reason to `notes`.
+
+    Raises ValueError instead if the user has selected rows, `asked`.
+    """
     if isinstance(row.workload, Start):
         return True
     needs = row.workload.needs()
@@ -153,7 +160,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass
 class _Rows:
-    """The records so far, reported after each row, so that measured rows survive a later failure."""
+    """Collects the records of rows, and reports the result so far after each row, in case a later row fails."""
 
     plan: Plan
     say: Say
@@ -187,14 +194,14 @@ class _Rows:
 
 
 def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> dict[str, Any]:
-    """Measure the rows and return the result as JSON. `say` receives the result so far after each row.
+    """Measure the rows and return the result as JSON. say: called with the result so far after each row.
 
     rows are objects of id, model, what, unit, better (lower or higher), options, workload, bound (None for a failed
     start), and either measured (median, spread [min, max], n, values) with share_of_bound, or error; seconds that the
     row took with its warm-up; and curve and place for a point of a plot. Further keys are date, machine, versions,
     models, options (the user's), rates, notes and seconds.
 
-    `repeats` overrides the number of repeats of each row. A failed row has an error, and the others continue.
+    repeats: number of repeats of each row; None: by the rules of this module. After a failed row, measuring continues.
     """
     rows = _Rows(plan, say, [], time.perf_counter())
     for engine in plan.engines:

@@ -1,4 +1,4 @@
-"""Compare a table with another one, or with figures of other engines."""
+"""Compare a performance table with another table, or with figures of other engines (peers)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ CONDITIONS = (
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[str, Any]:
     """Compare table B with table A, row by row.
 
-    rows have id, what, unit, a and b (as measured), gain (how many times better B's median is), overlap (of the
-    spreads) and verdict: same if the spreads overlap or the medians differ by at most the share `noise`, otherwise
-    faster or slower; failed if only B's row has an error, repaired if only A's has. notes name rows in only one table
-    or with different definitions, and conditions that differ. counts has the number of each verdict.
+    rows have id, what, unit, a and b (the measured figures), gain (how many times better B's median is), overlap
+    (whether the spreads overlap) and verdict. The verdict is same if the spreads overlap or the medians differ by at
+    most the share `noise`, otherwise faster or slower. It is failed if only B's row has an error, and repaired if only
+    A's has. notes name rows that are in only one table or have different definitions, and conditions that differ.
+    counts has the number of each verdict.
     """
     ours, theirs = ({row["id"]: row for row in result["rows"]} for result in (a, b))
     notes = [f"{group} {name}: {one} and {other}" for group, name, one, other in _differences(a, b)]
@@ -48,7 +49,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[st
 
 
 def is_slower(comparison: Mapping[str, Any]) -> bool:
-    """Return whether any row is slower by more than noise, or failed."""
+    """Return whether any row of a comparison is slower by more than noise, or failed."""
     return any(row["verdict"] in (SLOWER, FAILED) for row in comparison["rows"])
 
 
@@ -84,7 +85,10 @@ Peers = Mapping[str, Mapping[str, list[float]]]
 
 
 def read_peers(path: Path) -> Peers:
-    """Read peers: row id -> engine name -> [min, max]. Raises ValueError or OSError for an invalid file."""
+    """Read figures of other engines from a JSON file: row id -> engine name -> [min, max].
+
+    Raises ValueError or OSError for an invalid file.
+    """
     content = read_json("peer", path)
     try:
         engines = dict(content["engines"])
@@ -100,7 +104,10 @@ def read_peers(path: Path) -> Peers:
 
 
 def with_peers(row: Mapping[str, Any], peers: Peers) -> dict[str, Any]:
-    """Return the row with `peers`: engine -> figure, and ratio, by which the row beats the peer's best."""
+    """Return the row with the peers' figures of the same row, if there are any, as `peers`.
+
+    peers: engine name -> figure, and ratio: how many times better the row's median is than the engine's best figure.
+    """
     found = dict(row)
     if row["id"] in peers:
         found["peers"] = {

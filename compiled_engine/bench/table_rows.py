@@ -1,6 +1,6 @@
-"""The rows of the performance table, and their workloads.
+"""Rows of the performance table, and their workloads.
 
-A workload states its requirements, runs once per repeat, and has a bound.
+A workload says what it requires of an engine, runs once per repeat, and has a bound for its figure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOWER, HIGHER = "lower", "higher"
 
 
 class Needs(NamedTuple):
-    """A workload's requirements of an engine, in tokens and requests."""
+    """What a workload requires of an engine, in tokens and requests."""
 
     longest: int  # tokens of the longest request, prompt and output
     at_once: int = 1  # requests that must run concurrently
@@ -42,7 +42,7 @@ class Needs(NamedTuple):
 
 
 class Workload(Protocol):
-    """A dataclass that measures one figure. `better` is LOWER or HIGHER; `what` describes it."""
+    """A workload, as a dataclass, that measures one figure. better: LOWER or HIGHER. what: describes the workload."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     unit: ClassVar[str]
@@ -57,13 +57,13 @@ class Workload(Protocol):
     def once(self, llm: LLM, generator: random.Random) -> float: ...
 
     def bound(self, sizes: ModelSizes, rates: Rates, max_num_seqs: int) -> float:
-        """Return the figure that no engine can surpass."""
+        """Return the best possible figure for this workload, which no engine can surpass."""
         ...
 
 
 @dataclass(frozen=True)
 class TimePerToken:
-    """(time for `output` tokens - time for 1) / (output - 1), for `batch` requests with `prompt` tokens each."""
+    """Measures (time for `output` tokens - time for 1) / (output - 1), with `batch` prompts of `prompt` tokens."""
 
     batch: int
     prompt: int = 128
@@ -94,7 +94,7 @@ class TimePerToken:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompt tokens per second, from the call to the first token of every prompt."""
+    """Measures prompt tokens per second, from the call of `generate` to the first token of every prompt."""
 
     prompts: int
     length: int
@@ -120,7 +120,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Requests:
-    """Output tokens per second of requests that all arrive at the start."""
+    """Measures output tokens per second of requests that all arrive at the start."""
 
     requests: int
     prompt: tuple[int, int]  # prompt and output: least and most tokens, drawn uniformly with `seed`
@@ -163,7 +163,10 @@ class Requests:
 
 @dataclass(frozen=True)
 class MixedStep:
-    """A step with `decodes` decodes of about `context` tokens and a prefill; see `mixed_step_ms`."""
+    """Measures a step with `decodes` decodes of about `context` tokens and a prefill of `prompt` tokens.
+
+    See `mixed_step_ms`.
+    """
 
     decodes: int
     prompt: int
@@ -193,10 +196,10 @@ class MixedStep:
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds from process start to the first token. `kind` is cold or warm, see `start_up.measure`.
+    """Stands for a measurement of the seconds from process start to the first token.
 
-    It is no `Workload`, since it needs a fresh process and no engine. Its bound, `start_up.torch_alone`, is measured
-    too.
+    kind: cold or warm, see `start_up.measure`. This is no `Workload`, since it needs fresh processes instead of an
+    engine. Its bound, `start_up.torch_alone`, is measured too.
     """
 
     kind: str
@@ -223,7 +226,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of the table."""
+    """A model that rows of the table measure."""
 
     prefix: str  # first part of its rows' ids
     shape: str | None  # None for a checkpoint
@@ -232,7 +235,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table."""
+    """A row of the table: a workload, measured on a model with some limits."""
 
     id: str
     subject: Subject
@@ -329,7 +332,7 @@ CONTEXT_BATCH = 8
 
 
 def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
-    """Return plot name, x value, limits and workload of each point."""
+    """Return (plot name, x value, limits, workload) of each point of the curves."""
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if on_gpu else (1, 2, 4, 8, 16)
     contexts = (128, 512, 2048, 8192, 32_000) if on_gpu else (16, 64, 256, 1024)
     queues = (1, 10, 100, 1000, 10_000) if on_gpu else (1, 10, 100)
@@ -343,7 +346,7 @@ def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
 
 
 def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
-    """Return a subject's rows, with the points of its curves last."""
+    """Return the rows of a model, with the points of its curves last."""
     rows = [Row(f"{subject.prefix}-{name}", subject, *what) for name, what in declared.items()]
     return rows + [
         Row(f"curve-{subject.prefix}-{curve}-{place}", subject, limits, workload, (curve, place))
@@ -352,9 +355,9 @@ def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
 
 
 def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
-    """Return all rows that can be selected, and the default rows among them.
+    """Return all rows that can be selected, and those of them that are measured by default.
 
-    With `own_model`, the user has named a model, and all rows are for it.
+    own_model: the user has named a model, so all rows are for this model.
     """
     if own_model:
         rows = default = rows_of(OWN, ON_A_GPU if on_gpu else ON_A_CPU, on_gpu=on_gpu)
@@ -374,8 +377,8 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
 def chosen(known: Sequence[Row], default: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
     """Return the rows whose ids match a pattern (*, ? and [...] as in a shell), in the order of the patterns.
 
-    A pattern that matches rows of `default`, those of the device, selects only these. Raises ValueError with the most
-    similar id for a pattern without matches.
+    default: the default rows of the device. A pattern that matches any of them selects only from them, otherwise from
+    `known`. Raises ValueError with the most similar id for a pattern without matches.
     """
     found: dict[str, Row] = {}
     for pattern in patterns:

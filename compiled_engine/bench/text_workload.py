@@ -1,6 +1,7 @@
-"""Compare variants of an ablation on a text: the loss, and the divergence from the first variant.
+"""Compare variants of an ablation on a text, by their loss and their divergence from a base variant.
 
-Each variant runs in its own process. The first writes its distributions to a file, which the others read.
+Each variant runs in its own process. The base runs first and writes its distributions to a file, which the other
+variants read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST_WINDOWS, MOST_BYTES = 16, 2**30
 
 @dataclass(frozen=True)
 class TextWorkload:
-    """The first `num_windows` windows of a text."""
+    """Workload that scores the first `num_windows` windows of a text."""
 
     text: str
     num_windows: int
@@ -37,7 +38,7 @@ class TextWorkload:
         return {"kind": "text", "fields": asdict(self)}
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Return num_tokens and the record of `score`."""
+        """Return num_tokens, and as `row` the record of `score`. The base writes its distributions to the file."""
         windows = windows_of(llm, self.text)[: self.num_windows]
         base = None
         if not self.is_base:
@@ -50,7 +51,7 @@ class TextWorkload:
 
 
 def most_windows(vocab_size: int) -> int:
-    """Return the number of windows whose distributions take at most MOST_BYTES, at least one."""
+    """Return the most windows whose distributions take at most MOST_BYTES: from one to MOST_WINDOWS."""
     return max(1, min(MOST_WINDOWS, MOST_BYTES // (4 * vocab_size * WINDOW)))
 
 
@@ -62,10 +63,10 @@ def compare_on_text(
     progress: Progress,
     run: Callable[[Mapping[str, Any], Mapping[str, Any] | None], dict[str, Any]] = run_worker,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the figures of `base` and of the other variants by name, and the errors by name.
+    """Return (figures, errors), each by name of the variant, of `base` and `others`.
 
-    Figures are num_tokens, loss (nats per token) and, for the others, difference, divergence (Kullback-Leibler from the
-    base in nats: mean, p99) and same_best. Nothing is compared if the base fails.
+    Figures are num_tokens and loss (nats per token). Those of `others` also have difference, divergence
+    (Kullback-Leibler from the base in nats: mean, p99) and same_best. If the base fails, no other variant is run.
     """
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}

@@ -28,7 +28,7 @@ GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no varian
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of the engine."""
+    """A variant of the engine: a name, and the engine options that define it."""
 
     name: str
     options: Mapping[str, Any]  # engine options, in addition to those shared by all variants
@@ -43,11 +43,11 @@ class Variant:
 
     @property
     def rounds(self) -> bool:
-        """Whether weights or the cache have fewer bits than in the other variants."""
+        """Whether the variant's options quantise weights or the KV cache."""
         return not {"quantization", "kv_cache_dtype"}.isdisjoint(self.options)
 
     def engine_options(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the shared options that this variant accepts, with its own.
+        """Return those of the shared options that this variant accepts, combined with its own options.
 
         Compiler options are dropped for eager variants, and graph options for variants without graphs. Sequence
         parallelism is dropped if one of its passes is disabled.
@@ -71,10 +71,10 @@ def variants(
     alone: bool = False,
     records: bool = False,
 ) -> list[Variant]:
-    """Return all variants for a device type.
+    """Return the variants for a device type: the parts of the engine added one by one, then passes disabled one by one.
 
-    `passes` are the enabled passes, and `left_out` those to disable in turn (None: all). `alone` adds variants without
-    any pass, and with each of `left_out` alone. `records`: on a CPU, calls of decodes can be recorded.
+    passes: the enabled passes. left_out: passes to disable in turn; None: all. alone: add variants without any pass,
+    and with each pass of `left_out` alone. records: on a CPU, calls of decodes can be recorded.
     """
     whole = whole_engine(device_type)
     if device_type != "cuda":
@@ -105,10 +105,10 @@ def variants(
 
 
 def parallel_variants(config: EngineConfig) -> list[Variant]:
-    """Return the whole engine with its devices run differently.
+    """Return variants of the whole engine that use its devices in another way.
 
-    With one in-process device, this is a worker process. With tensor parallelism, it is sequence parallelism, and NCCL
-    in place of symmetric memory.
+    For a single device in the engine's process, that is a worker process. For tensor parallelism, it is sequence
+    parallelism, and NCCL in place of symmetric memory.
     """
     on_gpu, parallel = config.device.type == "cuda", config.parallel
     whole = whole_engine(config.device.type)
@@ -126,7 +126,7 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
 def quantised_variants(config: EngineConfig) -> list[Variant]:
     """Return a variant for each online quantisation scheme, and one for each 8-bit cache format.
 
-    Schemes are left out if the model is quantised already, and formats if the cache has one.
+    Schemes are left out if the model is quantised already, and formats if the cache has an 8-bit format already.
     """
     whole = whole_engine(config.device.type)
     schemes = ONLINE if config.model.quantisation is None else ()
@@ -138,9 +138,10 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
 
 
 def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
-    """Return the whole engine without drafts and with an adaptive number; if it has none, with n-gram drafts.
+    """Return variants of the whole engine with another use of drafts. options: the user's engine options.
 
-    `options` are the user's.
+    If the engine drafts, one variant has no drafts, and one an adaptive number of them. If it does not draft, a variant
+    has n-gram drafts.
     """
     whole = whole_engine(config.device.type)
     given = options.get("speculative_config")

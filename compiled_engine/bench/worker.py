@@ -1,7 +1,8 @@
-"""A worker with one engine: reads a JSON task from stdin, writes JSON lines to stdout, and all else to stderr.
+"""Program of a worker process with one engine: reads a task as JSON from stdin, and writes JSON lines to stdout.
 
-Task: {"options": engine options, "workload": the `task()` of a worker's workload, or null to start only}. Lines:
-{"ready": true} once the engine can take requests, {"first_token": true} at the first token, then the result.
+The task is {"options": engine options, "workload": the `task()` of a workload, or null to only start the engine}. The
+lines are {"ready": true} once the engine can take requests, {"first_token": true} at the first token, then the result.
+All other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ BEFORE = "before the engine"
 
 
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run the task and return its result.
+    """Run the task and return its result. say: called with each line that precedes the result.
 
-    The keys are start_up (spans, see Timeline, including those before the engine), cache (hit, miss, off) and, with a
-    workload, its measurements, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions.
+    The keys are start_up (spans, see Timeline, including the imports before the engine starts) and cache (hit, miss or
+    off). With a workload they are also its measurements, memory_bytes, compiles_after_start, captures, graph_fallbacks
+    and preemptions.
     """
     from compiled_engine.process.memory import collection_paused
     from compiled_engine.process.timeline import Timeline
@@ -62,10 +64,10 @@ def compiled_kernels() -> list[str]:
 
 
 def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
-    """Return device memory in bytes; None without CUDA, and with worker processes.
+    """Return the device memory in use, in bytes by part; None without CUDA, and with worker processes.
 
-    The parts are the KV cache, the rest of PyTorch's reserved peak (weights, activations, graphs), and the predicted
-    and actual size of the graphs.
+    kv_cache: the KV cache. without_kv_cache: the rest of PyTorch's reserved peak (weights, activations, graphs).
+    graphs_predicted, graphs_used: predicted and actual size of the graphs.
     """
     import torch
 
@@ -81,7 +83,7 @@ def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
 
 
 def main() -> None:
-    """Run one task. All output of libraries goes to stderr, since stdout is for results only."""
+    """Run one task from stdin. Output of libraries goes to stderr, since stdout is for results only."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

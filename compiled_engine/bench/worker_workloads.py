@@ -1,6 +1,6 @@
-"""The workloads that a worker process measures: an ablation's, and the one that engine and server share.
+"""Workloads that a worker process measures: that of an ablation, and that on which engine and server are compared.
 
-They are sent to the worker as JSON. `text_workload` has the one for texts.
+They are sent to the worker as JSON. The workload on a text is in text_workload.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AblationWorkload:
         return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1)
 
     def num_blocks(self, block_size: int) -> int:
-        """Return the KV blocks that hold every part of the workload without preemption."""
+        """Return how many KV cache blocks every part of the workload needs to run without preemption."""
 
         def blocks(num_requests: int, tokens: int) -> int:
             return num_requests * -(-tokens // block_size)
@@ -73,7 +73,7 @@ class AblationWorkload:
         )
 
     def check(self, config: EngineConfig) -> None:
-        """Raise ValueError with the option that does not allow this workload."""
+        """Raise ValueError, naming the option, if the configuration does not allow this workload."""
         scheduler = config.scheduler
         mixed = self.mixed_decodes + self.mixed_prompt_len
         blocks = self.num_blocks(config.cache.block_size)
@@ -92,7 +92,7 @@ class AblationWorkload:
             raise ValueError(f"num_blocks is {given}; allowed: at least {blocks} of {config.cache.block_size} tokens")
 
     def measure(self, llm: LLM) -> dict[str, Any]:
-        """Measure one repeat, after a short warm-up of each part. `bound` lists most of the keys."""
+        """Measure one repeat of each part after a short warm-up. The keys are those of `bound`, and kernels."""
         generator = random.Random(self.seed)
         mixed, prefill = self._mixed(), self._prefill()
         for batch_size in self.batch_sizes:
@@ -114,7 +114,7 @@ class AblationWorkload:
         }
 
     def bound(self, sizes: ModelSizes, rates: Rates) -> dict[str, Any]:
-        """Return lower bounds of times and the upper bound of the rate.
+        """Return lower bounds of the times, and the upper bound of the prefill rate.
 
         The keys are tpot_ms and step_ms (by batch size), mixed_step_ms and prefill_tokens_per_s.
         """
@@ -146,7 +146,7 @@ class AblationWorkload:
 
 @dataclass(frozen=True)
 class HttpWorkload:
-    """Requests of `least` to `most` tokens for prompt and output each, all present at the start."""
+    """Requests that all arrive at the start. Prompts, and outputs, have `least` to `most` tokens each."""
 
     num_requests: int
     least: int
@@ -159,7 +159,10 @@ class HttpWorkload:
     seed: int = 0
 
     def requests(self, shift: int) -> tuple[list[list[int]], list[int]]:
-        """Return prompts and output lengths. Each `shift` changes the ids but not the lengths, so nothing is cached."""
+        """Return prompts and output lengths.
+
+        Another `shift` gives other token ids with the same lengths, so that prompts are not in the prefix cache.
+        """
         bounds = (self.least, self.most)
         prompts, lengths = request_lengths(self.num_requests, bounds, bounds, self.seed)
         return [[(token + shift) % self.vocab_size for token in prompt] for prompt in prompts], lengths
@@ -196,7 +199,7 @@ ON_CPU = HttpWorkload(32, 16, 64, 4096, 0.6, 8, 32, 64)
 
 
 def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
-    """Measure the workload described by `task()` with this engine."""
+    """Measure a workload with this engine. task: result of the workload's method `task`."""
     if task["kind"] == "http":
         return HttpWorkload(**task["fields"]).measure(llm, task["repeats"])
     if task["kind"] == "text":

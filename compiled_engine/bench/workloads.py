@@ -1,4 +1,4 @@
-"""Random token prompts for the public `generate` call, and its timing.
+"""Make random prompts of token ids, and time calls of the public `generate` with them.
 
 Each timed call gets new prompts, so that none is in the prefix cache. End-of-sequence tokens are ignored.
 """
@@ -19,7 +19,7 @@ LARGEST_TOKEN_ID = 10_000
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Return the median and the spread [min, max]."""
+    """Return the median of values, and their spread [min, max]."""
     return {"median": statistics.median(values), "spread": [min(values), max(values)]}
 
 
@@ -29,7 +29,7 @@ def random_prompts(llm: LLM, generator: random.Random, lengths: Sequence[int]) -
 
 
 def generate_seconds(llm: LLM, prompts: list[list[int]], output_lens: Sequence[int], **sampling: Any) -> float:
-    """Return the seconds of one generate call, greedy unless `sampling`, fields of `SamplingParams`, says otherwise."""
+    """Return the seconds of one call of `generate`. sampling: fields of `SamplingParams`; greedy by default."""
     chosen = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
     params = [SamplingParams(max_tokens=length, **chosen) for length in output_lens]
     start = time.perf_counter()
@@ -48,7 +48,7 @@ def tpot_ms(llm: LLM, generator: random.Random, batch_size: int, prompt_len: int
 def request_lengths(
     num_requests: int, prompt_lens: tuple[int, int], output_lens: tuple[int, int], seed: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return random prompts and output lengths, each length uniform between least and most.
+    """Return random prompts, and random output lengths. Each length is uniform between the given least and most.
 
     256 requests of 100 to 1024 tokens with seed 0 are workload T: 142,827 tokens in, 133,966 out.
     """

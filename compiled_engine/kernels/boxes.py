@@ -31,9 +31,9 @@ class Box:
         return TensorDescriptor
 
     def of(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
-        """Return a TensorDescriptor of a tensor with this tile; its attribute `box` is this object.
+        """Return a TensorDescriptor of `base` with this tile. The descriptor's attribute `box` is this Box.
 
-        Raises AssertionError for sizes that do not fit, when the box is first used.
+        The first call validates the sizes, and raises AssertionError if they do not fit. Later calls check nothing.
         """
         if self._checked:
             found = object.__new__(self._descriptor)  # skips validation; other fields keep their defaults

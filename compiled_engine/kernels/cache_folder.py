@@ -32,9 +32,11 @@ _THREAD = threading.local()
 def kernel_folder(cache_dir: Path | None) -> Path | None:
     """Return the folder `cache_dir`/kernels, created if it does not exist; None if kernels cannot be kept.
 
-    That is without a cache_dir, with a folder that this user cannot write to, or, with a warning, with one that cannot
-    be created or that others can write to. Triton then keeps its own setting, and libraries are compiled in every
-    process. All models share the folder: Triton names files by a digest of source, options and versions.
+    Kernels are not kept without a cache_dir, or if this user cannot write to the folder. They are also not kept, and a
+    warning is logged, if the folder cannot be created or if other users can write to it. Triton then uses the folder of
+    its own setting, and C++ libraries are compiled in every process.
+
+    All models share the folder: Triton names files by a digest of source, options and versions.
     """
     if cache_dir is None:
         return None
@@ -48,31 +50,34 @@ def kernel_folder(cache_dir: Path | None) -> Path | None:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning once per process."""
+    """Log a warning, each text once per process."""
     log.warning("%s", text)
 
 
 def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
-    """Point Triton at the folder while the engine starts, when all kernels are compiled or loaded."""
+    """Make Triton use `folder` and `CheckedFiles` within this context; see `kernel_variables`.
+
+    The context lasts while the engine starts, since all kernels are compiled or loaded then.
+    """
     return environment_variables(kernel_variables(folder))
 
 
 def kernel_variables(folder: Path | None) -> dict[str, str]:
-    """Return environment variables that make Triton use `CheckedFiles`, and the folder if there is one."""
+    """Return environment variables that make Triton use `CheckedFiles`, and `folder` unless it is None."""
     return MANAGER | ({} if folder is None else {VARIABLE: str(folder)})
 
 
 def keep_kernels_of_this_thread(folder: Path | None) -> None:
-    """Store the kernels that this thread compiles in the folder, regardless of the environment variables.
+    """Make the kernels that this thread compiles go to `folder`, whatever the environment variables say.
 
-    The variables are process-wide: while one thread compiles kernels, another may load a compiled piece, for which they
-    name the piece's folder.
+    The variables are process-wide: while this thread compiles kernels, they may name a compiled piece's folder, because
+    another thread loads that piece. None: the variables apply again.
     """
     _THREAD.folder = folder
 
 
 def folder_of_this_thread() -> Path | None:
-    """Return the folder from `keep_kernels_of_this_thread`; None if the environment variables apply."""
+    """Return the folder that `keep_kernels_of_this_thread` has set; None if the environment variables apply."""
     folder: Path | None = getattr(_THREAD, "folder", None)
     return folder
 
@@ -80,22 +85,22 @@ def folder_of_this_thread() -> Path | None:
 def is_checked(name: str) -> bool:
     """Return whether a file of this name is stored with a digest.
 
-    Triton's file lists (__grp__) are not: they only name other files, and are useless if damaged.
+    Triton's file lists (__grp__) have no digest: they only name other files, so that a damaged list finds nothing.
     """
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 
 
 def keep_digest(path: Path, content: bytes) -> None:
-    """Add the digest of the content that is to be stored at `path` to the digests of this path.
+    """Add the digest of `content`, which will be stored at `path`, to the digests that are accepted for this path.
 
-    Threads and processes that build the same file at the same time may produce different bytes, so each adds its own.
+    Threads and processes that build the same file at the same time may produce different bytes, so each adds a digest.
     """
     with _digest_path(path).open("a") as digests:
         digests.write(_digest(content) + "\n")  # a single write, which appends to other processes' digests
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file matches its digest; report a mismatch."""
+    """Return whether a file matches one of its digests. Logs a warning if it does not."""
     if matches_digest(path):
         return True
     log.warning("%s is damaged, or has no digest; it is built again", path)
@@ -103,7 +108,7 @@ def is_whole(path: Path) -> bool:
 
 
 def damaged_kernels(cache_dir: Path) -> list[str]:
-    """Return the damaged files below `cache_dir`/kernels, relative to it; they will be built again."""
+    """Return the damaged files below `cache_dir`/kernels, relative to that folder. They will be built again."""
     folder = cache_dir / FOLDER
     files = sorted(path for path in folder.rglob("*") if path.is_file() and is_checked(path.name))
     return [str(path.relative_to(folder)) for path in files if not matches_digest(path)]

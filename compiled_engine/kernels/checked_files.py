@@ -1,4 +1,4 @@
-"""Triton's cache manager, with binaries checked against their digests before they are loaded."""
+"""Cache manager for Triton that checks binaries against their digests before they are loaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LOADS = itertools.count(1)
 class CheckedFiles(FileCacheManager):
     """Treats damaged files as missing, so that Triton compiles and overwrites them.
 
-    Threads may load launchers concurrently, see `_to_load`. Files of a compiled piece, in another folder, are checked
-    by the manifest of its cache entry.
+    Threads may load launchers concurrently, see `_to_load`. Files of compiled pieces are in other folders and are not
+    checked here: the manifest of a piece's cache entry has their digests.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -39,8 +39,9 @@ class CheckedFiles(FileCacheManager):
         os.makedirs(self.cache_dir, exist_ok=True)
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
-        """Write a file unless it exists: creating a link, unlike renaming, never replaces a file.
+        """Write a file unless an undamaged one exists, and return its path.
 
+        The file is written under another name and then linked: creating a link, unlike renaming, never replaces a file.
         Python identifies a loaded library by its file's inode. If another process replaced the file while it is loaded,
         the file system could reuse the inode for the next library, which Python would take for the first one: a kernel
         would be launched with another kernel's launcher. A damaged file is replaced, since no process loads it.
@@ -81,11 +82,11 @@ class CheckedFiles(FileCacheManager):
 
 
 def _to_load(path: str) -> str:
-    """Return a library's path in a spelling that no other call returns; other paths unchanged.
+    """Return a library's path in a spelling that no other call returns. Return other files' paths unchanged.
 
-    All of Triton's launchers are modules of the same name. If Python has already loaded a module from a path, it
-    returns the last loaded module of that name, from whatever path, with this path's functions. Threads that load
-    launchers at the same time would get each other's.
+    All of Triton's launchers are modules of the same name. When Python loads a module from the same path a second time,
+    it takes the module of that name that was loaded last, from any path, and fills it with this path's functions.
+    Threads that load launchers at the same time would get each other's launchers.
     """
     folder, name = os.path.split(path)
     if not name.endswith(".so"):

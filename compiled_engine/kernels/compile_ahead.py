@@ -3,9 +3,9 @@
 The workers import their modules while this process traces the model. Threads would not help much: they share an
 interpreter, and most of the work is Python.
 
-Triton names a kernel's binary by digests of its own files, some hundred megabytes, and by its assembler's version, for
-which it runs the assembler. Both happen once per process and release the GIL, so a thread does them in parallel with
-the start's work before the first kernel.
+Triton names a kernel's binary by a digest of Triton's own files, some hundred megabytes, and by the version of its
+assembler, which it runs to find out. Both are computed once per process and release the GIL, so a thread computes them
+while the engine prepares its first kernel.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nu
 
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
-    """Return the computation of Triton's digests in a thread, which the first call starts.
+    """Return the computation of Triton's digests, which the first call starts in a thread.
 
-    Its `result` waits for the digests and raises nothing.
+    The computation's `result` waits for the digests and never raises.
     """
     return InBackground(lambda: _digest(device))
 
@@ -62,11 +62,11 @@ def _digest(device: torch.device) -> None:
 
 
 class KernelWorkers:
-    """Processes that compile kernels, until the end of the context.
+    """Worker processes that compile kernels. They end with the context.
 
     count: number of processes, possibly 0.
-    folder: for Triton's binaries; None: Triton's default.
-    modules: imported by the workers at the start, before the module of a kernel needs them.
+    folder: where Triton's binaries are stored; None: the folder of Triton's own setting.
+    modules: imported by the workers when they start, so that the first kernels need not wait for them.
 
     No method raises: the caller compiles the kernels that no worker has compiled.
     """
@@ -93,7 +93,10 @@ class KernelWorkers:
         self._target = [target.backend, target.arch, target.warp_size]
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
-        """Compile a kernel in a worker, for Triton to find in its folder. Return whether that succeeded."""
+        """Compile a kernel in a worker, which stores it in Triton's folder.
+
+        Returns False if the compilation failed, or if no workers run.
+        """
         if self._pool is None or self.closed:
             return False
         kernel = {"target": self._target, "module": module, "name": name, "specialization": specialization}
@@ -119,11 +122,12 @@ class KernelWorkers:
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
-    """Within this context, compile the engine's kernels instead of launching them: `workers` compile, `threads` wait.
+    """Within this context, the calling thread's launches of the engine's kernels only compile them.
 
-    This is for the calling thread. Its launches write nothing, so launches of kernels already compiled are skipped too:
-    they would read missing data. Other threads' launches wait for a worker and are then made; launches of other kernels
-    are unchanged. Only one engine at a time can be in this context.
+    `workers` compile the kernels, and `threads` wait for the workers. The calling thread's launches of kernels that are
+    already compiled are skipped as well, since the skipped launches have not written their inputs. In other threads, a
+    launch waits until a worker has compiled the kernel, and is then made. Kernels of other packages are launched as
+    usual. Only one engine at a time can be in this context.
     """
     import triton  # not installed everywhere
 
@@ -139,9 +143,10 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
 
 
 class KernelCollector:
-    """Triton's hook for kernels that are about to be compiled: collects those that the creating thread launches.
+    """Hook that Triton calls when a kernel is about to be compiled (jit_cache_hook).
 
-    Kernels of other packages are passed to `before`, the previous hook.
+    It collects the engine's kernels that the creating thread launches, so that workers compile them. Other kernels are
+    passed to `before`, the previous hook.
     """
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
@@ -152,9 +157,9 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run a part with real launches in one of the threads, and return its future.
+        """Run `part` in one of the threads, where its kernels are launched, and return its future.
 
-        The part is cancelled if the start has failed.
+        If the workers are closed because the start has failed, the part's next compilation raises CancelledError.
         """
 
         def run() -> None:
@@ -170,7 +175,7 @@ class KernelCollector:
     def __call__(
         self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any
     ) -> bool | None:
-        """Handle a kernel that Triton is about to compile. Returns True to prevent that."""
+        """Handle a kernel that Triton is about to compile. Returns True to prevent the compilation and the launch."""
         specialization = compile["specialization_data"]
         asks = self.leaves_out_launches()
         if fn.module.startswith(PACKAGE) and (asks or not is_manual_warmup):
@@ -191,9 +196,9 @@ class KernelCollector:
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Load the collected kernels in the threads, one future each.
+        """Start loading the collected kernels in the threads; return a future for each kernel.
 
-        Kernels that no worker has compiled are compiled then, unless the workers are closed.
+        A kernel that no worker could compile is compiled by its thread. Nothing is loaded once the workers are closed.
         """
         return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 

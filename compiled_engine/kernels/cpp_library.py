@@ -39,10 +39,10 @@ class CannotCompile(RuntimeError):
 
 @cache
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the shared library of a C++ file, from the kernel folder or compiled now. Raises CannotCompile.
+    """Return the shared library of a C++ file. It is loaded from the kernel folder, or compiled if it is not there.
 
-    Its name is a digest of source, flags, compiler and processor, so a library of another machine is never loaded.
-    Without a folder that only this user can write to, every process compiles it.
+    The library's name has a digest of source, flags, compiler and processor, so a library of another machine is never
+    loaded. Without a folder that only this user can write to, every process compiles the library. Raises CannotCompile.
     """
     torch.get_num_threads()  # loads torch's OpenMP first, so that the library uses its threads
     program = shutil.which(os.environ.get("CXX", "g++"))
@@ -73,23 +73,23 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the facts that -march=native depends on."""
+    """Return the processor's model and features, on which -march=native depends, as text."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
     told = {line.split(":")[0].strip(): line for line in lines}
     return "".join(told.get(key, "") for key in ("model name", "flags", "Features")) or platform.processor()
 
 
 class CallRecorder(Protocol):
-    """Records calls of C++ functions; `recorder` holds the one that is active."""
+    """Records calls of C++ functions while the context variable `recorder` holds it."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 
 
 class CppFunction:
-    """A function of a C++ file, with the ctypes `types` of its arguments. It takes float32, not float64.
+    """Function `name` of the C++ file `source`, with the ctypes `types` of its arguments.
 
-    Pointers are addresses, or None. The function must have a packed entry, see cpp_packed.h. Raises CannotCompile, see
-    load_library.
+    Arguments of type POINTER are addresses or None; NUMBER is float32. The function must have a packed entry, see
+    cpp_packed.h. Raises CannotCompile, see load_library.
     """
 
     def __init__(self, source: Path, name: str, types: Sequence[type[Any]]) -> None:
@@ -107,5 +107,5 @@ class CppFunction:
         self._function(*arguments)
 
     def pack(self, arguments: tuple[Any, ...]) -> bytes:
-        """Pack the arguments for the packed entry."""
+        """Return the arguments as bytes in the layout that the packed entry reads, 64 bits each."""
         return struct.pack(self._packing, *(0 if argument is None else argument for argument in arguments))

@@ -12,9 +12,9 @@ from typing import Any
 
 
 def digest_helpers_first(jit_function: Any) -> None:
-    """Digest a kernel after the functions that it calls, recursively. Does nothing if the kernel already has a digest.
+    """Digest the functions that a kernel calls, recursively, and then the kernel, unless it already has a digest.
 
-    Threads may call it concurrently, if all digests are computed through it.
+    Threads may call this function concurrently, if all digests are computed through it.
     """
     _digest(jit_function, set())
 

@@ -25,7 +25,7 @@ def cdiv(number: int, divisor: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least a positive number."""
+    """Return the smallest power of two that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
 
 
@@ -33,8 +33,8 @@ def next_power_of_2(number: int) -> int:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return the options of a programmatic dependent launch, which starts a kernel before the previous one has ended.
 
-    The kernel calls gdc_wait before it touches memory that other kernels read or write. Available from Hopper on;
-    elsewhere DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
+    The kernel must call gdc_wait before it touches memory that other kernels read or write. Dependent launches exist
+    from Hopper on. On other devices DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9:
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
@@ -43,10 +43,10 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
-    """Return the registers per thread of the `groups` groups of warps that compute.
+    """Return the registers per thread of the warps that compute, `groups` groups of four.
 
-    Copying takes four warps more, three of them idle, with `copying` registers per thread; the computing warps share
-    the rest. most: limit for any thread at the launch.
+    Four more warps, three of them idle, are there for copying, with `copying` registers per thread. The computing warps
+    share the remaining registers. most: limit for any thread at the launch.
     """
     warps = WARPS * (groups + 1)
     each = min(most, REGISTERS // (warps * WARP)) // REGISTER_STEP * REGISTER_STEP
@@ -54,7 +54,7 @@ def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
 
 
 def require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless the cache is contiguous, and each tensor is contiguous within its rows."""
+    """Raise ValueError unless the cache is contiguous and each tensor has stride 1 in its last dimension."""
     if not kv_cache_N2PKd.is_contiguous():
         raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
     for name, tensor in tensors.items():

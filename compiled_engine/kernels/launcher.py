@@ -24,8 +24,8 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl
 def quick_launches(kernel: Any) -> Any:
     """Decorate a @triton.jit function for quick launches, see Launcher.
 
-    Returns it unchanged under Triton's interpreter, for versions not in TRITON_VERSIONS, and on AMD GPUs, where a
-    specialization depends on more.
+    Returns the function unchanged under Triton's interpreter, for versions not in TRITON_VERSIONS, and on AMD GPUs,
+    where a specialization depends on more than Launcher considers.
     """
     version = ".".join(triton.__version__.split(".")[:2])
     known = version in TRITON_VERSIONS and torch.version.hip is None
@@ -36,13 +36,14 @@ class Launcher:
     """Launches kernel[grid](*arguments, **options) like a JIT function, with the same attributes.
 
     Triton makes the first launch of each specialization, which compiles or finds the kernel; later launches call the
-    compiled kernel on the current stream. A specialization is determined by the device, tensors' dtypes and alignment,
-    Triton's own function for numbers, constexprs and options. While launch hooks are set, Triton makes all launches.
+    compiled kernel on the current stream. A specialization is determined by the device, the tensors' dtypes and
+    alignment, Triton's own classification of numbers, the constexprs, and the options. While launch hooks are set,
+    Triton makes all launches.
 
     grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None; their
     device is only checked at the first launch. Parameters named ..._desc take results of Box.of, or None. Triton's
-    knobs, and globals that the kernel reads, are those of the first launch. Nothing is launched for threads whose
-    launches KernelCollector skips.
+    knobs and the globals that the kernel reads keep their values of the first launch. Nothing is launched for threads
+    whose launches KernelCollector skips.
     """
 
     def __init__(self, jit_function: Any):
@@ -88,8 +89,8 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
 def launch_source(jit_function: Any) -> str:
     """Return Python source of launch(grid, <the kernel's parameters>, <options>).
 
-    The source is generated, since a loop over parameters would take longer than the rest of a launch. Equal keys are
-    equal specializations to Triton.
+    The source is generated, since a loop over parameters would take longer than the rest of a launch. It looks the
+    kernel up by a key; launches with equal keys have the same specialization in Triton.
     """
     names = [parameter.name for parameter in jit_function.params]
     parameters = [f"{p.name}=_default_{p.name}" if p.has_default else p.name for p in jit_function.params]
@@ -127,7 +128,7 @@ def launch_source(jit_function: Any) -> str:
 
 
 def _key_item(parameter: Any) -> str:
-    """Return an expression for the part of an argument that selects the kernel, except for tensors' alignment."""
+    """Return Python source of an argument's item in the kernel cache key. A tensor's alignment is left out."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
@@ -155,9 +156,10 @@ def _by_triton(
     options: tuple[Any, ...],
     others: dict[str, Any],
 ) -> tuple[Any, ...] | None:
-    """Launch through Triton. Returns the arguments of CompiledKernel.run; None if a hook prevented the compilation.
+    """Launch through Triton. Returns what later launches need: (run function, CUDA function, packed metadata, kernel).
 
-    The last one is the kernel itself, which would be unloaded without a reference.
+    Returns None if a hook prevented the compilation. The kernel is included since it would be unloaded without a
+    reference.
     """
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook

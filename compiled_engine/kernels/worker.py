@@ -12,10 +12,11 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Run the workers.
+    """Run the workers, see run_workers.
 
-    Order: {"modules": [modules to import]}. Messages: {"target": [backend, architecture, warp size], "module", "name",
-    "specialization"}, the last as passed to Triton's cache hook. Answers: {"seconds": s} or {"error": text}.
+    The order is {"modules": [modules to import]}. A message names the kernel to compile: {"target": [backend,
+    architecture, warp size], "module", "name", "specialization"}, with the specialization as Triton passes it to its
+    cache hook. An answer is {"seconds": s} or {"error": text}.
     """
     run_workers(_prepare)
 
@@ -49,7 +50,7 @@ def _compile_kernels(messages: Messages, answer: Answer) -> None:
 
 
 class _CompileOnly:
-    """Driver for a GPU that this process does not use: a CUDA context would cost memory and a second."""
+    """Triton driver that only names the GPU to compile for. A CUDA context would cost memory and a second."""
 
     def __init__(self, target: Any):
         self._target = target

@@ -1,4 +1,4 @@
-"""Option table for `vllm bench serve`."""
+"""Table that translates the options of `vllm bench serve` to options of `compiled-engine bench serve`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ RESULT = "bench_serve.json"
 
 
 def server_url(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the server's URL from host and port."""
+    """Return the option `url`, made of the options host and port."""
     host, port = given.get("host", "127.0.0.1"), given.get("port", 8000)
     return {"url": f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"}
 
 
 def result_file(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the result file, if one is requested."""
+    """Return the option `output`, made of the folder and name of the result file; nothing without --save-result."""
     if not given.get("save_result", False):
         return {}
     return {"output": str(PurePath(str(given.get("result_dir", ""))) / str(given.get("result_filename", RESULT)))}
 
 
 def body_fields(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return sampling parameters for all requests."""
+    """Return the option `extra_body`: the given sampling parameters as JSON."""
     return {"extra_body": json.dumps({name: given[name] for name in BODY_FIELDS if name in given})}
 
 

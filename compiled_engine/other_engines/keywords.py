@@ -1,7 +1,7 @@
-"""Keyword tables for other engines: vLLM's `LLM` and `EngineArgs`, nano-vllm's `LLM`, and SGLang's speculation options.
+"""Tables of other engines' keywords: vLLM's `LLM` and `EngineArgs`, nano-vllm's `LLM`, SGLang's speculation options.
 
-One row describes a keyword wherever it is given: in Python, as a key of a YAML file, or as a command line option.
-`translate` interprets the rows.
+A row says what becomes of a keyword here. It applies to the keyword in Python, as a key of a YAML file, and as a
+command line option. translate.py interprets the rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ THE_SERVER_REASONS = "the server parses reasoning, see --reasoning-parser"
 
 @dataclass(frozen=True, kw_only=True)
 class OnCommandLine:
-    """The syntax of a command line option; by default --word with one value."""
+    """The syntax of a keyword as a command line option. By default it is --word with one value."""
 
     switch: bool = False  # --word or --no-word, without a value
     several: bool = False  # several values in a row
@@ -96,7 +96,10 @@ Rows: TypeAlias = "dict[str, Row]"
 
 
 def written(names: str) -> dict[str, OnCommandLine]:
-    """Return names separated by spaces with their syntax: `name?` is a switch, `name*` takes several values."""
+    """Return the syntax of each of the names, which are separated by spaces.
+
+    `name?` is a switch, and `name*` takes several values; the result has the names without these signs.
+    """
     return {
         name.rstrip("?*"): OnCommandLine(switch=name.endswith("?"), several=name.endswith("*"))
         for name in names.split()
@@ -112,7 +115,10 @@ def same(names: str) -> Rows:
 
 
 def only(instead: str, **values: Any) -> Rows:
-    """Return rows for unsupported features, each with its allowed value or values. False makes a switch."""
+    """Return rows for keywords of unsupported features. values: by keyword, the value or tuple of values allowed.
+
+    instead: the alternative, for the error. A keyword whose allowed value is False is a switch on the command line.
+    """
     return {
         name: Only(value if isinstance(value, tuple) else (value,), instead, switch=value is False)
         for name, value in values.items()
@@ -120,7 +126,7 @@ def only(instead: str, **values: Any) -> Rows:
 
 
 def without_effect(names: str, reason: str = NO_SUCH_SETTING) -> Rows:
-    """Return rows for names separated by spaces; see `written`."""
+    """Return rows for keywords that are accepted and change nothing. names: see `written`."""
     return {
         name: WithoutEffect(reason, switch=form.switch, several=form.several) for name, form in written(names).items()
     }

@@ -1,4 +1,4 @@
-"""Numbers of tokens with units, as on vLLM's command line."""
+"""Read numbers of tokens with units such as "4k", as vLLM's command line takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods and arguments of vLLM's `LLM` that this engine lacks, with alternatives."""
+"""Methods and arguments of vLLM's `LLM` that this engine lacks, with the alternatives that errors name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ POOLING_ARGUMENTS = {
 
 
 def refuse_arguments(method: str, given: Mapping[str, Any], *, pools: bool = False) -> None:
-    """Raise TypeError for an unknown argument, or for another engine's with a value that would have an effect."""
+    """Raise TypeError if an argument is unknown, or is another engine's and has a value that asks for something.
+
+    method: name of the called method, for errors. pools: it is a pooling method.
+    """
     known = ARGUMENTS | POOLING_ARGUMENTS if pools else ARGUMENTS
     for name, value in given.items():
         if name not in known:

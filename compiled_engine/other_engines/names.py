@@ -1,4 +1,4 @@
-"""Names that scripts import from vLLM and that differ in this engine."""
+"""Counterparts of names that scripts import from vLLM and that this engine does not have: EngineArgs and prompts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class _Args:
     """
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords that differ from the defaults."""
+        """Return the keywords whose values differ from the defaults."""
         return {name: value for name, value in asdict(self).items() if value != DEFAULTS.get(name)}  # type: ignore[call-overload]
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add the options that scripts use most on their command line."""
+        """Add the options that scripts use most to `parser`, and return it."""
         parser.add_argument("--model")
         for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "seed"):
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
@@ -55,5 +55,5 @@ def tokens_prompt(prompt_token_ids: list[int], **others: Any) -> dict[str, Any]:
 
 
 def text_prompt(prompt: str, **others: Any) -> dict[str, Any]:
-    """Return a text prompt. `others` are further keys."""
+    """Return a text prompt. `others` are further keys, such as cache_salt."""
     return {"prompt": prompt, **others}

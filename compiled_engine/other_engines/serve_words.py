@@ -1,4 +1,4 @@
-"""Option table for other engines' servers: options of `vllm serve` that its engine does not have."""
+"""Table that translates server options of `vllm serve`; options of its engine are in keywords.py."""
 
 from __future__ import annotations
 
@@ -92,8 +92,11 @@ LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def read_environment(variables: Mapping[str, str], *, may_load: bool) -> list[str]:
-    """Return the variables of vLLM that are set and have no effect. may_load: whether clients may load adapters. Raises
-    ValueError for one that asks for what only an option can give."""
+    """Return the names of vLLM's environment variables that are set and have no effect here.
+
+    may_load: whether the options let clients load adapters. Raises ValueError if a variable lets clients load adapters
+    and the options do not, since an option must name the folder.
+    """
     read = {name for names in VARIABLES.values() for name in names}
     if variables.get(LOADING, "").strip().lower() in ("1", "true") and not may_load:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Translate keywords of this engine and of others to this engine's options."""
+"""Translate keywords of this engine and of other engines to this engine's options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 
 
 class Wanted(NamedTuple):
-    """An option's value, and the keyword that requests it."""
+    """An option of this engine, its value, and the keyword that requests it."""
 
     keyword: str
     option: str
@@ -43,21 +43,21 @@ class Wanted(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """A keyword without effect, and the reason."""
+    """A keyword without effect, and the reason why it has none."""
 
     keyword: str
     reason: str
 
 
 class Translated(NamedTuple):
-    """The requested options, and the keywords without effect."""
+    """Result of `translate`: the requested options, and the keywords without effect."""
 
     options: dict[str, Any]
     ignored: tuple[Ignored, ...]
 
     @property
     def note(self) -> str:
-        """The keywords without effect, grouped by reason."""
+        """The keywords without effect as text, grouped by reason."""
         reasons: dict[str, list[str]] = {}
         for word, reason in self.ignored:
             reasons.setdefault(reason, []).append(word)
@@ -65,9 +65,9 @@ class Translated(NamedTuple):
 
 
 def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
-    """Translate the keywords of `LLM`, including other engines', to options (see `translate`).
+    """Translate the keywords of `LLM`, its own or other engines', to options; see `translate`.
 
-    Warns once, with every keyword that has no effect.
+    Issues a single warning that names every keyword without effect.
     """
     found = translate(keywords, on_gpu=lambda: is_on_gpu(keywords.get("device", "auto")))
     if found.ignored:
@@ -89,11 +89,11 @@ def translate(
     rows: Rows = KEYWORDS,
     defaults: Mapping[str, Any] = DEFAULTS,
 ) -> Translated:
-    """Translate keywords to options. None has no effect for another engine's keyword.
+    """Translate keywords to options. Another engine's keyword has no effect if its value is None.
 
-    `on_gpu` returns whether CUDA graphs are possible, and is called only if that matters. Without them, keywords about
-    them have no effect, nor have batch sizes that the graph mode does not capture. `rows` describes other engines'
-    keywords. `defaults` are those of the options.
+    on_gpu: returns whether CUDA graphs are possible; called only if that matters. If they are not, other engines'
+    keywords about CUDA graphs have no effect. Neither have their capture sizes for batches that the graph mode does not
+    capture. rows: other engines' keywords. defaults: this engine's options and their defaults.
 
     Raises TypeError for an unknown keyword, and ValueError for a value that needs an unsupported feature or contradicts
     another keyword.
@@ -120,7 +120,7 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """Return the size options that have an effect, as far as the keywords determine it."""
+    """Return the options of SIZES whose batches are captured in the wanted modes."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -134,7 +134,10 @@ def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
 
 
 def _add(wanted: dict[str, Wanted], item: Wanted, defaults: Mapping[str, Any]) -> None:
-    """Add a wanted value. Two keywords for one option must agree, or one must give the default."""
+    """Add `item` to the wanted values. Raises ValueError if another keyword requests another value of the option.
+
+    A value that is the option's default contradicts nothing.
+    """
     default, other = defaults[item.option], wanted.get(item.option)
     if other is None or other.value == default:
         wanted[item.option] = item
@@ -155,7 +158,7 @@ def _read_all(keywords: Mapping[str, Any], rows: Rows, defaults: Mapping[str, An
 
 
 def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
-    """Translate one keyword. `given` has all keywords, for rows that depend on others."""
+    """Translate one keyword. given: all keywords, for rows that depend on several keywords."""
     if value is None:
         return
     match row:
@@ -188,14 +191,17 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
 
 
 def refuse(name: str, value: Any, row: Only) -> None:
-    """Raise ValueError for a value that needs an unsupported feature."""
+    """Raise ValueError unless the value of keyword `name` is one that does not use the unsupported feature."""
     if not _is_one_of(value, row.values):
         allowed = ", ".join(map(repr, (*row.values, None)))
         raise ValueError(f"{name} is {value!r}, which is not supported; {row.instead} (allowed: {allowed})")
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any] | str:
-    """Return the value as options, or why it has no effect. Raises ValueError with the value and what is allowed."""
+    """Return the options that a keyword's value stands for, or the reason why it has no effect.
+
+    Raises ValueError with the value and what is allowed.
+    """
     known = row.values.get(_name(value).lower(), value)
     if isinstance(known, WithoutEffect):
         return known.reason
@@ -215,7 +221,7 @@ def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Use the sizes for decodes and for other batches, as far as the given limits allow."""
+    """Return the sizes as both options of SIZES, without sizes above the given limits of a step."""
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
     return {
@@ -233,7 +239,10 @@ def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Follow vLLM: several values are sizes, one is the largest of a pattern, and none means the default."""
+    """Return the options of SIZES. As in vLLM, several values are the sizes themselves.
+
+    A single value is the largest of the sizes 1, 2, 4 and multiples of 8. An empty list means the default.
+    """
     match value:
         case []:
             return {}
@@ -255,7 +264,7 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge all overrides of config.json; every such keyword yields the same result."""
+    """Return the option hf_overrides, merged from all keywords of OVERRIDES; each keyword yields the same result."""
     found: dict[str, Any] = {}
     for name in OVERRIDES:
         each = given.get(name)
@@ -287,17 +296,17 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
 
 
 def _fixed(value: Any) -> Any:
-    """Convert a list to a tuple, as options have them."""
+    """Return a list as a tuple, since options have tuples. Return other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _name(value: Any) -> str:
-    """Return the name of an enumeration's member or dtype, otherwise the value as text."""
+    """Return the name of an enum member or of a dtype; otherwise the value as text."""
     return str(getattr(value, "name", value)).removeprefix("torch.")
 
 
 def _is_one_of(given: Any, values: tuple[Any, ...]) -> bool:
-    """Return whether a value equals one of these; True does not equal 1."""
+    """Return whether `given` equals one of the values. True does not equal 1 here."""
     return any(isinstance(given, bool) == isinstance(value, bool) and bool(given == value) for value in values)
 
 

@@ -1,4 +1,4 @@
-"""The position of each rank among the others, and how a process joins and connects to them."""
+"""The layout of ranks into replicas, pipeline stages and shares of a layer, and how ranks join and connect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGITS_ROWS = 256
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's coordinates, each from 0."""
+    """A rank's coordinates, counted from 0: its replica (data), pipeline stage, and share of the stage's layers."""
 
     data: int
     stage: int
@@ -36,7 +36,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Numbering of ranks; ranks that share a layer, and communicate most, are neighbours."""
+    """Numbering of ranks. Ranks that share layers communicate most, so their numbers are consecutive."""
 
     tensor: int  # ranks that share each layer
     pipeline: int = 1  # stages
@@ -57,12 +57,12 @@ class RankLayout:
         return (self.pipeline - 1) * self.tensor
 
     def samples(self, rank: int) -> bool:
-        """Return whether a rank of a replica samples tokens, as all of the last stage do."""
+        """Return whether a rank of a replica samples tokens. All ranks of the last stage do."""
         return self.place(rank).stage == self.pipeline - 1
 
     @property
     def can_drop_steps(self) -> bool:
-        """Whether the ranks can drop steps in flight. Several stages cannot: transfers of these steps would be left."""
+        """Whether the ranks can drop steps in flight. Several stages cannot: the transfers would stay pending."""
         return self.pipeline == 1
 
     def place(self, rank: int) -> RankPlace:
@@ -74,7 +74,7 @@ class RankLayout:
         return RankPlace(data, stage, share)
 
     def name(self, rank: int) -> str:
-        """Return a readable name such as "rank 1 of 4", with stage and replica."""
+        """Return a readable name such as "rank 1 of 4". It includes replica and stage if there are several."""
         place = self.place(rank)
         parts = (("replica", place.data, self.data), ("stage", place.stage, self.pipeline))
         told = [f"{what} {index} of {count}" for what, index, count in parts if count > 1]
@@ -84,7 +84,7 @@ class RankLayout:
 def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
     """Join the other ranks as `rank`, and wait for them. folder: empty and private to the ranks.
 
-    device: "cuda" if there may be a GPU; it is then initialised.
+    device: "cuda" initialises the GPU if one is available, and lets the ranks use NCCL.
     """
     on_gpu = device == "cuda" and torch.cuda.is_available()
     if on_gpu:
@@ -95,16 +95,17 @@ def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
 
 
 class Connections(NamedTuple):
-    """A rank's connections to others."""
+    """A rank's connections to other ranks."""
 
     group: Group  # of the ranks with the same layers
     link: StageLink | None = None  # to other stages, if any
 
 
 def connect(config: EngineConfig, rank: int) -> Connections:
-    """Wait for the joined ranks and connect them.
+    """Connect this rank to the other joined ranks; waits for them.
 
-    Collectives use NCCL on request, for float16, and on GPUs that cannot access each other's memory.
+    On a CPU, collectives use gloo. On GPUs they use symmetric memory. They use NCCL instead if the options request it,
+    for float16, or if the GPUs cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout.of_replica(parallel)
@@ -150,7 +151,7 @@ def _group(config: EngineConfig, layout: RankLayout, stage: LayerShare) -> Group
 
 
 def _connected(nccl: NcclGroup) -> NcclGroup:
-    """Connect now: NCCL connects at its first collective, which must not happen during a capture."""
+    """Run a collective and return the group. NCCL connects at its first collective, which no capture may contain."""
     nccl.all_reduce(torch.zeros(1, device=nccl.device))
     return nccl
 

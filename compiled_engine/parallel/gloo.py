@@ -12,19 +12,21 @@ from compiled_engine.parallel.group import PushBuffer
 
 
 def rows_of(rank: int, size: int, num_rows: int) -> slice:
-    """Return a rank's contiguous range of rows; all have the same size, except that the last ones may be shorter or
-    empty."""
+    """Return the contiguous range of rows that a rank has.
+
+    All ranges have rows_a_rank(size, num_rows) rows, except that those of the last ranks may be shorter or empty.
+    """
     share = rows_a_rank(size, num_rows)
     return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 
 
 def rows_a_rank(size: int, num_rows: int) -> int:
-    """Return the most rows of any rank."""
+    """Return the largest number of rows that a rank has, see `rows_of`."""
     return -(-num_rows // size)
 
 
 def padded(x_TD: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return a contiguous copy with zero rows appended up to num_rows, since collectives move equal sizes."""
+    """Return x_TD, contiguous, with zero rows appended up to num_rows. Collectives need equal sizes on all ranks."""
     if x_TD.shape[0] == num_rows:
         return x_TD.contiguous()
     padded_TD = x_TD.new_zeros((num_rows, *x_TD.shape[1:]))
@@ -37,7 +39,7 @@ TIMEOUT = timedelta(hours=1)
 
 
 def join(backends: str, rank: int, size: int, folder: Path) -> None:
-    """Make this process one of `size`, and wait for the others. folder: empty and private to them."""
+    """Make this process rank `rank` of `size`, and wait for all ranks. folder: empty and private to the ranks."""
     store = dist.FileStore(str(folder / "ranks"), size)
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
@@ -49,14 +51,14 @@ def leave() -> None:
 
 
 def all_reduce_min(value: int) -> int:
-    """Return the smallest number of all ranks, see Group. Host numbers go through gloo."""
+    """Return the smallest `value` of all ranks, see Group. Values are exchanged on the host, through gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN)
     return int(number)
 
 
 class GlooGroup:
-    """Group over gloo. bfloat16 and float16 are summed in float32 and rounded once."""
+    """Group whose collectives run over gloo. bfloat16 and float16 are summed in float32 and rounded once."""
 
     def __init__(self, members: dist.ProcessGroup):
         self.kind, self.rank, self.size, self._members = "gloo", members.rank(), members.size(), members

@@ -24,7 +24,7 @@ _BARRIERS = 0, 1  # channels of the barriers before and after peers' memory is r
 
 
 class NcclGroup:
-    """Group over NCCL."""
+    """Group whose collectives run over NCCL."""
 
     def __init__(self, members: dist.ProcessGroup, device: torch.device):
         """Create the group; NCCL itself connects at the first collective."""
@@ -68,10 +68,12 @@ class NcclGroup:
 
 
 class SymmetricMemoryGroup:
-    """Group over symmetric memory.
+    """Group whose collectives run over symmetric memory.
 
-    over: connects the ranks, and handles host numbers. workspace_bytes: size of the largest tensor in a collective,
-    capped at MOST_WORKSPACE_BYTES. row_bytes, most_rows: size of the batches that fused kernels sum.
+    over: NCCL group of the same ranks. It runs all_reduce_min, and the collectives of whole rows that are too large for
+        the workspace.
+    workspace_bytes: size of the largest tensor in a collective, capped at MOST_WORKSPACE_BYTES.
+    row_bytes, most_rows: bytes of a row, and most rows of a batch, for kernels that include a sum over the ranks.
     """
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):

@@ -1,4 +1,4 @@
-"""The ranks that compute each layer together, as seen by one of them, and memory into which their kernels push rows.
+"""Collectives of the ranks that compute each layer together, and push buffers, through which kernels exchange rows.
 
 A push buffer has flags, and two copies of a row for each rank and slot. A slot is a row of a batch. A kernel writes its
 rank's row into every rank's buffer, then raises its flag there to the slot's epoch. It waits for the flags of all ranks
@@ -6,9 +6,9 @@ in its own buffer, and reads their rows from there. Epochs are counted on the de
 counting. Odd and even epochs use different rows: a rank that raises its flag to one epoch has read the previous epoch's
 rows, so its peers may write the next epoch's.
 
-The first slots also have rows of twice the size, for words that contain the epoch: see push_kernels.py. These exchanges
-raise no flags, so they count their own epochs. A flag thus stays close to the awaited epoch, and the sign of the
-difference shows whether it was raised, even after epochs wrap around.
+The first slots also have rows of twice the size, for words that contain the epoch: see push_kernels.py. Exchanges
+through these rows raise no flags, so their epochs are counted separately. A flag thus stays close to the awaited epoch,
+and the sign of the difference shows whether it was raised, even after epochs wrap around.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROUP: ContextVar[Group] = ContextVar("group")
 
 @dataclass(frozen=True)
 class PushBuffer:
-    """Memory of all ranks for exchanging rows."""
+    """A rank's push buffer, see the module, and the addresses of all ranks' buffers."""
 
     own: torch.Tensor  # this rank's memory, [bytes]
     addresses: torch.Tensor  # of every rank's memory, int64 on the device
@@ -53,11 +53,14 @@ class PushBuffer:
 
     @property
     def data_offset(self) -> int:
-        """Bytes from the flags, int32 [slot, source rank], to the rows, [epoch % 2, slot, source rank, row]."""
+        """Offset of the rows, [epoch % 2, slot, source rank, row], in bytes.
+
+        The flags, int32 [slot, source rank], are at offset 0.
+        """
         return data_offset(self.num_slots, self.num_ranks)
 
     def takes(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows fit, and have the alignment that the kernels need."""
+        """Return whether the rows of x_TD fit, and have the alignment that the kernels need."""
         is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
         return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
 
@@ -67,15 +70,18 @@ class PushBuffer:
 
     @property
     def tagged_offset(self) -> int:
-        """Bytes from the flags to the rows of tagged words, [epoch % 2, slot, source rank, 2 * row]."""
+        """Offset of the rows of tagged words, [epoch % 2, slot, source rank, 2 * row], in bytes."""
         return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
 
     def tags(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows can be tagged: few enough, and in bfloat16, two of which fit in a word."""
+        """Return whether the rows of x_TD can be sent as tagged words.
+
+        They must be few enough, and in bfloat16, two of which fit in a word.
+        """
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
-        """Return an equal buffer for a single rank: the same kernels run on it without waiting for peers."""
+        """Return a buffer with as many slots for a single rank, on which the same kernels run without waiting."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
         epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)
@@ -83,7 +89,7 @@ class PushBuffer:
 
 
 def num_slots_for(num_ranks: int, row_bytes: int, most_rows: int) -> int:
-    """Return the number of batch rows to give slots. most_rows: rows of the largest batch."""
+    """Return the number of slots that a push buffer should have. most_rows: rows of the largest batch."""
     worth = most_rows if num_ranks == 2 else ROWS_OF_ALL_RANKS // num_ranks
     return max(1, min(worth, most_rows, MOST_BYTES // (2 * num_ranks * row_bytes)))
 
@@ -107,10 +113,11 @@ def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
 
 
 class Group(Protocol):
-    """Ranks with collectives. Every rank calls the same methods in the same order, with tensors of the same shapes.
+    """The ranks that compute each layer together, with their collectives.
 
-    Collectives on a GPU may be captured in a CUDA graph. kind: their transport. pushed: for kernels that include a sum
-    over the ranks; None if not available.
+    Every rank calls the same methods in the same order, with tensors of the same shapes. Collectives on a GPU may be
+    captured in a CUDA graph. kind: name of the transport. pushed: buffer for kernels that include a sum over the ranks;
+    None if not available.
     """
 
     kind: str
@@ -123,33 +130,34 @@ class Group(Protocol):
         ...
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' [T, V] by columns, in rank order: [T, size * V]."""
+        """Return the tensors [T, V] of all ranks, concatenated by columns in rank order: [T, size * V]."""
         ...
 
     def rows(self, num_rows: int) -> slice:
-        """Return this rank's rows of a batch, for work on whole rows that the ranks divide."""
+        """Return this rank's rows of a batch of num_rows rows, for work that the ranks divide by rows."""
         ...
 
     def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum over all ranks."""
+        """Return this rank's rows (see `rows`) of the sum over all ranks."""
         ...
 
     def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the rows of all ranks, [num_rows, D]; own_SD: this rank's."""
+        """Return the rows of all ranks, [num_rows, D]. own_SD: this rank's rows."""
         ...
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the smallest number of all ranks, including other stages', on the host. Waits until all have called
-        it."""
+        """Return the smallest `value` of all ranks, including those of other stages. Blocks until every rank has called
+        this method."""
         ...
 
     def close(self) -> None: ...
 
 
 class FakeGroup:
-    """Replaces a group when only one rank runs: results have the right shapes, but not the values. It has all rows.
+    """Group of which only one rank runs. Results have the right shapes, but their values are right only for size 1.
 
-    all_reduce_min: over all ranks, if those of other stages do run.
+    `rows` gives this rank all rows. all_reduce_min: function for the smallest value of all ranks, if ranks of other
+    stages run; None if none do.
     """
 
     def __init__(
@@ -185,7 +193,7 @@ class FakeGroup:
 
 
 def fake_group_for(group: Group) -> FakeGroup:
-    """Return a group for running one rank of `group` while the others do not run."""
+    """Return a group with which one rank of `group` can run while the other ranks do not."""
     return FakeGroup(group.size, pushed=group.pushed.alone() if group.pushed else None)
 
 

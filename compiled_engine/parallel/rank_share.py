@@ -16,7 +16,10 @@ _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 
 @dataclass(frozen=True)
 class LayerShare:
-    """The layers of a rank, where ranks divide them in order. Ranks with the same layers are a pipeline stage."""
+    """The consecutive layers that a rank computes as pipeline stage `index` of `count`.
+
+    All ranks with the same layers form the stage.
+    """
 
     layers: range  # whose attention and KV cache are on the rank
     index: int = 0  # from 0 to count - 1
@@ -32,14 +35,15 @@ class LayerShare:
 
 
 def local_model(config: EngineConfig) -> ModelConfig:
-    """The model as one rank computes it."""
+    """Return the model's configuration with the sizes of one tensor-parallel rank."""
     return local_share(config.model, config.parallel.tensor_parallel_size)
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
+    """Return the model's configuration with the sizes of one of num_ranks ranks.
 
-    Ranks that are more than the KV heads share these. A vocabulary that num_ranks does not divide stays whole.
+    Heads, MLPs, experts, recurrent states and the vocabulary are divided. With more ranks than KV heads, each rank has
+    one KV head, and several ranks have the same one. A vocabulary that num_ranks does not divide stays whole.
     """
     if num_ranks == 1:
         return model
@@ -68,7 +72,10 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def _divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int], vocab_size: int) -> str:
-    """heads: query and K/V heads of a rank, and the elements of each; vocab_size: of a rank."""
+    """Return a transformers configuration, as JSON, with the sizes of one rank.
+
+    heads: (query heads of a rank, KV heads of a rank, elements of a head). vocab_size: tokens of a rank.
+    """
     values: dict[str, Any] = json.loads(config_json)
     num_heads, num_kv_heads, head_dim = heads
     values |= {"num_attention_heads": num_heads, "head_dim": head_dim, "vocab_size": vocab_size}
@@ -82,6 +89,6 @@ def _divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int
 
 
 def _divided_states(recurrences: Recurrences, num_ranks: int) -> Recurrences:
-    """The states of a rank's heads, or channels of convolutions, which are the first dimension."""
+    """Return the states of one rank. Their first dimension, heads or channels of convolutions, is divided."""
     states = (replace(state, shape=(state.shape[0] // num_ranks, *state.shape[1:])) for state in recurrences.states)
     return replace(recurrences, states=tuple(states))

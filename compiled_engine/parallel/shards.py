@@ -17,14 +17,14 @@ from compiled_engine.parallel.group import current_group
 
 
 class Section(NamedTuple):
-    """`length` rows or columns of a whole parameter, cut into `parts`."""
+    """`length` rows or columns of a whole parameter, cut into `parts` equal parts."""
 
     length: int
     parts: int
 
 
 class Place(NamedTuple):
-    """`length` rows or columns, at `start` in the whole parameter and at `local` in a rank's."""
+    """`length` rows or columns, which begin at `start` in the whole parameter and at `local` in a rank's slice."""
 
     start: int
     length: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Division of a parameter of shape `whole` along `dim`; None: every rank has all of it."""
+    """Division of a parameter of shape `whole` among ranks along `dim`. With dim None, every rank has all of it."""
 
     whole: tuple[int, ...]
     dim: int | None = None
@@ -45,11 +45,11 @@ class Shard:
 
     @property
     def divides_input(self) -> bool:
-        """Return whether a product with it gives each rank a partial sum."""
+        """Whether the parameter is divided along its inputs, so that each rank's product is a partial sum."""
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
-        """Return a rank's places along `dim`, which must not be None."""
+        """Return the places of a rank's slice along `dim`, one per section. `dim` must not be None."""
         found, start, local = [], 0, 0
         for length, parts in self.sections:
             size = length // parts
@@ -59,7 +59,10 @@ class Shard:
         return found
 
     def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-        """Return a rank's slice: a view unless there are several sections; zeros if only the first rank holds it."""
+        """Return a rank's slice of `tensor`, a view unless there are several sections.
+
+        With first_only, ranks other than the first get zeros.
+        """
         if self.first_only and rank:
             return torch.zeros_like(tensor)
         if self.dim is None:
@@ -71,8 +74,9 @@ class Shard:
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
     """Return shards by parameter name, with tied parameters under each name.
 
-    A module's attribute `packed`, parameter -> sizes, gives the sections of its parameters. Raises ValueError for a
-    parameter that would be cut along more than one dimension.
+    whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
+    name -> sizes, gives the sections of its parameters. Raises ValueError for a parameter that would be cut along more
+    than one dimension.
     """
     packed, packed_here = _packed(whole), _packed(local)
     here = dict(local.named_parameters(remove_duplicate=False))
@@ -94,8 +98,10 @@ def shard_of(
     packed: Sequence[int] | None = None,
     packed_here: Sequence[int] | None = None,
 ) -> Shard:
-    """Return a parameter's shard. packed, packed_here: sizes of its sections, in the whole parameter and in a
-    rank's."""
+    """Return a parameter's shard, from the shapes of the whole parameter and of a rank's slice.
+
+    packed, packed_here: sizes of the sections of a packed parameter, in the whole parameter and in a rank's slice.
+    """
     cut = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=True)) if a != b]
     if len(cut) > 1:
         raise ValueError(f"{name} would be cut along dimensions {cut}; a rank's share is cut along one")
@@ -114,8 +120,10 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Sum over ranks after each linear with a divided input, after experts, and after embeddings with a divided
-    vocabulary."""
+    """Register hooks that sum outputs over the ranks.
+
+    The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary.
+    """
     for path, module in model.named_modules():
         own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
         if any(shard is not None and shard.divides_input for shard in own.values()):
@@ -131,14 +139,17 @@ def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 
 
 class _DividedEmbedding:
-    """Hooks of an embedding, which may scale its rows: tokens of other ranks get zeros."""
+    """Hooks of an embedding with a divided vocabulary. Tokens of other ranks get zeros before the sum over ranks.
+
+    As hooks, they keep the embedding's own forward, which may scale its rows.
+    """
 
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._elsewhere: torch.Tensor
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
-        """Convert token ids to this rank's row indices."""
+        """Convert token ids to this rank's row indices; tokens of other ranks get row 0."""
         rows = arguments[0] - current_group().rank * self._num_rows
         self._elsewhere = (rows < 0) | (rows >= self._num_rows)
         return (rows.masked_fill(self._elsewhere, 0),)

@@ -8,9 +8,9 @@ Values go from device to device: by NCCL between GPUs, otherwise by gloo. A rank
 that has the same share of the layers. The last stage sends sampled tokens to the first. Each direction has its own
 connection: on a shared one, two sending ranks would each wait for the other to receive.
 
-On GPUs a transfer is a kernel that waits for its peer. While it ran beside other kernels, it would occupy a part of the
+On GPUs a transfer is a kernel that waits for its peer. If it ran beside other kernels, it would occupy a part of the
 GPU, and a kernel sized for the whole GPU would take twice as long. So kernels after a transfer of values, or after the
-receipt of tokens, wait for it. Only the few tokens are sent without waiting.
+receipt of tokens, wait for it. Kernels do not wait while tokens are sent, since these are few.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from compiled_engine.parallel.rank_share import LayerShare
 
 
 def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[LayerShare, ...]:
-    """Return the stages. stage_layers: see ParallelConfig."""
+    """Return the layers of each stage. stage_layers: number of layers per stage, see ParallelConfig."""
     ends = tuple(accumulate(stage_layers or (num_layers,)))
     starts = (0, *ends)
     return tuple(LayerShare(range(starts[i], end), i, len(ends)) for i, end in enumerate(ends))
@@ -42,7 +42,7 @@ def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[LayerShar
 
 @dataclass(frozen=True)
 class ParameterPlaces:
-    """Places at which a model uses its parameters, by name; tied parameters are listed under each name."""
+    """Where a model's forward first uses each parameter, by name. Tied parameters are listed under each name."""
 
     attentions: Mapping[str, int]  # number of attention calls before the first use
     of_logits: frozenset[str]  # parameters used for the logits
@@ -56,7 +56,7 @@ class ParameterPlaces:
 
 
 def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
-    """Find where a model uses its parameters: move it to the meta device, and run its code there once."""
+    """Find where a model uses its parameters. Moves `model` to the meta device and runs its code there once."""
     names = _names_by_parameter(model)
     model.to("meta")  # moves its buffers
     watch = _Watch(names)
@@ -74,9 +74,10 @@ def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
 def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers: int, count: int) -> tuple[int, ...]:
     """Choose the number of layers of each of `count` stages so that the slowest stage is as fast as possible.
 
-    nbytes: bytes per parameter, tied ones under one name. A stage's cost is estimated by the weights that it reads.
-    Those of the logits count half: a layer also reads its KV cache, about as much again in a large batch, and a prompt
-    needs few logits. Embeddings do not count, since few rows are read. Raises ValueError for more stages than layers.
+    nbytes: bytes per parameter, with tied parameters under one name. A stage's cost is estimated by the bytes of the
+    weights that it reads. Weights of the logits count half: a layer also reads its KV cache, which in a large batch is
+    about as large as its weights, and a prompt needs few logits. Embeddings do not count, since few rows are read.
+    Raises ValueError for more stages than layers.
     """
     if count > num_layers:
         raise ValueError(f"{count} stages of {num_layers} layers")
@@ -89,8 +90,7 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
     before = [0, *accumulate(read)]
 
     def load(first: int, end: int) -> int:
-        """Return the cost of layers `first` up to `end`; the last stage includes everything after the last
-        attention."""
+        """Return the cost of layers `first` to `end` - 1, with everything after the last attention if `end` is last."""
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
     # best[end]: (cost of the slowest stage, layers of each), for the stages so far, which hold the first `end` layers.
@@ -116,7 +116,7 @@ def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 class _Watch(TorchDispatchMode):
-    """Records, by name, how many attentions were called before a parameter was first an op's argument."""
+    """Records for each parameter, by name, how many attention ops ran before the first op that takes the parameter."""
 
     def __init__(self, names: Mapping[int, list[str]]):
         super().__init__()
@@ -134,11 +134,13 @@ class _Watch(TorchDispatchMode):
 
 
 class StageLink:
-    """Sends to and receives from other stages; on a GPU without waiting on the host. rank, tensor: this rank's number,
-    and the tensor-parallel size."""
+    """Sends values and tokens to other stages, and receives them. On a GPU the host does not wait.
+
+    rank: number of this rank. tensor: the tensor-parallel size.
+    """
 
     def __init__(self, stage: LayerShare, rank: int, tensor: int, device: torch.device):
-        """Connect to the neighbours, and wait for them. All ranks do so at the same time."""
+        """Connect to the neighbouring stages, and wait for them. All ranks must create their links together."""
         self.stage, self._device = stage, device
         self._before, self._after = rank - tensor, rank + tensor
         self._first, self._last = rank - stage.index * tensor, rank + (stage.count - 1 - stage.index) * tensor
@@ -148,7 +150,7 @@ class StageLink:
         self._connect()
 
     def _connect(self) -> None:
-        """Exchange a byte with each neighbour now: NCCL connects two ranks at their first transfer, too late within a
+        """Exchange a few bytes with each neighbour: NCCL connects two ranks at their first transfer, too late in a
         step."""
         nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if not self.stage.is_first:
@@ -163,7 +165,7 @@ class StageLink:
             torch.cuda.synchronize(self._device)
 
     def send(self, values: torch.Tensor) -> None:
-        """Send a contiguous tensor to the next stage. On a CPU it must not be written to afterwards."""
+        """Send a contiguous tensor to the next stage. On a CPU the tensor must not be written to afterwards."""
         work = dist.isend(values, self._after, group=self._values)
         assert work is not None
         if self._device.type == "cuda":

@@ -40,7 +40,7 @@ def embedding_part_kernel(
 
 
 def reference(weight_VD: torch.Tensor, ids_T: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the rows of rank `rank`'s own tokens, and zeros for other tokens: [T, D]."""
+    """Return each token's row of weight_VD, the part of rank `rank`; zeros for tokens of other ranks: [T, D]."""
     row_T = ids_T - rank * weight_VD.shape[0]
     is_here_T = (row_T >= 0) & (row_T < weight_VD.shape[0])
     return weight_VD[torch.where(is_here_T, row_T, 0)].masked_fill_(~is_here_T.unsqueeze(-1), 0.0)

@@ -54,7 +54,7 @@ def check_size(size: int) -> None:
 
 
 class FrameReader:
-    """Splits a byte stream into payloads."""
+    """Splits a byte stream of length-prefixed messages into payloads."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -84,7 +84,7 @@ Incoming = TypeVar("Incoming")
 
 
 class Connection(Generic[Incoming]):
-    """One end of a non-blocking socket, which it owns; `decode` converts a payload to a message."""
+    """One end of a connection over a non-blocking socket, which `close` closes. decode: payload -> message."""
 
     def __init__(self, sock: socket.socket, decode: Callable[[bytearray], Incoming]) -> None:
         sock.setblocking(False)
@@ -115,12 +115,15 @@ class Connection(Generic[Incoming]):
         return [self._decode(payload) for payload in self._frames.feed(data)]
 
     def send(self, frame: bytes) -> None:
-        """Send as much as the socket accepts; `flush` sends the rest. Raises OSError if the other end is gone."""
+        """Send as much of a frame as the socket accepts; `flush` sends the rest.
+
+        Raises OSError if the other end is gone.
+        """
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send unsent data, as much as the socket accepts. Raises as `send`."""
+        """Send the data that is still unsent, as much as the socket accepts. Raises as `send`."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -129,11 +132,11 @@ class Connection(Generic[Incoming]):
             del self._unsent[:sent]
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is data to receive; False after `timeout_s`."""
+        """Wait until there is data to receive. Returns False if there is none after `timeout_s`; None: no limit."""
         return self._poll(select.POLLIN, timeout_s)
 
     def wait_writable(self, timeout_s: float | None = None) -> bool:
-        """Wait until the socket accepts data; False after `timeout_s`."""
+        """Wait until the socket accepts data. Returns False if it does not after `timeout_s`; None: no limit."""
         return self._poll(select.POLLOUT, timeout_s)
 
     def _poll(self, events: int, timeout_s: float | None) -> bool:

@@ -28,9 +28,9 @@ _BACKLOG = 128
 
 
 class RunningCore(Protocol):
-    """A core in a thread, in a process, or in a process that another one has started.
+    """An engine core that runs in a thread, in a child process, or in a process that another process has started.
 
-    socket: the caller's end of the connection to it.
+    socket: the caller's end of the connection to the core.
     """
 
     socket: socket.socket
@@ -41,7 +41,7 @@ class RunningCore(Protocol):
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the process to end; return how it ended, as far as this is visible from outside."""
+        """Wait for the process to end; return in words how it ended, as far as this is visible from outside."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -70,13 +70,14 @@ class ForeignCore:
 
 
 class CoreChild:
-    """RunningCore for a new process, which starts its imports at once, and waits for `start`.
+    """RunningCore in a new process. The process begins its imports at once, then waits for `start`.
 
-    device: the engine's option; on a GPU the process creates its context during the imports. "cpu" if other processes
-    use the device. environment: variables that are added to the caller's or replace them.
+    device: the engine's option `device`. For a GPU, the process creates a CUDA context during the imports. "cpu" if
+        other processes use the device.
+    environment: variables that are added to this process's environment, or replace variables of it.
 
     Callers connect to a socket that only this user may open, in a folder that only this user may enter. No process
-    inherits a connection, so a caller's death closes its own.
+    inherits a connection, so a caller's connection closes when the caller dies.
     """
 
     def __init__(self, device: str = "auto", environment: Mapping[str, str] | None = None) -> None:
@@ -105,7 +106,7 @@ class CoreChild:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CoreChild:
-        """Create the process for these unchecked keywords of `LLM`."""
+        """Create the process for an engine with these keywords of `LLM`, which need not be valid."""
         return cls(given_device(options) if core_has_device(options) else "cpu", _cluster_of_this_process())
 
     @property
@@ -113,8 +114,10 @@ class CoreChild:
         return self._process.pid
 
     def start(self, frame: bytes) -> None:
-        """Send the order to start. frame: a Start message, encoded elsewhere, so that this module is imported without
-        PyTorch. If the process has ended, reading its answer reports that."""
+        """Send the order to start. If the process has ended, reading its answer reports that.
+
+        frame: a Start message, already encoded, so that this module need not import PyTorch.
+        """
         self._started = True
         with suppress(OSError):
             self.socket.sendall(frame)
@@ -156,6 +159,8 @@ def _cluster_of_this_process() -> dict[str, str]:
 
 
 def device_of_core(config: EngineConfig) -> str:
-    """Return the device of a replica's process, as CoreChild takes it; "cpu" if separate rank processes use the
-    device."""
+    """Return CoreChild's argument `device` for a replica.
+
+    It is "cpu" if worker processes use the device in place of the core's process.
+    """
     return "cpu" if config.of_replica.parallel.executor == "multiprocess" else config.device.type

@@ -1,4 +1,4 @@
-"""The caller's end of the socket to the engine core: its first message, then all others on an asyncio event loop."""
+"""Client of an engine core: wait for the core's first message, then exchange messages on an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class EngineDeadError(FatalError):
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
-    """Wait for the core's first message. Raises the start's exception; EngineDeadError if the core ended without
-    one."""
+    """Wait for the core's first message; return the connection and the message.
+
+    Raises the exception with which the start failed, or EngineDeadError if the core ended without reporting one.
+    """
     connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
     try:
         while not (messages := connection.receive()):
@@ -54,9 +56,11 @@ def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
 class CoreClient:
     """Sends requests, passes on their outputs, and detects the end of the core.
 
-    on_outputs is called for each step with outputs of this client; on_death once, if the core ends by itself. `dead` is
-    the reason, None while the core runs. The socket is read on one event loop at a time, set by the last call of
-    `attach`.
+    on_outputs: called with the outputs of each step that has any for this client.
+    on_death: called once, with the reason, if the core ends by itself.
+    dead: the reason why the core has ended; None while it runs.
+
+    The socket is read on one event loop at a time, set by the last call of `attach`.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class CoreClient:
     async def call(self, name: str, **arguments: Any) -> Any:
         """Make the core apply a control call, after all earlier messages, and return its result.
 
-        Raises ControlError if it fails, EngineDeadError if the core has ended, or ends before it answers.
+        Raises ControlError if the call fails. Raises EngineDeadError if the core has ended, or ends before it answers.
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
@@ -135,8 +139,10 @@ class CoreClient:
                 self._death_watchers.remove(end)
 
     def close(self, reason: str) -> None:
-        """Disconnect from the core, which ends if this was its last client. `on_death` is not called; control calls
-        fail."""
+        """Disconnect from the core, which ends if this was its last client.
+
+        Pending control calls fail. `on_death` is not called.
+        """
         self._detach()
         self.dead = self.dead or reason
         self._connection.close()
@@ -198,7 +204,7 @@ class CoreClient:
         self._on_death(self.dead)
 
     def _fail_waiting(self) -> None:
-        """Fail the pending calls, since the core is dead."""
+        """Fail the pending calls and finish every `wait_dead`, since the core is dead."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
             for answer in self._calls.values():

@@ -41,16 +41,16 @@ _LAST_WORDS_S = 5.0
 
 
 class ApiProcess:
-    """A client. While it does not read, outputs wait as objects, which are encoded one at a time as the socket accepts
-    them.
+    """A client of the core, with a queue of messages to it.
 
-    The queue is bounded by the tokens that its requests may still generate: a client cannot send new ones without
-    reading.
+    While the client does not read, messages wait unencoded. Each is encoded once the socket has accepted the previous
+    one. The queue is bounded by the tokens that the client's requests may still generate: a client that does not read
+    sends no new requests.
     """
 
     def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
-        """Wrap a connection. give_up: called with the id of a request whose output is too large for a message; the
-        request ends."""
+        """Wrap a connection. give_up: called with the id of a request that ends because its output is too large for a
+        message."""
         self.number = number
         self.connection = connection
         self._give_up = give_up
@@ -67,7 +67,7 @@ class ApiProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the socket accepts. Raises OSError if the other end is gone."""
+        """Send as many queued messages as the socket accepts. Raises OSError if the other end is gone."""
         self.connection.flush()
         while self._waiting and not self.connection.has_unsent:
             for each in frames_of(self._waiting.popleft(), self._give_up):
@@ -75,8 +75,11 @@ class ApiProcess:
 
 
 def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
-    """Return a message as frames. A step that is too large for one frame is divided; if a single request's output is
-    too large, it becomes an error."""
+    """Return a message as frames.
+
+    A step's outputs that are too large for one frame are divided. If a single request's output is too large, it is
+    replaced by an error, and `give_up` is called with the request's id.
+    """
     try:
         return [frame(encode(message))]
     except MessageTooLargeError as error:
@@ -91,7 +94,7 @@ def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
 
 
 def _divided(outputs: StepOutputs) -> list[StepOutputs]:
-    """Divide the outputs of several requests."""
+    """Divide a step's outputs, of at least two requests, into two parts."""
     columns, others = range(len(outputs.request_ids)), outputs.others
     if columns and others:
         return [outputs.part(columns, ()), outputs.part((), others)]
@@ -102,8 +105,9 @@ def _divided(outputs: StepOutputs) -> list[StepOutputs]:
 class CoreServer:
     """Serves API processes in the caller's thread, until the process that started the core has ended.
 
-    starter: the connection to that process. listener: socket for further API processes. given: what EngineCore.add gets
-    besides the request, by request id, if this process is also an API process; adding a request removes its own.
+    starter: connection to that process. listener: socket to which further API processes connect.
+    given: objects that EngineCore.add gets besides a request, by request id, if an API process runs in this process. An
+        entry is removed when its request is added.
     """
 
     def __init__(
@@ -256,7 +260,7 @@ class CoreServer:
             api_process.request_ids.discard(request_id)
 
     def _send(self, api_process: ApiProcess, message: ToApi) -> None:
-        """Send, ignoring a closed connection: reading reports it."""
+        """Send a message. Ignores a closed connection, which is noticed when it is read."""
         with suppress(OSError):
             api_process.send(message)
             self._watch(api_process)
@@ -277,7 +281,7 @@ class CoreServer:
             del self._owners[request_id]
 
     def _report_failure(self, message: Failed) -> None:
-        """Report the failure to all API processes, then wait for slow readers, at most _LAST_WORDS_S."""
+        """Send the failure to all API processes; wait at most _LAST_WORDS_S for those that read slowly."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:
             with suppress(OSError):

@@ -32,9 +32,10 @@ class WorkerError(FatalError):
 
 
 class Monitor:
-    """A thread that watches until `end`, or until a worker fails; then it ends all workers and keeps the reason.
+    """Watches the workers in a thread, until `end` is called or a worker fails.
 
-    bell: an eventfd that becomes readable on failure; `end` closes it.
+    After a failure all workers are ended, and `failure` has the reason. bell: an eventfd that becomes readable on a
+    failure; `end` closes it.
     """
 
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
@@ -59,12 +60,14 @@ class Monitor:
         self._thread.start()
 
     def wait_ready(self) -> list[Ready]:
-        """Wait until all ranks are ready. Raises WorkerError if a worker ends, or the error with which one fails to
-        start."""
+        """Wait until all ranks are ready, and return their messages.
+
+        Raises WorkerError if a worker ends. If a worker fails to start, raises the error with which it failed.
+        """
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
-        """Return futures for all ranks' answers to the call with this number."""
+        """Return futures for all ranks' answers to the call with this number. Raises as `check`."""
         futures: list[Future[Answered]] = [Future() for _ in self._workers]
         with self._lock:
             if self.failure is not None:
@@ -78,7 +81,11 @@ class Monitor:
         self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
 
     def survives(self, step: int) -> bool:
-        """Return whether all ranks have failed in a step, at the same place and outside of collectives."""
+        """Return whether the ranks can continue after a step failed on one of them.
+
+        They can if all ranks fail in the step, at the same place and outside of collectives. Waits up to _APART_S for
+        the failures of all ranks.
+        """
         with self._step_failed:
             reports = self._failed_steps.setdefault(step, {})
             self._step_failed.wait_for(lambda: len(reports) == len(self._workers) or self.failure is not None, _APART_S)
@@ -110,12 +117,14 @@ class Monitor:
             return self.failure
 
     def close(self) -> None:
-        """Expect the workers to end: from now on that is not a failure."""
+        """Expect the workers to end: from now on, the end of a worker is no failure."""
         self._closing = True
 
     def end(self) -> None:
-        """Stop watching: the workers are ended or killed, and their connections are about to be closed. Later requests
-        raise."""
+        """Stop watching. To be called once the workers have ended, before their connections are closed.
+
+        From now on `check` and `expect` raise.
+        """
         with self._lock:
             if self.failure is None:
                 self.failure = WorkerError("the workers have been told to stop")
@@ -136,7 +145,7 @@ class Monitor:
         self._selector.close()
 
     def _take(self, rank: int) -> bool:
-        """Process a worker's message; return whether to expect more."""
+        """Process a worker's next message. Returns False if the worker has ended."""
         worker, name = self._workers[rank], self._layout.name(rank)
         try:
             message = decode_from_worker(receive(worker.socket))
@@ -174,8 +183,11 @@ class Monitor:
         return None
 
     def _error(self, failed: Failed, rank: int) -> Exception:
-        """Return a rank's error. If it could not start, this is its own exception, which may concern a user's
-        option."""
+        """Return the error to raise for a rank's failure.
+
+        It is a WorkerError. But if the rank failed to start, it is the rank's own exception, which may concern a user's
+        option.
+        """
         name = self._layout.name(rank)
         if self._ready[rank].done():
             error: Exception = WorkerError(f"{name}: {failed.kind}: {failed.text}")
@@ -184,7 +196,10 @@ class Monitor:
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
 
     def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
-        """Fail the executor unless a reported failure is settled: the failed rank may be waiting for another rank."""
+        """Fail the executor unless `survives` has dealt with a rank's failure in a step.
+
+        Otherwise the rank that writes the results might wait for the failed rank without end.
+        """
         with self._lock:
             is_settled = step not in self._failed_steps
         if not is_settled and not self._closing:
@@ -204,8 +219,11 @@ class Monitor:
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
 
     def _silent_s(self, rank: int) -> float:
-        """Return the seconds since a rank's last heartbeat; during its start, when foreign code may run for long, since
-        it was first found stopped."""
+        """Return the seconds since a rank's last heartbeat.
+
+        While the rank starts, code without heartbeats may run for long. Then return the seconds since its process was
+        first found stopped, 0 if it is not stopped.
+        """
         if self._ready[rank].done():
             sign = self._heartbeats.last_s(rank)
         else:

@@ -2,7 +2,7 @@
 
 Each step is written once to a ring buffer in shared memory that all workers read; one rank writes the results to a
 second ring buffer. A step is sent before its predecessor has ended. No process is both a rank and the engine core, so
-neither waits for the other's Python.
+that no rank waits while the core runs Python, and the core waits for no rank's Python.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class StepError(RuntimeError):
 
 
 class MultiprocessExecutor:
-    """Executor over worker processes. Raises WorkerError if a worker cannot start; `submit` and `result` raise it if a
-    worker ends later.
+    """Executor over worker processes.
 
-    workers: the configuration's workers, which the executor ends.
+    Raises WorkerError if a worker cannot start. `submit` and `result` raise WorkerError if a worker ends later.
+    workers: the launched workers of this configuration, which `close` ends.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MultiprocessExecutor:
                 send(worker.socket, encode(start))
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
-        """Return the number of blocks. Raises WorkerError unless all ranks report the same."""
+        """Return the number of KV cache blocks. Raises WorkerError unless all ranks report the same values."""
         for rank, other in enumerate(ready):
             if other != ready[0]:
                 name = self._layout.name(rank)
@@ -123,7 +123,7 @@ class MultiprocessExecutor:
         return _PendingResult(self, step.step)
 
     def sample(self, late: LateInputs) -> None:
-        """Sample with late inputs, see Executor. The step's result raises errors of sampling."""
+        """Sample with late inputs, see Executor. Errors of sampling are raised by the step's result."""
         self._monitor.check()
         self._steps.write(encode(Late(late)))
 
@@ -149,8 +149,10 @@ class MultiprocessExecutor:
         self._monitor.check()
 
     def _no_room(self) -> None:
-        """Read results while the steps' buffer is full: the rank that writes them may itself be waiting for room.
-        Raises WorkerError if a worker has ended."""
+        """Read results while the ring buffer of steps is full. Raises WorkerError if a worker has ended.
+
+        The rank that writes results may be waiting for room in its own ring buffer, and then it reads no steps.
+        """
         self._monitor.check()
         self._results.take_in()
 
@@ -170,7 +172,7 @@ class MultiprocessExecutor:
         return metrics
 
     def close(self) -> None:
-        """Wait for the steps in flight and for all workers to end; kill workers that do not."""
+        """Wait for the steps in flight, and for all workers to end. Kill workers that do not end in time."""
         if self._closed:
             return
         self._closed = True

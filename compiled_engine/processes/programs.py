@@ -1,4 +1,4 @@
-"""Main programs of an engine core's and a worker's process: their work before they import PyTorch."""
+"""Main programs of the processes of engine cores and workers: the work that comes before importing PyTorch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def core_main() -> None:
 def worker_main() -> None:
     """Run a rank. Arguments: kind of device, rank, the ranks' shared folder, and the descriptors from WorkerChild.
 
-    Ctrl-C and the like are ignored, since the starter handles them; this process ends when the starter closes its
-    socket.
+    SIGINT and SIGTERM are ignored, since the starter handles them: this process ends when the starter closes its
+    connection.
     """
     _begin()
     kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -67,7 +67,7 @@ def _begin() -> None:
 
 
 def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
-    """End this process at once, whatever it is doing, when its starter has ended."""
+    """Wait until the starter has ended, then remove `folder` and end this process at once, whatever it is doing."""
     poll = select.poll()
     poll.register(connection, 0)  # reports a hang-up only
     poll.poll()

@@ -49,7 +49,7 @@ class Heartbeats:
     """Time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """Create the memory, or map another process's. descriptor: of that memory."""
+        """Create the memory; or, given its descriptor, map the memory that another process has created."""
         self.descriptor = descriptor
         if self.descriptor is None:
             self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)
@@ -62,7 +62,7 @@ class Heartbeats:
         return self._times[rank]
 
     def beat(self, rank: int) -> None:
-        """Start heartbeats, which continue as long as this process runs Python."""
+        """Start a thread that writes the rank's heartbeats as long as this process runs Python."""
         threading.Thread(target=self._beat, args=(rank,), name="heartbeat", daemon=True).start()
 
     def _beat(self, rank: int) -> None:
@@ -81,9 +81,10 @@ class WorkerChild:
     """A worker process: it starts its imports at once, joins the other ranks, and waits for a StartWorker on its
     socket.
 
-    gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU first, so
-    that all run the same code, and the others too, to access their memory. folder: where the ranks find each other.
-    steps, results: ring buffers; RankLayout.result_rank writes the results. heartbeats: descriptor of their memory.
+    gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU as number
+        0, so that all ranks run the same code. It also sees the other GPUs, to access their memory.
+    folder: where the ranks find each other. steps, results: ring buffers; RankLayout.result_rank writes the results.
+    heartbeats: descriptor of the memory of Heartbeats.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class WorkerChild:
         return self._process.pid
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the process to end; return how it ended."""
+        """Wait for the process to end; return in words how it ended."""
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
@@ -145,15 +146,20 @@ class WorkerChild:
         return True
 
     def close(self, within_s: float) -> None:
-        """Wait after `kill`. The process should end within the timeout, unless work on its device blocks it."""
+        """Wait for a killed process to end, then close the connection.
+
+        Logs a warning if the process has not ended within the timeout: work on its device may block it.
+        """
         if not self.wait(within_s):
             log.warning("process %d was killed and has not ended: its device is still busy", self.pid)
         self.socket.close()
 
 
 def end_all(workers: Sequence[WorkerChild]) -> None:
-    """Kill all workers at once, within a few seconds: a rank that waits for another on the device may only end after
-    it."""
+    """Kill all workers, then wait a few seconds for their end.
+
+    All are killed before waiting: a rank that waits for another rank on the device may only end after that rank.
+    """
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + _END_S
@@ -162,8 +168,10 @@ def end_all(workers: Sequence[WorkerChild]) -> None:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Return the first GPUs visible to this process, by their names in CUDA_VISIBLE_DEVICES; fewer if there are
-    fewer."""
+    """Return the first `count` GPUs visible to this process, by their names in CUDA_VISIBLE_DEVICES.
+
+    The result is shorter if the variable names fewer.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return [str(index) for index in range(count)]
@@ -177,7 +185,7 @@ def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 class LaunchedWorkers:
-    """Processes of all ranks, which import their modules and wait to be started.
+    """Worker processes of all ranks. They import their modules and wait to be started.
 
     children: by rank. steps, results: see WorkerChild. folder: where the ranks will find each other; only this user may
     enter it.
@@ -204,7 +212,7 @@ class LaunchedWorkers:
 
     @classmethod
     def of(cls, config: EngineConfig) -> LaunchedWorkers:
-        """Create the workers of the configuration."""
+        """Launch a worker for each rank of a replica with this configuration."""
         return cls(config.parallel.devices_per_replica, config.device.type)
 
     def close(self) -> None:

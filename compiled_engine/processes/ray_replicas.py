@@ -53,7 +53,7 @@ def own_environment(device_type: str) -> dict[str, str]:
 
 
 def differences(driver: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
-    """Describe the differences in words."""
+    """Describe in words how a node's `own_environment` differs from the driver's; empty if they are equal."""
     names = dict.fromkeys((*driver, *node))
     return [
         f"{name} is {node.get(name, 'not there')}, the driver's is {driver.get(name, 'not there')}"
@@ -70,8 +70,8 @@ class ReplicaActor:
     """Ray actor that runs a core. RayCore calls its methods, some of them concurrently, with encoded messages and plain
     values.
 
-    device: see CoreChild. paths: the driver's import path, for modules such as logits processors; appended to the
-    node's own.
+    device: see CoreChild. paths: the driver's import path, for modules such as logits processors. Those that exist here
+    are appended to the import path of this process.
     """
 
     def __init__(self, device: str, paths: Sequence[str]) -> None:
@@ -90,8 +90,8 @@ class ReplicaActor:
     def start(self, message: bytes, elapsed_s: float, environment: dict[str, str]) -> list[str]:
         """Start the core; if this node cannot run the driver's configuration, return the reasons instead.
 
-        message: a Start. elapsed_s: seconds since its timeline began, since each machine has its own clock.
-        environment: the driver's.
+        message: a Start, encoded. elapsed_s: seconds since the message's timeline began; a time would not do, since
+        clocks of machines differ. environment: the driver's own_environment.
         """
         start = decode_to_core(message)
         assert isinstance(start, Start)
@@ -105,12 +105,12 @@ class ReplicaActor:
         return wrong
 
     def send(self, data: bytes) -> None:
-        """Send bytes to the core. `receive` reports its end."""
+        """Send bytes to the core. If the core has ended, `receive` reports that."""
         with suppress(OSError):
             self._child.socket.sendall(data)
 
     def receive(self) -> bytes:
-        """Wait for bytes from the core; empty once it has ended."""
+        """Wait for bytes from the core, and return them; empty once the core has ended."""
         try:
             return self._child.socket.recv(_CHUNK)
         except OSError:
@@ -127,14 +127,19 @@ class ReplicaActor:
 
 
 def _own_gpus() -> dict[str, str]:
-    """Return this process's GPUs, as assigned by Ray. Ray does not put them in its environment if the user sets
-    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
+    """Return CUDA_VISIBLE_DEVICES with the GPUs that Ray assigned to this process; empty if it assigned none.
+
+    Ray does not set the variable itself if the user sets RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.
+    """
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") if ray.is_initialized() else None
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def _first_gpu() -> int:
-    """Return this process's index of the first GPU that Ray assigned to it: 0 if it sees no others."""
+    """Return the index of the first GPU that Ray assigned to this process, among the GPUs that the process sees.
+
+    It is 0 if CUDA_VISIBLE_DEVICES is set, since the process then sees only its own GPUs.
+    """
     assigned = _own_gpus().get("CUDA_VISIBLE_DEVICES", "")
     first = assigned.partition(",")[0]
     return int(first) if first.isdecimal() and os.environ.get("CUDA_VISIBLE_DEVICES") is None else 0
@@ -157,8 +162,10 @@ class RayCore:
         self._lost: str | None = None
 
     def start(self, frame: bytes) -> None:
-        """Send a Start message as a frame. Raises ValueError if the node cannot run it, RuntimeError if the node is
-        lost."""
+        """Send the order to start. frame: a Start message as a frame.
+
+        Raises ValueError if the node cannot run the configuration, and RuntimeError if the node is lost.
+        """
         (message,) = FrameReader().feed(frame)
         start = decode_to_core(message)
         assert isinstance(start, Start)
@@ -200,7 +207,7 @@ class RayCore:
         self._own.close()
 
     def _pump_in(self) -> None:
-        """Pass on the core's bytes; at its end, or the actor's, `socket` ends."""
+        """Pass bytes from the actor to `socket`. When the core or its actor ends, `socket` reaches its end."""
         try:
             while data := ray.get(self._actor.receive.remote()):
                 self._own.sendall(data)
@@ -212,7 +219,10 @@ class RayCore:
             self._own.shutdown(socket.SHUT_RDWR)
 
     def _pump_out(self) -> None:
-        """Pass on the router's bytes in order, one call at a time. Bytes that arrive during a call go with the next."""
+        """Pass bytes from `socket` to the actor in order, with one call at a time.
+
+        Bytes that arrive during a call go with the next call.
+        """
         with suppress(RayError, OSError):
             while data := self._own.recv(_CHUNK):
                 ray.get(self._actor.send.remote(data))
@@ -234,10 +244,12 @@ _CALLS = 3
 
 
 class RayCluster:
-    """The cluster that this process is in or that RAY_ADDRESS names; otherwise a new one on this host, in its own
-    folder, since another cluster on this host may be another user's.
+    """A Ray cluster, and the replicas' cores on its nodes.
 
-    cores: one per replica, spread over the nodes. Raises ValueError if the cluster is too small or does not answer,
+    The cluster is the one that this process has joined, otherwise the one that RAY_ADDRESS names. Without either, a new
+    cluster is started on this host, in a folder of its own, since a running cluster may be another user's.
+
+    cores: one per replica, spread over the nodes. Raises ValueError if the cluster is too small or does not answer, and
     RuntimeError if its resources are in use.
     """
 
@@ -287,7 +299,7 @@ class RayCluster:
         return [RayCore(actor, f"replica {number} of {count}") for number, actor in enumerate(actors)]
 
     def close(self) -> None:
-        """Release the reserved resources, and leave the cluster if it was joined here."""
+        """Release the reserved resources. Leave the cluster if this object has joined or started it."""
         with suppress(Exception):  # Ray may be gone
             if self._group is not None:
                 remove_placement_group(self._group)

@@ -22,7 +22,7 @@ _EXIT_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A running request, with everything needed to run it again."""
+    """A queued or running request, with everything needed to continue it on another replica."""
 
     request: EngineRequest
     order: tuple[int, int]  # (priority, arrival number)
@@ -32,14 +32,14 @@ class RoutedRequest:
     lost: int = 0  # replicas that died while running it
 
     def add(self, output: EngineOutput) -> None:
-        """Add the outputs of a step."""
+        """Record the request's output of a step."""
         self.token_ids += output.new_token_ids
         if output.extras and (found := prompt_logprobs.rows_in(output.extras)) is not None:
             first, rows = found
             self.next_prompt_logprob = first + len(rows)
 
     def rest(self) -> EngineRequest:
-        """Return the request, continued from its generated tokens."""
+        """Return the request in the form in which a replica continues it after the tokens generated so far."""
         if not self.token_ids and self.next_prompt_logprob == prompt_logprobs.FIRST:
             return self.request
         extras = prompt_logprobs.resumed(self.request, self.next_prompt_logprob)

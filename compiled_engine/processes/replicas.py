@@ -47,8 +47,8 @@ _LOOK_S = 1.0
 class Replicas:
     """Several replicas with the methods of EngineCore, which raise EngineDeadError once no replica is left.
 
-    bell: a descriptor that is readable when a replica has sent something. start_s: duration of the start. when_ended:
-    called once all replicas have ended.
+    bell: a descriptor that is readable when a replica has sent something. start_s: duration of the start, for metrics.
+    when_ended: called once `close` has ended all replicas.
     """
 
     def __init__(
@@ -80,8 +80,11 @@ class Replicas:
             self._selector.register(replica.connection, selectors.EVENT_READ, replica)
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
-        """Queue a request. Raises ValueError if its id is in use, or unless `given` is None, as it is not plain data. A
-        request that a replica refuses ends with finish_reason "error"."""
+        """Queue a request. A request that a replica refuses ends with finish_reason "error".
+
+        Raises ValueError if the request's id is in use, or if `given` is not None: objects cannot be sent to another
+        process.
+        """
         self._require_living()
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
@@ -106,8 +109,7 @@ class Replicas:
         self._send_queued()
 
     def step(self) -> StepOutputs:
-        """Return the outputs of one step of one replica, possibly empty. Unless `can_step`, waits for a limited
-        time."""
+        """Return the outputs of one step of one replica. Waits for a limited time; if none come, they are empty."""
         if not self._outputs:
             self._require_living()
             self._look(_LOOK_S)
@@ -117,19 +119,21 @@ class Replicas:
         return self._outputs.popleft()
 
     def can_step(self) -> bool:
-        """Return whether a step would find a message."""
+        """Return whether `step` need not wait: outputs are queued, or a replica has sent something."""
         return bool(self._outputs) or bool(self._selector.select(0))
 
     def has_unfinished(self) -> bool:
         return bool(self._requests) or bool(self._outputs)  # outputs of ended requests may still be queued
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a control call on all replicas, wait, and return one result.
+        """Apply a control call on all replicas, wait for their answers, and combine the results.
 
-        It is True if the replicas' results are, the union of lists, sorted, and otherwise the first replica's result.
-        metrics: totals, and some figures of each under "replicas"; figures that do not add up, such as stages of the
-        start, are the first replica's; a replica that does not answer in time contributes its last figures. Raises
-        ControlError if a replica does so, or does not answer in time.
+        Booleans are combined with "and", lists to their sorted union. For other types the result is the first
+        replica's. Raises ControlError if the call fails on a replica, or if a replica does not answer in time.
+
+        The call "metrics" returns totals, and some figures of each replica under "replicas". Figures that cannot be
+        added, such as stages of the start, are the first replica's. A replica that does not answer in time contributes
+        its last figures.
         """
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
@@ -148,7 +152,7 @@ class Replicas:
         return sorted(set().union(*values)) if isinstance(first, list) else first
 
     def tell(self, call: ControlCall) -> None:
-        """Have all replicas serve a control call before later requests, without waiting for an answer."""
+        """Make all replicas serve a control call before later requests. There are no answers."""
         self._require_living()
         for replica in self._living.values():
             self._send(replica, Tell(call))
@@ -243,8 +247,12 @@ class Replicas:
             self._send_queued()
 
     def _lose(self, replica: Replica, why: str) -> None:
-        """Handle the end of a replica. Its requests continue on others, before later ones, unless they may be the
-        cause. If no replica is left, all waiting requests get the reason."""
+        """Handle the end of a replica.
+
+        Its requests are queued again, before later requests, and continue on other replicas. But a request with which
+        MOST_LOST replicas have died may be the cause, and ends with an error. If no replica is left, later calls of
+        `step` and other methods raise EngineDeadError.
+        """
         if replica.dead is not None:
             return
         replica.dead = f"{replica.name} has ended: {why}"
@@ -271,7 +279,7 @@ class Replicas:
         self._send_queued()
 
     def _send(self, replica: Replica, message: ToCore) -> None:
-        """Send, ignoring a closed connection: reading reports it."""
+        """Send a message. Ignores a closed connection, which is noticed when it is read."""
         if replica.dead is None:
             try:
                 replica.send(message)
@@ -286,7 +294,10 @@ class Replicas:
             self._selector.modify(replica.connection, events, replica)
 
     def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
-        """Return the answers by replica. Waits at most _ANSWER_S for replicas that have answered before."""
+        """Send a control call to all replicas, and return their answers by replica number.
+
+        Waits at most _ANSWER_S for replicas that have answered a call before, and without limit for others.
+        """
         self._require_living()
         self._call_number += 1
         self._answers = {}
@@ -306,7 +317,7 @@ class Replicas:
 
 
 def _end(replicas: Sequence[Replica], when_ended: Callable[[], None]) -> None:
-    """End all replicas at once, then wait."""
+    """End all replicas at the same time, wait for their end, then call `when_ended`."""
     for replica in replicas:
         replica.connection.close()
     for replica in replicas:

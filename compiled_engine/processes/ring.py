@@ -1,8 +1,8 @@
-"""Stream of messages over a ring buffer in shared memory, from one process to one or more readers of all messages.
+"""Stream of messages over a ring buffer in shared memory, from one process to one or more readers.
 
-The memory is anonymous: processes inherit its descriptor, and it is freed when the last of them ends, however it ends.
-So is each reader's doorbell, an eventfd, which also orders memory accesses: the writer signals after writing, and a
-reader reads after the signal.
+Every reader gets all messages. The memory is anonymous: processes inherit its descriptor, and it is freed when the last
+of them ends, however it ends. The same holds for each reader's doorbell, an eventfd. The doorbell also orders memory
+accesses: the writer signals after writing, and a reader reads after the signal.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class RingDescriptors(NamedTuple):
 
 
 def await_bell(bells: select.poll, busy_s: float) -> None:
-    """Wait until one of them is readable. Polls for the first busy_s seconds, since waking a sleeping processor takes a
-    part of a step."""
+    """Wait until one of the doorbells is readable.
+
+    Polls without sleeping for the first busy_s seconds, since waking a sleeping processor adds to the time of a step.
+    """
     give_up = time.monotonic() + busy_s
     while time.monotonic() < give_up:
         if bells.poll(0):
@@ -50,8 +52,11 @@ def await_bell(bells: select.poll, busy_s: float) -> None:
 
 
 class _Memory:
-    """Layout: number of bytes written; number of bytes read, per reader; then the data, where a byte's place is its
-    number modulo the capacity."""
+    """The memory of a ring buffer, mapped into this process.
+
+    Layout: the number of bytes written so far; for each reader, the number of bytes read; then the data. Byte number i
+    of the stream is at place i modulo the capacity.
+    """
 
     def __init__(self, ring: RingDescriptors):
         self._map = mmap.mmap(ring.memory, 0)
@@ -66,8 +71,10 @@ class _Memory:
 
 
 class RingWriter:
-    """The writer; only one thread of one process may write. no_room: called while the buffer is full; raises once the
-    readers are gone."""
+    """Writes messages to a ring buffer. Only one thread of one process may write.
+
+    no_room: called again and again while the buffer is full; must raise once the readers are gone.
+    """
 
     def __init__(self, ring: RingDescriptors, no_room: Callable[[], None]):
         self._bells = ring.bells
@@ -98,7 +105,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reader with doorbell `index`. busy_s: see await_bell."""
+    """Reads the messages of a ring buffer as the reader with number `index`. busy_s: see await_bell."""
 
     def __init__(self, ring: RingDescriptors, index: int = 0, busy_s: float = 0.0):
         self._memory = _Memory(ring)
@@ -116,8 +123,10 @@ class RingReader:
         return self._take(length, wait)
 
     def take_in(self) -> bool:
-        """Move available bytes out of the buffer, for `read` to return later, which frees their room. Return whether
-        there were any."""
+        """Move available bytes out of the ring buffer, so that the writer has room; `read` returns them later.
+
+        Returns whether there were any.
+        """
         counts, content, own = self._memory.counts, self._memory.content, self._own
         read = counts[own]
         place = read % len(content)

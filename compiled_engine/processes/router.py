@@ -1,9 +1,10 @@
 """Choose a replica for each request.
 
-The chosen replica is the one estimated to finish the request first. A replica's pending work is the sum over its
-requests of prompt tokens not known to be cached, and of expected output tokens, each weighted as several prompt tokens;
-the uncached part of the new prompt is added. So a prompt goes where its prefix was computed, until that replica has so
-much more work than another that recomputing the prefix there is cheaper; then both have it.
+The chosen replica is the one estimated to finish the request first. A replica's pending work is counted in prompt
+tokens. It is the sum over its requests of prompt tokens not known to be cached, and of expected output tokens, each
+weighted as several prompt tokens. The uncached part of the new prompt is added. So a prompt goes where its prefix was
+computed, until that replica has so much more work than another that recomputing the prefix on the other is cheaper.
+Then both replicas have the prefix.
 
 Weighing cached blocks against load, from the router's own history, follows the routers of SGLang (Zheng et al., 2024,
 arXiv:2312.07104) and NVIDIA Dynamo, and Preble (Srivatsa et al., 2024, arXiv:2407.00023).
@@ -22,7 +23,8 @@ from compiled_engine.engine.messages import EngineRequest
 class PrefixHistory:
     """Hashes of the last `capacity` blocks sent to a replica, whose prefix cache evicts in nearly the same order.
 
-    Adding a sequence makes its blocks the newest, its first block last: without the first, the others cannot be found.
+    Adding a sequence makes its blocks the newest, with the first block the newest of all: without the first block, a
+    sequence's other blocks cannot be found.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -59,7 +61,7 @@ MOST_HASHES = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """A request's replica."""
+    """The replica chosen for a request, and what the request adds to the replica's load."""
 
     replica: int
     work: float  # added to the replica, in prompt tokens
@@ -91,7 +93,7 @@ class Router:
         self._loads = {number: _Load(PrefixHistory(capacity)) for number in range(self.num_replicas)}
 
     def route(self, request: EngineRequest) -> Route | None:
-        """Choose a replica, and count the request there; None if all have their most requests."""
+        """Choose a replica and add the request to its load. Returns None if every replica has `most_requests`."""
         loads = {number: load for number, load in self._loads.items() if load.num_requests < self.most_requests}
         if not loads:
             return None
@@ -117,7 +119,10 @@ class Router:
         return Route(chosen, work, hashes)
 
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
-        """Remove a request. finished: it ended by itself, so its length updates the estimate of output lengths."""
+        """Remove a request that has ended from its replica's load.
+
+        finished: the request ended by itself, so its length updates the estimate of output lengths.
+        """
         load = self._loads[route.replica]
         load.num_requests -= 1
         load.work = load.work - route.work if load.num_requests else 0.0
@@ -129,7 +134,7 @@ class Router:
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:
-        """Remove a replica that has ended, with everything sent to it."""
+        """Remove a replica that has ended, and forget what was sent to it."""
         del self._loads[replica]
 
     def forget_prefixes(self) -> None:

@@ -1,4 +1,4 @@
-"""Run an engine core, from the order to start until the caller is gone, in its own process or thread."""
+"""Run an engine core in its own process or thread, from the order to start it until the caller is gone."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run_core(
     given: MutableMapping[str, Any] | None = None,
     when_started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start a core and serve until the other end of `connection` closes. See CoreServer.
+    """Start a core and serve until the other end of `connection` closes. listener, given: see CoreServer.
 
-    If the start fails, this is reported to the caller, and nothing is raised. A step's error is reported to all
-    clients, then raised.
+    If the start fails, the error is sent over `connection`, and nothing is raised. A step's error is sent to all
+    clients, then raised. when_started: called when the start has succeeded or failed.
     """
     timeline = Timeline(start.origin_s, start.spans)
     so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
@@ -85,7 +85,7 @@ def serve(listener: socket.socket, folder: Path) -> None:
 
 
 def _receive_start(connection: Connection[ToCore]) -> Start | None:
-    """Receive the order to start; None if the caller has ended."""
+    """Wait for the order to start. Returns None if the caller has ended."""
     messages: list[ToCore] = []
     try:
         while not messages:
@@ -99,7 +99,7 @@ def _receive_start(connection: Connection[ToCore]) -> Start | None:
 
 
 def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
-    """End the process if the caller disappears while the core starts, when the socket is not read."""
+    """End the process if the caller disappears while the core starts. The socket is not read in that time."""
     poll = select.poll()
     poll.register(descriptor, 0)  # reports a hang-up only
     while not started.is_set():
@@ -117,7 +117,7 @@ class CoreThread:
         self._thread: threading.Thread | None = None
 
     def start(self, start: Start, processors: GivenProcessors, given: MutableMapping[str, Any]) -> None:
-        """Start the thread. given: see CoreServer; an entry must be added before its request."""
+        """Start the thread. given: see CoreServer; the caller adds an entry before it sends the entry's request."""
         arguments = (start, self._other, processors, given)
         self._thread = threading.Thread(target=_run_thread, args=arguments, name="engine core", daemon=True)
         self._thread.start()

@@ -33,10 +33,11 @@ def start_core(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore:
-    """Return a core that is ready to serve. Raises as `Runner`; WorkerError for worker processes.
+    """Start a core in this process, and its worker processes if it has several; return it when it is ready to serve.
 
-    logits_processors: objects or "package.module:Name"; workers get the names only. timeline: contains the stages of
-    the start so far; the core's are added.
+    logits_processors: objects or "package.module:Name"; worker processes get only the names. timeline: the stages of
+    the start so far, to which the core's stages are added. Raises the errors of `Runner`, or WorkerError if a worker
+    process fails.
     """
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
@@ -64,8 +65,11 @@ def start_cores(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore | Replicas:
-    """Start one core, see start_core, or replicas. Replicas start in parallel: the compile cache's lock makes one of
-    them build the entry, and the others load it. Raises the error of the first that cannot start."""
+    """Start one core, see start_core, or several replicas.
+
+    Replicas start in parallel. The compile cache's lock makes one of them build the cache entry, and the others load
+    it. Raises the error of the first replica that cannot start.
+    """
     timeline = timeline or Timeline()
     if not config.parallel.has_replicas:
         return start_core(config, progress, logits_processors, timeline)
@@ -74,7 +78,7 @@ def start_cores(
 
 
 class LaunchedCore(RunningCore, Protocol):
-    """A core that waits for its order."""
+    """A launched core that waits for the order to start."""
 
     def start(self, frame: bytes) -> None:
         """Send a Start message as a frame."""
@@ -116,7 +120,7 @@ def _start_replicas(
 
 
 def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
-    """Add a core for each replica; return a function to call when all have ended."""
+    """Launch a core for each replica and append it to `cores`. Returns a function to call when all have ended."""
     if config.parallel.executor == "ray":
         from compiled_engine.processes.ray_replicas import RayCluster  # needs an optional package
 
@@ -129,7 +133,7 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
 
 
 def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
-    """Wait for cores in the order in which they become ready, so that a failed start is reported at once."""
+    """Wait until all cores are ready; return their replicas in order. A failed start is raised at once."""
     poll = select.poll()
     waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
     for descriptor in waiting:

@@ -21,9 +21,9 @@ from compiled_engine.process.timeline import Span
 
 
 class FrontendOptions(msgspec.Struct, frozen=True):
-    """Engine options for API processes that the configuration does not contain.
+    """Engine options that API processes need and that the configuration does not contain.
 
-    The core only keeps them, for API processes that connect later.
+    The core only keeps them, to send them to API processes that connect later.
     """
 
     skip_tokenizer_init: bool
@@ -49,14 +49,14 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End requests."""
+    """End these requests; no more outputs are sent for them."""
 
     request_ids: tuple[str, ...]
     stopped: bool = False  # their output is complete, by a stop string
 
 
 class Control(msgspec.Struct, tag=True, frozen=True):
-    """A control call, answered by an `Answered` with its number; each rank of a core applies and answers it."""
+    """A control call, to a core or to all ranks of a core. Each receiver sends an `Answered` with the same number."""
 
     number: int
     call: ControlCall
@@ -84,7 +84,7 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
-    """The result of a call, or why it failed."""
+    """The result of the control call with this number, or the reason why the call failed."""
 
     number: int
     value: Any = None
@@ -123,7 +123,7 @@ class Late(msgspec.Struct, tag=True, frozen=True):
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Continue after a step that failed on all workers; until then they execute nothing. Sent over the ring buffer."""
+    """Continue after a step that failed on all workers, which execute no steps meanwhile. Sent over the ring buffer."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -131,7 +131,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
-    """A step failed, by its number."""
+    """Report of a rank that the step with this number has failed on it."""
 
     step: int
     failed: Failed
@@ -170,7 +170,7 @@ def decode_to_api(data: bytes | bytearray) -> ToApi:
 
 
 def decode_start(data: bytes) -> StartWorker:
-    """Decode the first message of a worker."""
+    """Decode the first message to a worker."""
     return _start_decoder.decode(data)
 
 

@@ -1,4 +1,4 @@
-"""A worker after importing PyTorch: create its rank's runner, then execute the ring buffer's messages."""
+"""The part of a worker's program that needs PyTorch: create the runner, then execute the ring buffer's messages."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """Run a rank until it is stopped. device: kind of device. folder: where the ranks find each other. descriptors:
-    those from WorkerChild, after the socket's."""
+    """Run a rank until it is told to stop.
+
+    connection: socket of WorkerChild. device: "cuda" or "cpu". folder: where the ranks find each other.
+    descriptors: the descriptors that WorkerChild passes, without the socket's.
+    """
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
         # Work that needs no configuration is done first.
@@ -106,8 +109,7 @@ class Worker:
             threading.Thread(target=self._write_results, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
-        """Execute messages until the worker is stopped. After a failed step the executor decides whether the ranks
-        continue."""
+        """Execute messages until a `Stop`. After a failed step the executor decides whether the ranks continue."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):
@@ -133,7 +135,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, inputs: LateInputs) -> None:
-        """Sample the step that waits for these inputs; there is none if it has failed."""
+        """Sample the step that waits for these inputs. No step waits for them if the step has failed."""
         if self._late is None:
             return
         (number, pending), self._late = self._late, None
@@ -151,8 +153,11 @@ class Worker:
             self._send_result(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """Return the result of `launch`, for step `number`. A failure is reported to the executor, and nothing is
-        executed until the executor continues."""
+        """Return the result of `launch`, which launches step `number`.
+
+        A failure is reported to the executor, and returned as a pending output that raises it. Later steps fail with
+        the same error, until the executor sends `GoOn`.
+        """
         try:
             if self._failure is not None:  # of an earlier step
                 raise self._failure
@@ -187,7 +192,7 @@ class Worker:
 
 
 class _Raised:
-    """Pending output of a step that could not be launched."""
+    """Pending output of a step that could not be launched. `result` raises the error."""
 
     def __init__(self, error: Exception):
         self._error = error

@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over packed sequences, continued from the state in each request's row."""
+"""Causal convolution of each channel over packed sequences. A request's earlier inputs are in its row of the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def convolve_reference(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `convolve` of op.py in plain torch, on any device."""
+    """Compute `convolve` of op.py with PyTorch's ops, on any device."""
     if factor_TD is not None:
         x_TD = x_TD * factor_TD
     num_before = weight_DW.shape[1] - 1
@@ -44,7 +44,7 @@ def convolve_reference(
 
 
 def _newest(x_TD: torch.Tensor, state_SDL: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return each request's last inputs, [R, D, L]: the state's followed by the step's."""
+    """Return the newest L inputs of each request, oldest first, [R, D, L], from its state and this step's inputs."""
     length = state_SDL.shape[2]
     before_RDL = sequences.states(state_SDL)
     starts_R1, lens_R1 = sequences.starts.unsqueeze(1), sequences.lens.unsqueeze(1)

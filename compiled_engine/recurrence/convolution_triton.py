@@ -1,6 +1,8 @@
-"""Triton kernels for convolutions with a state: one computes outputs by tiles of tokens, one the requests' new states.
+"""Triton kernels for convolutions with a state.
 
-Grids depend only on the numbers of tokens and rows, and rows are read on the device, so CUDA graphs can capture both.
+convolve_kernel computes outputs by tiles of tokens. shift_state_kernel writes each request's new state; in a step of
+decodes it also computes the outputs, so that one launch is enough. Grids depend only on the numbers of tokens and
+requests, and the kernels read each request's row on the device, so CUDA graphs can capture both.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _finished(
     ACTIVATION: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return activation(y) * gate in `dtype`, rounded where the model rounds. y: fp32."""
+    """Return activation(y) * gate, rounded to `dtype` before and after the activation and after the gate. y: fp32."""
     y = y.to(dtype)
     if ACTIVATION == "silu":
         wide = y.to(tl.float32)
@@ -77,12 +79,12 @@ def convolve_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Causal convolution of each channel: program (tile of tokens, tile of channels) computes outputs, not states.
+    """Convolve each channel causally. Program (tile of tokens, tile of channels) writes outputs; states are only read.
 
-    x_ptr: [T, D]; weight_ptr: [D, W]; bias_ptr: [D] or None; factor_ptr, gate_ptr: [T, D] or None; strides are those of
-        tokens.
-    state_ptr: [S, D, W - 1], the inputs before the step, of requests with earlier tokens; out_ptr: [T, D], zeros for
-        padding.
+    x_ptr: [T, D]; weight_ptr: [D, W]; bias_ptr: [D] or None; factor_ptr, gate_ptr: [T, D] or None. Their strides are
+        the elements from one token to the next.
+    state_ptr: [S, D, W - 1], the inputs before this step; read only for requests with earlier tokens.
+    out_ptr: [T, D]; padding gets zeros.
     rows_ptr: int32 [R], row of each request in the states, -1 for padding; query_start_loc_ptr, seq_lens_ptr: see
         AttentionInputs.
     TILE_R: requests compared at a time to find a token's request.
@@ -155,10 +157,10 @@ def shift_state_kernel(
     COMPUTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write the newest inputs of each request to its state: program (request, tile of channels).
+    """Write the newest inputs of each request to its state. Program: (request, tile of channels).
 
-    COMPUTES: first compute the outputs of the request's tokens, one after another; otherwise out_ptr is not written.
-    Other arguments are those of convolve_kernel.
+    COMPUTES: first compute the outputs of the request's tokens, one after another. Otherwise out_ptr is not written.
+    See convolve_kernel for the remaining arguments.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -216,7 +218,7 @@ def convolve_triton(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `convolve` of op.py with the kernels. States and result must be contiguous."""
+    """Compute `convolve` of op.py with the kernels. state_SDL and out_TD must be contiguous."""
     x_TD = _with_dense_rows(x_TD)
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]

@@ -1,7 +1,8 @@
 """Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences, with a state per row.
 
-A head's state, [k, v], maps keys to values. A token decays it by exp(g), then replaces the value stored for the token's
-key by a mix of that and the token's value (beta: share of the latter), and reads it with the token's query.
+A head's state, [k, v], maps keys to values. Each token first multiplies the state by exp(g). Then it moves the value
+stored under its key towards its own value: beta is the fraction of the way. The token's result is the value that the
+updated state stores under the token's query.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def apply_rule_reference(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `apply_rule` of op.py in plain torch, on any device."""
+    """Compute `apply_rule` of op.py with PyTorch's ops, on any device."""
     q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
     q_THk = q_THk * q_THk.shape[-1] ** -0.5
     values = q_THk, k_THk, v_THv.float(), g_TH.float(), beta_TH.float()
@@ -51,7 +52,7 @@ def apply_rule_reference(
 
 
 def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Tensor:
-    """Return queries or keys in fp32, one per value head."""
+    """Return queries or keys in fp32, repeated for num_heads value heads. normalises: divide each by its L2 norm."""
     x = x_TGk.float()
     if normalises:
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
@@ -66,7 +67,7 @@ def _one_token(
     g_RH: torch.Tensor,
     beta_RH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process one token of each request; return (results, new states)."""
+    """Process one token of each request; return (results [R, H, v], new states [R, H, k, v])."""
     state_RHkv = state_RHkv * g_RH.exp()[..., None, None]
     known_RHv = torch.einsum("rhkv,rhk->rhv", state_RHkv, k_RHk)
     state_RHkv = state_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, (v_RHv - known_RHv) * beta_RH.unsqueeze(-1))

@@ -1,7 +1,7 @@
-"""Triton kernel of the gated delta rule: processes each request's tokens, in chunks or one by one, with its state.
+"""Triton kernel for the gated delta rule, see delta_rule.py.
 
-The grid depends only on the number of rows, and rows are read on the device, so CUDA graphs can capture it. See
-delta_rule.py for the rule.
+It processes a request's tokens in chunks, or one by one in steps of decodes. The grid depends only on the number of
+requests, and the kernel reads each request's row on the device, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ TILE_V = 32
 def _loaded(
     ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
 ) -> tl.tensor:
-    """Load rows of queries or keys, fp32, times `scale`. NORMALISES: first divide each by its length, see EPS."""
+    """Load rows of queries or keys as fp32 and multiply them by `scale`.
+
+    NORMALISES: first divide each row by its L2 norm. EPS is added to the squared norm.
+    """
     x_Ck = tl.load(ptrs_Ck, mask=mask_Ck, other=0.0).to(tl.float32)
     if NORMALISES:
         x_Ck *= tl.rsqrt(tl.sum(x_Ck * x_Ck, 1) + EPS)[:, None]
@@ -63,14 +66,15 @@ def delta_rule_kernel(
 ) -> None:
     """Apply the gated delta rule: program (tile of TILE_V values, head, request) processes all of the request's tokens.
 
-    It writes the results, and the request's new state.
+    It writes the tokens' results and updates the request's state in place.
 
-    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]; strides are those of tokens.
-    state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], row of each request in the states, -1 for padding, whose results
-        are zeros.
-    query_start_loc_ptr, seq_lens_ptr: see AttentionInputs; a request without earlier tokens starts with zeros.
-    SCALE: factor of queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once: 16, or 1.
-    TILE_K: K rounded up to a power of two. PRECISION: of products, see tl.dot.
+    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]. Strides are the elements from
+        one token to the next.
+    state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], row of each request in the states, -1 for padding. The results of
+        padding are zeros.
+    query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
+    SCALE: multiplies queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
+    TILE_K: K rounded up to a power of two. PRECISION: input_precision of tl.dot.
     """
     head, request = tl.program_id(1), tl.program_id(2)
     k_k = tl.arange(0, TILE_K)
@@ -152,7 +156,7 @@ def apply_rule_triton(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `apply_rule` of op.py with the kernel. States and result must be contiguous."""
+    """Compute `apply_rule` of op.py with the kernel. state_SHkv and out_THv must be contiguous."""
     q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]

@@ -1,4 +1,4 @@
-"""Custom ops of recurrences, which read and update the state in each running request's row.
+"""Custom ops for recurrences. They read and update each running request's row of the state.
 
 The ops mutate their arguments, so the graph is split around them. As for attention (compiled_engine/attention/op.py), a
 trace of transformers' code uses functional stand-ins, which the pass `recurrences` replaces by the mutating ops.
@@ -30,11 +30,12 @@ def convolve(
     out_TD: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Write activation(convolution of each channel of x * factor) * gate to `out_TD`, zeros for padding.
+    """Write activation(convolution of each channel of x * factor, plus bias) * gate to `out_TD`; padding gets zeros.
 
-    Each operation is rounded; factor, gate and bias are optional. The last weight applies to the token itself.
-    state_SDL: per row, the last W - 1 inputs of the convolution, the newest last. activation: silu, or empty for none.
-    sequences: the fields of Sequences.
+    factor, bias and gate are optional. Results are rounded after the factor, the bias, the activation and the gate. The
+    last weight applies to the token itself.
+    state_SDL: per row, the last W - 1 inputs of the convolution, the newest last; updated in place.
+    activation: silu, or empty for none. sequences: the fields of Sequences.
     """
     if x_TD.device.type == "cpu":
         run = convolve_reference
@@ -54,10 +55,11 @@ def apply_rule(
     out_THv: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Apply the gated delta rule, see delta_rule.py, and write the result to `out_THv`, zeros for padding.
+    """Apply the gated delta rule, see delta_rule.py, and write the result to `out_THv`; padding gets zeros.
 
-    Consecutive value heads share a query and key head, H being a multiple of G; queries are scaled by k ** -0.5.
-    normalises: first divide queries and keys by their lengths. state_SHkv: fp32. sequences: the fields of Sequences.
+    H / G consecutive value heads share each query and key head. Queries are multiplied by k ** -0.5.
+    normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, updated in place.
+    sequences: the fields of Sequences.
     """
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
@@ -67,7 +69,7 @@ def apply_rule(
 
 
 def _returns_nothing(*arguments: object) -> None:
-    """Fake implementation of the ops for tracing."""
+    """Implement both ops for fake tensors: they return nothing."""
 
 
 def _never_executed(*arguments: object) -> NoReturn:
@@ -82,9 +84,9 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
 
 
 def _define(name: str, function: Callable[..., None], arguments: str, state: str, out: str, like: int) -> Any:
-    """Define an op that updates a state and writes a result shaped like argument `like`, and its functional stand-in.
+    """Define an op that updates `state` and writes to `out`, and its functional stand-in, which returns the result.
 
-    Returns the op.
+    Returns the op. like: index of the argument whose shape and dtype the result has.
     """
     state_arguments = f"Tensor(a!) {state}, Tensor(b!) {out}, {_SEQUENCES}"
     schema = f"({arguments}, {state_arguments}) -> ()"
@@ -138,7 +140,7 @@ def conv_state_or_value(
     state_SDL: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Return the result of `convolve` without factor and gate, [T, D]; while tracing, call the functional stand-in."""
+    """Run `convolve` without factor and gate, and return its result [T, D]. In traces, call the functional stand-in."""
     operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDL
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
@@ -157,7 +159,7 @@ def delta_rule_or_value(
     state_SHkv: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Return the result of `apply_rule`, [T, H, v]; while tracing, call the functional stand-in."""
+    """Run `apply_rule` and return its result [T, H, v]. In traces, call the functional stand-in."""
     operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.delta_rule_value(*operands, *sequences)

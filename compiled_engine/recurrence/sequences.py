@@ -1,4 +1,4 @@
-"""The packed sequences of a step for recurrences, with each request's row in the states."""
+"""Packed sequences of a step, as recurrences read them: each request's tokens, and its row in the states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_engine.config import ModelConfig
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that this model reads in addition to those of every model."""
+    """Return the step tensors that only models with recurrences read; empty for other models."""
     return () if model.recurrences is None else (ROWS,)
 
 
@@ -36,9 +36,9 @@ class Sequences(NamedTuple):
         return self.query_start_loc_R1.diff().long()
 
     def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (request, place within the request's tokens) of each token, int64 [T] each.
+        """Return each token's request, and its index among that request's tokens in the step: two int64 [T].
 
-        Tokens after the last request count as its own.
+        Padding tokens after the last request are counted as tokens of the last request.
         """
         tokens_T = torch.arange(num_tokens, device=self.rows_R.device)
         request_T = torch.searchsorted(self.query_start_loc_R1[1:].long(), tokens_T, right=True)
@@ -46,7 +46,7 @@ class Sequences(NamedTuple):
         return request_T, tokens_T - self.starts[request_T]
 
     def real(self, request_T: torch.Tensor) -> torch.Tensor:
-        """Return whether tokens belong to a request with a row."""
+        """Return which tokens belong to a request with a row, bool [T]; padding does not. request_T: see `places`."""
         inside_T = torch.arange(len(request_T), device=request_T.device) < self.query_start_loc_R1[-1]
         return inside_T & (self.rows_R >= 0)[request_T]
 
@@ -57,6 +57,6 @@ class Sequences(NamedTuple):
         return torch.where(continues, state_S[self.rows_R.clamp(min=0).long()], 0)
 
     def store(self, state_S: torch.Tensor, new_R: torch.Tensor) -> None:
-        """Write the requests' states after the step, [R, ...], to their rows."""
+        """Write each request's new state, new_R [R, ...], to its row. Skips requests without a row or tokens."""
         real_R = (self.rows_R >= 0) & (self.lens > 0)
         state_S[self.rows_R[real_R].long()] = new_R[real_R].to(state_S.dtype)

@@ -1,4 +1,4 @@
-"""Resolve the options of LoRA adapters, or raise an error with what is allowed."""
+"""Resolve the options of LoRA adapters, or raise an error that says what is allowed."""
 
 from __future__ import annotations
 

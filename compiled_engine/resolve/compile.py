@@ -37,7 +37,7 @@ MAX_WORKERS = 8
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled here and what would change that, or None."""
+    """Return why nothing can be compiled on this machine and what would change that; None if compiling is possible."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
     compiler = os.environ.get("CXX", "g++")
@@ -55,7 +55,11 @@ def resolve_compile(
     device: torch.device,
     reasons: dict[str, str],
 ) -> CompileConfig:
-    """Return the compiler's configuration. `enabled`: not eager. Raises ValueError or TypeError with the field."""
+    """Return the compiler's configuration. enabled: False in eager mode.
+
+    Imports the option's plugins, and adds the reasons for chosen values to `reasons`. Raises ValueError or TypeError
+    with the field.
+    """
     load_plugins(options.plugins)
     if not enabled:
         require_defaults(options, "the mode is eager: nothing is compiled", *COMPILE_OPTIONS)
@@ -93,13 +97,13 @@ def default_passes(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
 
 
 def _with_work(model: ModelConfig, num_ranks: int) -> tuple[str, ...]:
-    """Return the names of all passes that apply to the model and its number of ranks."""
+    """Return the names of all passes that have something to do for the model and number of ranks."""
     idle = {name for names, _ in _idle(model, num_ranks) for name in names}
     return tuple(graph_pass.name for graph_pass in registered_passes() if graph_pass.name not in idle)
 
 
 def _idle(model: ModelConfig, num_ranks: int) -> Iterator[tuple[frozenset[str], str]]:
-    """Yield names of passes that do not apply, with the reason."""
+    """Yield (names of passes, reason) for passes that have nothing to do."""
     if num_ranks == 1:
         yield passes_of_ranks(), "tensor_parallel_size is 1: there is nothing to sum"
     if model.quantisation is None:

@@ -1,4 +1,4 @@
-"""Resolve the options of CUDA graphs into mode and sizes, or raise an error with the allowed values."""
+"""Resolve the options of CUDA graphs into a graph mode and batch sizes, or raise an error with the allowed values."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def resolve_graphs(
     reasons: dict[str, str],
     decodes: bool = True,
 ) -> GraphConfig:
-    """Return the configuration of graphs.
+    """Return the configuration of graphs, and add the reasons for chosen values to `reasons`.
 
-    `compiled` and `graphed` are the resolved `mode`. `short_contexts`: see Support; it returns () if no pass uses their
-    kernels. `recording_obstacle` is the result of the function of that name. `decodes` is False for an encoder.
+    compiled, graphed: what the resolved `mode` includes. short_contexts: see Support; it returns () if no pass uses the
+    kernels for short contexts. recording_obstacle: result of the function of that name. decodes: False for an encoder,
+    which has no decodes.
 
     Raises ValueError or TypeError with the field.
     """
@@ -75,25 +76,29 @@ def resolve_graphs(
 def graphs_of_draft_model(
     sizes: tuple[int, ...], compiled: CompileConfig, attention: AttentionChoice, scheduler: SchedulerConfig
 ) -> GraphConfig:
-    """Return the graphs of a draft model's passes over these numbers of requests, also with short contexts.
+    """Return the configuration of graphs for a draft model's forwards over these numbers of requests.
 
-    The first pass has two tokens per request; the others are decodes.
+    It includes graphs for short contexts. In a step, the first forward has two tokens per request; the following
+    forwards are decodes.
     """
     short = _short_decodes(sizes, reached_short_contexts(compiled, attention), scheduler)
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, sizes, short_decodes=short, short_verified=short)
 
 
 def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
-    """Return the graphs of a draft head's passes, for only a few of these sizes.
+    """Return the configuration of graphs for a draft head's forwards, with only a few of these sizes.
 
-    A head is one layer and logits. Padding is cheap while the weights take longer to read than to multiply, and kernels
-    for short contexts would save little.
+    A head is one layer and logits. Padding is cheap while reading the weights takes longer than multiplying by them,
+    and kernels for short contexts would save little.
     """
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, few_sizes(sizes))
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
-    """Return Support.short_contexts if the pass whose op uses their kernels is enabled."""
+    """Return Support.short_contexts of the backend if the pass that uses the kernels for short contexts is enabled.
+
+    Otherwise return a function that finds none.
+    """
     return attention.support.short_contexts if RopeAttend.name in compiled.passes else no_short_contexts
 
 
@@ -192,7 +197,7 @@ def recording_obstacle(
     attention: AttentionChoice,
     device: torch.device,
 ) -> str | None:
-    """Return why decodes cannot be recorded as calls of C++ kernels (graph mode "recorded"), or None."""
+    """Return why decodes cannot be recorded as calls of C++ kernels (graph mode "recorded"); None if they can."""
     if device.type != "cpu":
         return "calls are recorded only on a CPU"
     if not compile_config.enabled:
@@ -210,17 +215,20 @@ def recording_obstacle(
 
 
 def default_capture_sizes(limit: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8 to 128 in steps of 8, then steps of 32, up to and including `limit`.
+    """Return the sizes 1, 2, 4, from 8 to 128 in steps of 8, then in steps of 32, up to and including `limit`.
 
-    From 128 rows on, a product takes as long as with the next multiple of 32, and each size costs a capture at
-    start-up.
+    From 128 rows on, a matrix product takes as long as one with the next multiple of 32 rows, and each size costs a
+    capture at start-up.
     """
     sizes = [1, 2, 4, *range(8, 129, 8), *range(160, limit + 1, 32)]
     return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
 
 
 def default_token_sizes(limit: int) -> tuple[int, ...]:
-    """Return `default_capture_sizes` up to 512, steps of 128 up to 2048, then eighths of each power of two."""
+    """Return default_capture_sizes up to 512, then steps of 128 up to 2048, then steps of 1/8 of each power of two.
+
+    The last size is `limit`.
+    """
     sizes = [*default_capture_sizes(min(limit, 512)), *range(640, 2049, 128)]
     power = 2048
     while power < limit:
@@ -232,7 +240,7 @@ def default_token_sizes(limit: int) -> tuple[int, ...]:
 def _sizes(
     options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str], decodes: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (decode sizes, token sizes)."""
+    """Return (decode_sizes, token_sizes) of GraphConfig, from the options or by the default rules."""
     captures_decodes = mode.captures_decodes and decodes
     # Decodes without graphs of their own use those of mixed batches.
     most_decodes = 0 if captures_decodes or not decodes else scheduler.max_num_seqs

@@ -55,7 +55,7 @@ DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 
 
 def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
-    """Return the configuration. For a model from the hub, all missing files but the weights are downloaded.
+    """Return the configuration for these options. Downloads missing files of a model from the hub, except its weights.
 
     Raises ValueError, TypeError or OSError with the field, the value and what is allowed.
     """
@@ -117,7 +117,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
 
 
 def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str], progress: Progress) -> ModelConfig:
-    """Read the checkpoint's configuration, including an adapter that is merged into its weights."""
+    """Return the model's configuration from the checkpoint, and from the adapter that is merged into it, if any."""
     folder = resolve_model_folder(options, reasons, progress)
     pooler = PoolerConfig.of(options.pooler_config or {})
     model, model_reasons = read_model_config(
@@ -149,7 +149,10 @@ def _model(options: EngineOptions, device: torch.device, reasons: dict[str, str]
 def _with_adapter(
     options: EngineOptions, given: str | Path, model: ModelConfig, reasons: dict[str, str], progress: Progress
 ) -> ModelConfig:
-    """Return the model with `merge_adapter`. The adapter is read now, so that errors are raised early."""
+    """Return the configuration of the model with the adapter `given`, the option merge_adapter.
+
+    The adapter is read now, so that errors are raised early. Tied embeddings are untied if the adapter requires it.
+    """
     if options.load_format == "dummy":
         raise ValueError("load_format is 'dummy', but merge_adapter is given; allowed: auto, safetensors")
     folder = resolve_adapter_folder("merge_adapter", given, options.download_dir, progress)
@@ -183,7 +186,7 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: int, reasons: dict[str, str]) -> bool:
-    """Return whether prefixes are cached: the option is True and the model allows it."""
+    """Return whether prefixes are cached, which the option must request and the model must allow."""
     if not options.enable_prefix_caching:
         return False
     if model.recurrences is not None and not num_snapshots:
@@ -206,7 +209,10 @@ def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
 
 
 def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
-    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for others and missing ones."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for any other value.
+
+    Also raises ValueError for a GPU that this machine does not have.
+    """
     if asked == "auto":
         if torch.cuda.is_available():
             reasons["device"] = "an NVIDIA GPU is there"
@@ -228,7 +234,7 @@ def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
 
 
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
-    """Return (compile?, graphs?)."""
+    """Return (whether to compile, whether to use graphs) for the option `mode`."""
     mode = options.mode
     obstacle = compiler_obstacle(device)
     if mode == "auto" and obstacle is not None:
@@ -251,7 +257,7 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
 def _scheduler(
     options: EngineOptions, model: ModelConfig, device: torch.device, request_bytes: int, reasons: dict[str, str]
 ) -> SchedulerConfig:
-    """Return the scheduler's configuration. `request_bytes` is the size of a request's recurrent states."""
+    """Return the scheduler's configuration. request_bytes: size of a request's recurrent states on a rank."""
     default_seqs, default_tokens = DEFAULT_LIMITS[device.type]
     max_num_seqs = options.max_num_seqs
     if max_num_seqs is None:

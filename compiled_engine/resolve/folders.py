@@ -1,4 +1,4 @@
-"""Find the folders of the model, the tokenizer and adapters (local or from the hub), and of the compile cache."""
+"""Find the folders of the model, the tokenizer and adapters, which may be local or on the hub, and the cache folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>.+))?")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The folder of a checkpoint."""
+    """A checkpoint's folder, and where the checkpoint comes from."""
 
     path: Path
     hub_name: str | None = None  # None for a local folder
@@ -30,7 +30,10 @@ class ModelFolder:
 
 
 def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> ModelFolder:
-    """Return the model's folder. Raises ValueError for a local folder's revision, and as `find_checkpoint` does."""
+    """Return the model's folder. Raises ValueError if a revision is given for a local folder.
+
+    Also raises the errors of `find_checkpoint`.
+    """
     if options.model is None:
         reasons["model.path"] = "no model was named: the bundled one"
     repository = _repository("model", options.model, "revision", options.revision, options.download_dir)
@@ -47,7 +50,7 @@ def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progre
 
 
 def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> Path | None:
-    """Return the folder of a separate tokenizer, or None. Raises as `resolve_model_folder` does."""
+    """Return the tokenizer's folder; None if the tokenizer is the model's. Raises as `resolve_model_folder` does."""
     named = options.tokenizer
     if named is None and options.tokenizer_revision is not None:  # another revision of the model's own
         named = options.model.partition("@")[0] if isinstance(options.model, str) else options.model
@@ -62,7 +65,10 @@ def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], pr
 
 
 def resolve_adapter_folder(field: str, named: str | Path, download_dir: str | Path | None, progress: Progress) -> Path:
-    """Return an adapter's folder, local or from the hub. Raises ValueError, or OSError if a download fails."""
+    """Return an adapter's folder, local or downloaded from the hub.
+
+    field: the option, for errors. named: the option's value. Raises ValueError, or OSError if a download fails.
+    """
     repository = _repository(field, named, "revision", None, download_dir)
     if repository is None:
         return Path(named).expanduser()
@@ -72,13 +78,13 @@ def resolve_adapter_folder(field: str, named: str | Path, download_dir: str | Pa
 
 
 def local_adapter_folder(named: str | Path) -> Path | None:
-    """Return an adapter's local folder; None for a name on the hub."""
+    """Return an adapter's local folder; None if `named` is a name on the hub."""
     is_on_hub = isinstance(named, str) and _HUB_NAME.fullmatch(named) is not None and not Path(named).exists()
     return None if is_on_hub else Path(named).expanduser()
 
 
 def resolve_cache_dir(options: EngineOptions) -> Path | None:
-    """Return the folder of compiled artifacts; None to keep none."""
+    """Return the folder in which compiled artifacts are kept; None if they are not kept."""
     if not options.compile_cache:
         require_defaults(options, "compile_cache is False: nothing would be kept", "cache_dir")
         return None
@@ -92,7 +98,10 @@ def _repository(
     revision: str | None,
     download_dir: str | Path | None,
 ) -> Repository | None:
-    """Return the hub repository for org/name or org/name@revision; None for a local folder, which takes precedence."""
+    """Return the hub repository for org/name or org/name@revision. A local folder of that name takes precedence.
+
+    Returns None for a local folder, and if `named` is None. field, revision_field: the options, for errors.
+    """
     match = _HUB_NAME.fullmatch(named) if isinstance(named, str) else None
     is_there = named is not None and Path(named).exists()
     if match is None or is_there:

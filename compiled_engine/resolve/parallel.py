@@ -90,7 +90,7 @@ def resolve_parallel(
 
 
 def _stage_layers(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> tuple[int, ...]:
-    """Return ParallelConfig's layers per stage. Raises ValueError for a model that cannot be divided."""
+    """Return ParallelConfig.stage_layers. Raises ValueError for a model that cannot be divided into stages."""
     stages = options.pipeline_parallel_size
     if stages == 1:
         return ()
@@ -119,7 +119,8 @@ def _more_than_one(sizes: dict[str, int]) -> str:
 def check_model(model: ModelConfig, size: int) -> None:
     """Raise ValueError if `size` ranks cannot divide the model.
 
-    Heads and the MLP are divided. KV heads are divided, or each is shared by equally many ranks.
+    The number of ranks must divide the attention heads and the rows of MLPs and experts. It must divide the KV heads,
+    or be a multiple of them.
     """
     if size == 1:
         return
@@ -163,7 +164,10 @@ def _check_processors(options: EngineOptions) -> None:
 def _check_devices(
     options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
 ) -> None:
-    """Check the number of devices. `sizes`, by option, multiply to the devices of a replica."""
+    """Raise ValueError if there are too few devices, or if the device option names a single one.
+
+    sizes: by option; their product is the number of devices of a replica.
+    """
     share, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
         given = given or f"distributed_executor is {executor!r}"

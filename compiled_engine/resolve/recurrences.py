@@ -1,4 +1,4 @@
-"""Resolve the memory of recurrent states: those of running requests, and snapshots in the prefix cache."""
+"""Resolve the memory for recurrent states: states of running requests, and snapshots in the prefix cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ def state_bytes(model: ModelConfig, num_ranks: int) -> int:
 
 
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
-    """Return how many requests' states fit into STATE_BYTES, at least 1; None without states."""
+    """Return how many requests' states fit into STATE_BYTES, at least 1; None for a model without recurrences."""
     return max(1, STATE_BYTES[device.type] // request_bytes) if request_bytes else None
 
 
 def resolve_snapshots(
     options: EngineOptions, request_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
 ) -> int:
-    """Return the number of snapshots, of `request_bytes` each. Raises ValueError for snapshots that would be unused."""
+    """Return the number of snapshots, each of `request_bytes`.
+
+    Raises ValueError if the option requests snapshots that would not be used.
+    """
     given = options.num_state_snapshots
     if not request_bytes or not options.enable_prefix_caching:
         reason = "enable_prefix_caching is False" if request_bytes else "the model has no recurrences"

@@ -1,4 +1,4 @@
-"""Resolve speculative_config, with vLLM's keys, or raise an error with the allowed values."""
+"""Resolve the option speculative_config, which has vLLM's keys, or raise an error with the allowed values."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ NEEDED = {
 def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: Progress) -> SpeculationConfig:
     """Return the configuration of speculation.
 
-    `config` is resolved except for speculation; the reasons for chosen values are added to its own. Raises TypeError,
-    ValueError or OSError with the key, its value and what is allowed.
+    config: resolved except for speculation; the reasons for chosen values are added to config.reasons. Raises
+    TypeError, ValueError or OSError with the key, its value and what is allowed.
     """
     given = _read(options.speculative_config)
     if not given:
@@ -175,9 +175,9 @@ def _sharpnesses(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[flo
 def resolve_draft(
     options: EngineOptions, given: Mapping[str, Any], config: EngineConfig, progress: Progress
 ) -> tuple[DraftConfig, tuple[int, ...]]:
-    """Return the draft model or head, configured like the engine's model, and the layers whose inputs a head reads.
+    """Return the configuration of the draft model or head, and the layers of the model whose inputs a head reads.
 
-    Raises as `resolve_speculation` does.
+    The layers are empty for a draft model. Raises as `resolve_speculation` does.
     """
     reasons: dict[str, str] = {}
     try:
@@ -205,7 +205,10 @@ def _head(
     reasons: dict[str, str],
     progress: Progress,
 ) -> tuple[ModelConfig, tuple[int, ...]]:
-    """Read a draft head. Raises ValueError if it does not fit the engine's model."""
+    """Return a draft head's configuration, and the layers of the engine's model whose inputs it reads.
+
+    Downloads the head's weights if it is from the hub. Raises ValueError if the head does not fit the engine's model.
+    """
     folder = resolve_model_folder(
         replace(options, model=given["model"], revision=given.get("revision")), reasons, progress
     )
@@ -230,7 +233,10 @@ def _graphs(
     attention: AttentionChoice,
     reasons: dict[str, str],
 ) -> GraphConfig:
-    """Return the graphs of a draft model or head: its passes are captured or recorded if the engine's decodes are."""
+    """Return the configuration of graphs for a draft model or head.
+
+    Its forwards are captured if the engine's forwards are, and recorded if the engine's decodes are.
+    """
     mode, graph, device = config.graph.mode, config.graph, config.device
     if mode is GraphMode.RECORDED:
         obstacle = recording_obstacle(compiled, config.parallel, draft, attention, device)
@@ -255,7 +261,7 @@ def _draft_model(
     reasons: dict[str, str],
     progress: Progress,
 ) -> ModelConfig:
-    """Read a draft model. Raises ValueError if it does not fit the engine's model."""
+    """Return a draft model's configuration. Raises ValueError if the model does not fit the engine's model."""
     model = config.model
     asked = replace(options, model=given["model"], revision=given.get("revision"))
     folder = resolve_model_folder(asked, reasons, progress)
@@ -291,7 +297,7 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 
 
 def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the given keys. None counts as absent, and so do vLLM's keys with values that have no effect."""
+    """Return the given keys and values, without values None and without vLLM's keys whose value has no effect."""
     return {
         name: each
         for name, each in read_mapping("speculative_config", value).items()
@@ -300,7 +306,7 @@ def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int]:
-    """Return the largest and smallest n-gram length; each is the other's default, as in vLLM."""
+    """Return the largest and the smallest n-gram length. If only one is given, the other is equal to it, as in vLLM."""
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     for name, value, other in (("lookup_max", longest, shortest), ("lookup_min", shortest, longest)):
         if value is None:
@@ -311,8 +317,8 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
     """Return SpeculationConfig.acceptance_rates.
 
-    A mean length is reached with the least variance: each step accepts its integer part, and one more draft at the rate
-    of the fraction.
+    A given mean length of a step's tokens is reached with the least variance: each step has its integer part, and one
+    token more with the probability of its fraction.
     """
     rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
     if given.get("rejection_sample_method") != SYNTHETIC:
@@ -336,7 +342,7 @@ def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float,
 
 
 def _check_together(options: EngineOptions, config: EngineConfig) -> None:
-    """Raise ValueError for options that speculation does not support."""
+    """Raise ValueError if the model or an option cannot be combined with speculation."""
     reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"

@@ -3,8 +3,9 @@
 In order of application:
 
 Additions: logit_bias, bad_words and min_tokens become lists of (token, value, condition). A bias always applies.
-min_tokens adds minus infinity to ending tokens before some position. A bad word adds it to its last token if its other
-tokens have just been generated. The device evaluates the conditions, so a step needs nothing from the host.
+min_tokens adds minus infinity to ending tokens before some position. A bad word adds minus infinity to its last token
+if its other tokens have just been generated. The device evaluates the conditions, so a step needs nothing from the
+host.
 
 Masks: allowed_token_ids, a mask that stays on the device, and token masks, which are sent with a step.
 
@@ -58,7 +59,7 @@ def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
 
 
 class RowEdits(NamedTuple):
-    """Kinds of edits that a row needs."""
+    """Which edits a row needs: additions, a mask of allowed tokens, penalties, a record of its tokens."""
 
     added_to: bool
     limited: bool
@@ -88,7 +89,7 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Write the edits of a newly started row to its fields; return their kinds. Arguments: see Sampler.add_row."""
+        """Write the edits of a newly started row to its fields; return which the row needs. See Sampler.add_row."""
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties
@@ -117,9 +118,9 @@ class EditedRows:
         self._rows.write("counts", row, counts_V)
 
     def _start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
-        """Write the last generated tokens of a row to its tail, which is to have at least `length` tokens.
+        """Write the last generated tokens of a row to its tail, with room for at least `length` tokens.
 
-        All rows' tails have the same length, so a longer one lengthens the others.
+        The tails of all rows are equally long, so a larger `length` lengthens them all.
         """
         if "tail" not in self._rows:
             self._rows.declare(RowField("tail", shape=(length,), initial=-1))
@@ -149,7 +150,10 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions of a rank's columns, with token ids relative to the first; prefixes are unchanged."""
+        """Return the additions to a rank's tokens. Their ids become relative to the rank's first token.
+
+        Prefixes are unchanged.
+        """
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first

@@ -42,8 +42,8 @@ def add_kernel(
     """Apply a row's additions whose condition holds to its logits; program (row of logits).
 
     logits_ptr: float32 [R, V]; row_index_ptr: int32 [R], the row of the states; positions_ptr: int64 [R].
-    additions_ptr: int32 [., NUM_COLUMNS], see edits.NUM_COLUMNS; a row's are additions_count from additions_start on.
-        prefixes_ptr: int32, a row's from prefixes_start on.
+    additions_ptr: int32 [., NUM_COLUMNS], see edits.NUM_COLUMNS. A row has additions_count additions, which begin at
+        additions_start. prefixes_ptr: int32; a row's prefixes begin at prefixes_start. Counts and starts: [N].
     tail_ptr: int32 [N, tail_length], the last generated tokens, or None: no row has bad words.
     """
     sample = tl.program_id(0).to(tl.int64)

@@ -1,9 +1,9 @@
 """top-k, top-p and min-p as one threshold per row: tokens with smaller logits are not sampled.
 
-Each filter keeps the most likely tokens down to some logit, so together they keep those down to the highest of the
-three. A threshold treats equal logits equally: the kept set does not depend on the order of a sort, and only kept
-tokens need noise. Filters apply in vLLM's order: temperature, min-p, top-k, and top-p over the remaining probabilities.
-The Triton kernel is in filters_triton.py.
+Each filter keeps the most likely tokens down to some logit. So all three together keep the tokens down to the highest
+of these logits. A threshold treats equal logits equally: the kept set does not depend on the order of a sort, and only
+kept tokens need noise. Filters apply in vLLM's order: temperature, min-p, top-k, and top-p over the remaining
+probabilities. The Triton kernel is in filters_triton.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROW_FIELDS = (
 
 
 def filter_fields(params: SamplingParams) -> dict[str, float]:
-    """Return a row's field values; greedy rows have inverse temperature 0 and are not filtered."""
+    """Return the values of FIELDS for a row. Greedy rows have inverse temperature 0 and are not filtered."""
     if params.greedy:
         return dict(zip(FIELDS, (0, 0, 1, 0), strict=True))
     top_k = min(max(params.top_k, 0), 2**31 - 1)
@@ -88,7 +88,7 @@ def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return thresholds of all three filters, from each row's largest logits: as many as top-k needs, or all for top-p.
+    """Return thresholds of all three filters, from each row's largest logits: the k that top-k needs, or all for top-p.
 
     The logits are sorted in ascending order. Each filter gives the index from which it keeps tokens; the largest index
     applies.

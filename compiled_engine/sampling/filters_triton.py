@@ -1,9 +1,9 @@
-"""Computes the thresholds of filters.py without a sort: by bisection over counts for top-k, over probability for top-p.
+"""Compute the thresholds of filters.py without a sort: by bisection over counts for top-k, over probability for top-p.
 
 The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still holds k
-tokens, or a probability of top-p. Each pass over a row narrows the threshold's interval; once at most CANDIDATES logits
-are inside, the search continues in registers. One program handles a row, so sums have a fixed order whatever else is in
-the batch, and rows without filters end at once.
+tokens, or a probability of top-p. Each pass over a row narrows the interval of possible thresholds. Once at most
+CANDIDATES logits are in the interval, the search continues in registers. One program handles a row, so sums have a
+fixed order whatever else is in the batch, and programs of rows without filters end at once.
 """
 
 from __future__ import annotations

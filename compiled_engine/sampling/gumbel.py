@@ -77,7 +77,7 @@ def sample(
     logits_SV: float32 [S, V]. row_index_S: int32 [S], index of the row's parameters in the tensors [N]; -1 is padding,
     which gets token 0. positions_S: int64 [S], the positions of the new tokens. inverse_temperature_N: float32 [N], 0
     for greedy. seeds_N: int64 [N]. threshold_S: float32 [S] in units of the logits; minus infinity, NaN and None keep
-    every token. token_ids_S: int64 [S], output. best: set on a rank that has only some columns.
+    every token. token_ids_S: int64 [S], output. best: given on a rank that has only some columns; receives the scores.
 
     The lowest token id wins a tie. If a logit that may be drawn is NaN, or all are minus infinity, the result is an
     error code of sampled_tokens.py.
@@ -169,7 +169,7 @@ def sample_in_cpp(
     token_ids_S: torch.Tensor,
     best: Best | None = None,
 ) -> None:
-    """Draw tokens like `sample`. They are the same, unless scores differ only by the rounding of a logarithm."""
+    """Draw the same tokens as `sample`, except where scores differ only by the rounding of a logarithm."""
     num_samples, vocab_size = logits_SV.shape
     _kernel()(
         logits_SV.data_ptr(),

@@ -4,7 +4,7 @@ Greedy rows take the same path without noise, so one launch serves mixed batches
 is bit-identical, the noise except for the last bits of the logarithm.
 
 With a divided vocabulary best_of_ranks_kernel replaces row_best_kernel: it pushes a key into the other ranks' memory
-and waits for theirs. If the group has no push buffer, or too few slots in it, the keys are gathered instead.
+and waits for their keys. If the group has no push buffer, or too few slots in it, the keys are gathered instead.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def best_of_ranks_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Choose the best token of all ranks: program (row of logits), which is also the slot of a PushBuffer.
+    """Choose the best token of all ranks. Program: (row of logits); its number is also the slot of a PushBuffer.
 
-    It exchanges keys of this rank's best tokens with the other ranks, which launch the kernel together. Keys are those
-    of ranks.keys_of.
+    The program exchanges keys of the ranks' best tokens with the other ranks, which must launch the kernel too. Keys
+    are as in ranks.keys_of.
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
     token_ids_ptr: int64 [S], receives a token, an error code, or 0 for padding.
@@ -191,8 +191,8 @@ def block_best_kernel(
 ) -> None:
     """Find the best of BLOCK_V consecutive tokens of a row, and its score: program (row of logits, block).
 
-    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; row_index_ptr to known_ids_ptr, sharpness_ptr: arguments of
-        `sample`, those of masks from StepMasks.
+    logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart. row_index_ptr to known_ids_ptr, sharpness_ptr: arguments of
+        `sample`; masks_ptr and mask_index_ptr are fields of its `masks`.
     best_score_ptr: float32 [S, blocks], infinity if a score is NaN; best_token_ptr: int32 [S, blocks]. Rows of padding
         are not written.
     first_token: token id of the first column.
@@ -248,7 +248,7 @@ def row_best_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Choose the best of a row's blocks' best tokens: program (row of logits).
+    """Choose a row's best token from the best tokens of its blocks. Program: (row of logits).
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
     token_ids_ptr: int64 [S], receives a token, an error code (sampled_tokens.py), or 0 for padding.

@@ -47,8 +47,8 @@ class LogitsProcessor(Protocol):
 
         logits_RV: float32 [R, vocabulary]. row_index_R: int32 [R], each request's row, for lookups in the processor's
         own per-row state. positions_R: int64 [R], the position of the token to be sampled, counted from 0 at the start
-        of the prompt. All are on the device. A step may call it several times for a large batch, each time with other
-        rows.
+        of the prompt. All are on the device. In a large batch, a step may call `apply` several times, each time with
+        different rows.
 
         Must not wait for the device (no .item(), .cpu(), .tolist(), boolean indexing, or copies from pageable memory):
         the engine runs ahead of the device.
@@ -86,7 +86,7 @@ def build_processors(
 ) -> list[LogitsProcessor]:
     """Return the processors, calling factories to make them.
 
-    Raises ValueError, naming the factory, if it fails or returns something else.
+    Raises ValueError, naming the factory, if a factory fails or returns no processor.
     """
     built: list[LogitsProcessor] = []
     for entry in given:
@@ -107,7 +107,8 @@ def build_processors(
 
 
 def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor | LogitsProcessorFactory, ...]:
-    """Import entries given as strings. Raises TypeError or ValueError naming the entry."""
+    """Return processors and factories, importing entries given as strings. Raises TypeError or ValueError naming the
+    entry."""
     return tuple(_resolve(f"logits_processors[{index}]", entry) for index, entry in enumerate(given))
 
 
@@ -145,7 +146,7 @@ class ProcessedRows:
         self._processors = [(each, np.zeros(num_rows, dtype=bool)) for each in processors]
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Return whether any processor applies to the row. If one fails, the row is removed from all."""
+        """Add a row to all processors; return whether any applies to it. If one fails, the row is removed from all."""
         try:
             for processor, applies_N in self._processors:
                 answer = _call(processor, "add_row", row, params, token_ids, num_prompt_tokens)
@@ -158,7 +159,7 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Call the processors that apply to the row, until one fails."""
+        """Remove a row from the processors that apply to it. Stops at the first that fails."""
         for processor, applies_N in self._processors:
             if applies_N[row]:
                 applies_N[row] = False

@@ -34,7 +34,8 @@ def logprob_rows(
 ) -> torch.Tensor:
     """Return rows as in LogprobRows, int32 [R, 3 + 2 * num_top].
 
-    They are readable once the current stream has reached this point. Temporary memory is bounded, see ranks.row_chunks.
+    The rows are on the host, and readable once the current stream has reached this point. Temporary memory is bounded,
+    see ranks.row_chunks.
 
     logits_RV: any floating dtype, contiguous within a row; computed in float32.
     token_ids_R: the chosen tokens, int32 [R].
@@ -66,7 +67,7 @@ def _rows_of_ranks(
 ) -> torch.Tensor:
     """Compute rows like logprob_rows, with a divided vocabulary.
 
-    Every rank calls it with the same tokens and gets the same rows.
+    Every rank must call this function with the same tokens, and gets the same rows.
     """
     rows_RW = torch.empty(len(logits_RV), row_width(num_top), dtype=torch.int32, device=logits_RV.device)
     for rows in row_chunks(len(logits_RV), vocabulary.size):

@@ -136,7 +136,7 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Compute logprobs.logprob_rows with the kernels: int32 [R, 3 + 2 * num_top], in pinned memory, or any on a CPU.
+    """Compute logprobs.logprob_rows with the kernels: int32 [R, 3 + 2 * num_top], on the host (pinned if on a GPU).
 
     The kernels write device memory, which is copied to pinned memory. PyTorch's allocator tracks pending copies but not
     pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write. token_ids_R: int32.

@@ -1,7 +1,7 @@
-"""Sampling parameters of other engines: each is taken, or fails with what to give instead.
+"""Sampling parameters of other engines: each is accepted without effect, or is an error that says what to give instead.
 
-Of vLLM these are all names of its signature, and some of earlier versions. A name of transformers' `generate` is an
-error with this engine's name for it.
+OTHER_PARAMS has all names of vLLM's signature that SamplingParams lacks, and some of earlier versions. A name of
+transformers' `generate` is an error with this engine's name for it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from compiled_engine.schema import unknown_name_message
 
 @dataclass(frozen=True)
 class OtherParam:
-    """asks_nothing: values that ask for nothing. no_effect: why others change nothing, which is a warning; only
-    `without_effect`, if there are any. instead: what to give in the place of all others, which are errors.
+    """A parameter of another engine, and what becomes of its values. An enum member counts as its name.
 
-    A member of an enumeration counts as its name.
+    asks_nothing: values that ask for nothing; they are accepted silently.
+    instead: alternative that the error for other values names; "" if other values are no error, but have no effect.
+    without_effect: values that have no effect although `instead` is given.
+    no_effect: why values have no effect, for the warning.
     """
 
     asks_nothing: tuple[Any, ...]
@@ -28,7 +30,7 @@ class OtherParam:
     instead: str = ""
 
     def settle(self, name: str, value: Any) -> None:
-        """Do nothing, warn, or raise ValueError."""
+        """Accept a value silently or with a warning, or raise ValueError for it."""
         given = getattr(value, "name", value)
         if _is_one_of(given, self.asks_nothing):
             return
@@ -38,7 +40,7 @@ class OtherParam:
 
     @property
     def result(self) -> str:
-        """What becomes of a value that asks for something, for the documents."""
+        """Text for the documents that says what becomes of values that ask for something."""
         if not self.instead:
             return f"no effect: {self.no_effect}"
         if not self.without_effect:
@@ -103,10 +105,11 @@ OF_TRANSFORMERS = {
 
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """Settle a parameter that is none of the `known` fields: with nothing, a warning or an error.
+    """Handle a parameter that is none of the `known` fields: accept it, perhaps with a warning, or raise an error.
 
-    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with this
-    engine's name if transformers has it. Call it directly from the user's call, for the warning's location.
+    Raises ValueError for a value that is not supported. Raises `unknown` for a name that vLLM does not have either; if
+    transformers has it, the message says this engine's name for it. Must be called directly by the function that the
+    user calls, so that the warning has the user's location.
     """
     if name in OF_TRANSFORMERS:
         raise unknown(f"SamplingParams has no field {name!r}; {OF_TRANSFORMERS[name]}")
@@ -116,7 +119,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Return whether the value is one of these; 0 is not False."""
+    """Return whether `value` is one of `values`; 0 is not False here."""
     return any(type(value) is type(each) and value == each for each in values)
 
 

@@ -46,7 +46,10 @@ _Params = TypeVar("_Params")
 
 
 def _checked_when_made(cls: type[_Params]) -> type[_Params]:
-    """Make a dataclass's constructor check the given arguments only; its signature is unchanged."""
+    """Decorate a dataclass so that its constructor checks the arguments that it gets, but no defaults.
+
+    The constructor's signature is unchanged.
+    """
     generated = cls.__init__
     signature = inspect.signature(generated)
     declared = declarations(cls)
@@ -82,8 +85,9 @@ class SamplingParams:
     """Sampling, stopping and output parameters of a request.
 
     Fields have vLLM's names, defaults and meaning; vLLM's other parameters are handled by OTHER_PARAMS. Assignments to
-    fields are checked like arguments; a request has its own copy. Lists and dicts are copied too, None for a list means
-    an empty one, and numpy numbers are stored as Python's.
+    fields are checked like arguments. They do not affect requests already made, which have copies. Lists and dicts are
+    copied, and numpy numbers are stored as Python's. None is stored as an empty list in stop, stop_token_ids and
+    bad_words.
 
     Raises TypeError or ValueError, naming the field, its value and what is allowed; AttributeError for an assignment to
     an unknown field. A refused assignment changes nothing.
@@ -208,14 +212,14 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Make parameters from values that may be None, which stands for the field's default; for max_tokens it means
-        no limit."""
+        """Make parameters from values that may be None. None stands for a field's default; for max_tokens, for no
+        limit."""
         given = {name: value for name, value in values.items() if value is not None or name not in _WITH_DEFAULT}
         return cls(**given)
 
     @property
     def greedy(self) -> bool:
-        """Return whether the most likely token is always taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < SMALLEST_TEMPERATURE
 
     @property
@@ -224,7 +228,7 @@ class SamplingParams:
 
     @property
     def edits_by_output(self) -> bool:
-        """Return whether edits of a token's logits depend on the tokens generated before it."""
+        """Whether edits of logits depend on the tokens generated so far."""
         return self.has_penalties or bool(self.bad_words_token_ids)
 
     def clone(self) -> SamplingParams:
@@ -248,7 +252,7 @@ def _made_of(values: dict[str, Any]) -> SamplingParams:
 
 
 def checked_again(params: SamplingParams) -> SamplingParams:
-    """Return a copy with its lists and dicts checked, whose content may have changed since they were assigned.
+    """Return a copy of parameters whose lists and dicts are checked again, since their content may have changed.
 
     Raises TypeError or ValueError as an assignment does.
     """
@@ -261,12 +265,12 @@ def checked_again(params: SamplingParams) -> SamplingParams:
 
 
 def derived(params: SamplingParams, **values: Any) -> SamplingParams:
-    """Return a copy with these values, which are not checked; lists and dicts are shared."""
+    """Return a copy of parameters with these values, which are not checked. Lists and dicts are shared."""
     return _made_of({**vars(params), **values})
 
 
 def of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
-    """Return the parameters of one of n completions. Each has its own seed; only the first has prompt logprobs."""
+    """Return the parameters of completion `index` of n. Each has its own seed; only the first has prompt logprobs."""
     return derived(
         params,
         n=1,

@@ -36,7 +36,7 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """A rank's choice for each row, among its tokens from `first_token` on."""
+    """Output of a rank's choice for each row, besides the chosen token. The rank's tokens begin with `first_token`."""
 
     first_token: int
     # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed
@@ -45,7 +45,7 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """A rank's tokens, `size` from `first` on; all ranks of the group have the same number."""
+    """A rank's tokens: `size` token ids from `first` on. All ranks of the group have equally many tokens."""
 
     first: int
     size: int
@@ -67,7 +67,7 @@ class VocabularySlice:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the tokens that are in the slice, int64, relative to its first."""
+        """Return those of the tokens that are in the slice, int64, as numbers from 0 for the slice's first token."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 
@@ -98,7 +98,10 @@ def choose_of_ranks(
     row_index_S: torch.Tensor,
     token_ids_S: torch.Tensor,
 ) -> None:
-    """Write the best tokens over all ranks. choose: gumbel.sample with all arguments except the last, `best`."""
+    """Write the best tokens of all ranks to token_ids_S.
+
+    choose: gumbel.sample bound to all its arguments except the last, `best`.
+    """
     scores_S = torch.empty(len(token_ids_S), dtype=torch.float32, device=token_ids_S.device)
     choose(Best(vocabulary.first, scores_S))
     marked_S = torch.where(scores_S.isnan(), torch.inf, scores_S.clamp(max=FLOAT32_MAX))
@@ -107,14 +110,14 @@ def choose_of_ranks(
 
 
 def keys_of(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys. A score of infinity stands for NaN."""
+    """Return int64 keys, which order tokens by score, then by lowest token id. A score of infinity stands for NaN."""
     bits = (scores + 0.0).view(torch.int32)  # minus zero equals zero
     ordered = torch.where(bits < 0, bits ^ _SIGN_MASK, bits).long()
     return (ordered << 32) | (_SIGN_MASK - token_ids.clamp(min=0).long())
 
 
 def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
-    """Return the token ids of keys, or error codes (sampled_tokens.py); 0 for padding."""
+    """Return the token ids that keys stand for, or error codes (sampled_tokens.py); 0 for padding rows."""
     ordered_S = (keys_S >> 32).int()
     scores_S = torch.where(ordered_S < 0, ordered_S ^ _SIGN_MASK, ordered_S).view(torch.float32)
     token_ids_S = _SIGN_MASK - (keys_S & _SIGN_MASK)
@@ -128,8 +131,9 @@ def filter_candidates(
 ) -> torch.Tensor:
     """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
 
-    top_k, top_p: of these rows. With top-k these are each rank's k largest logits, among which are the k largest of
-    all; with min-p alone the largest. top-p without top-k may need any number, so whole rows are gathered.
+    top_k, top_p: of these rows. With top-k the result has each rank's k largest logits, among which are the k largest
+    of all. With min-p alone it has each rank's largest logit. top-p without top-k may need any number of logits, so
+    whole rows are gathered.
     """
     if not vocabulary.is_divided:
         return logits_SV

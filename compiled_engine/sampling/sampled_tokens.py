@@ -1,4 +1,4 @@
-"""The sampler's results for each row: a token, or why there is none, and log-probabilities."""
+"""The sampler's results for each row: a token or an error code, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TokenLogprobs(NamedTuple):
 
 
 def row_width(num_top: int) -> int:
-    """Return the numbers in a row of LogprobRows with the top `num_top` tokens."""
+    """Return how many numbers a row of LogprobRows with the top `num_top` tokens has."""
     return 3 + 2 * num_top
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities at `num_rows` positions, with the same number of tokens each; iterates over TokenLogprobs.
+    """Log-probabilities at `num_rows` positions, equally many at each. Iteration yields a TokenLogprobs per position.
 
     `data` is int32 [num_rows, 3 + 2 * k], little-endian: the chosen token's rank, then pairs of a token id and its
     log-probability as float32, the chosen token first. So a row of fewer tokens is a prefix of a row of more.
@@ -48,12 +48,12 @@ class LogprobRows:
 
     @classmethod
     def of_array(cls, rows_RW: np.ndarray) -> LogprobRows:
-        """Copy rows_RW: int32 [R, 3 + 2 * k]."""
+        """Make LogprobRows from a copy of rows_RW, int32 [R, 3 + 2 * k]."""
         return cls(len(rows_RW), rows_RW.tobytes())
 
     @classmethod
     def of(cls, entries: Iterable[TokenLogprobs]) -> LogprobRows:
-        """Pack entries. Raises ValueError unless all have the same number of tokens."""
+        """Make LogprobRows from entries. Raises ValueError unless all entries have the same number of tokens."""
         rows = []
         for token_ids, logprobs, rank in entries:
             row = np.full(row_width(len(token_ids) - 1), rank, np.int32)
@@ -66,11 +66,11 @@ class LogprobRows:
         return len(self.data) // self.num_rows if self.num_rows else 4 * row_width(0)
 
     def array(self) -> np.ndarray:
-        """Return int32 [num_rows, 3 + 2 * k], read-only."""
+        """Return `data` as an array, int32 [num_rows, 3 + 2 * k], read-only."""
         return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
     def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
-        """Return some of the rows."""
+        """Return LogprobRows with some of the rows."""
         return LogprobRows.of_array(self.array()[rows])
 
     def __len__(self) -> int:

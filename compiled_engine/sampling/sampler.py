@@ -87,11 +87,15 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 StepEdits = StepMasks
-"""Edits of logits that come with a step, while those of its rows are known from the start."""
+"""Edits of logits that come with a step. All other edits are known when a row is added."""
 
 
 class SamplerClass(enum.Enum):
-    """Classes of batches. TEMPERATURE_ONLY: temperature and seed, greedy included; a CUDA graph may sample it."""
+    """Classes of batches by what their sampling needs.
+
+    TEMPERATURE_ONLY: rows need only a temperature, 0 included, and a seed. A CUDA graph may contain their sampling.
+    GENERAL: all other batches.
+    """
 
     TEMPERATURE_ONLY = enum.auto()
     GENERAL = enum.auto()
@@ -102,8 +106,8 @@ class Sampler:
 
     A row's tokens depend only on its own logits, parameters, seed and positions.
 
-    rows: store of the rows' parameters, on the device of the logits; it decides between kernels and numpy.
-    processors: the user's, in calling order.
+    rows: store of the rows' parameters, on the device of the logits. rows.triton: use kernels, otherwise numpy.
+    processors: the user's logits processors, in calling order.
     group: ranks that divide the vocabulary; None if undivided. The attribute `vocabulary` has this rank's columns.
     """
 
@@ -151,12 +155,13 @@ class Sampler:
         *,
         edited_late: bool = False,
     ) -> None:
-        """Assign a free row, just started (`RowFields.start`), to a request. edited_late: the row is sampled with
-        edits that come with each step, see `sample`.
+        """Assign a free row to a request. The row must have been started (`RowFields.start`).
 
-        Writes to the device are staged. seed: params.seed, or the seed chosen for the request if that is None; 64 bits,
-        signed or not. token_ids: the prompt, num_prompt_tokens long, and the tokens generated before a preemption; all
-        must be known on the host.
+        seed: params.seed, or the seed chosen for the request if that is None; 64 bits, signed or not.
+        token_ids: the prompt, num_prompt_tokens long, followed by the tokens generated before a preemption.
+        edited_late: the row is sampled with edits that come with each step, see `sample`.
+
+        Writes to the device are staged.
 
         Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits processor fails;
         the row is then free.
@@ -292,7 +297,10 @@ class Sampler:
         positions_R: torch.Tensor,
         masks: StepMasks | None,
     ) -> torch.Tensor:
-        """Return token ids, int64 [R], after all edits; logits_RV (float32) is edited in place, so it is a copy."""
+        """Apply all edits to logits_RV in place, choose tokens, and return their ids, int64 [R].
+
+        logits_RV: float32, a copy of these rows of the step's logits.
+        """
         if self._added_to_N[rows_R].any():
             self._operations.add_(logits_RV, row_index_R, positions_R, self._rows)
         if self._processed_N[rows_R].any():
@@ -317,7 +325,10 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        """Filter and choose tokens, into token_ids_S. masks: applied here on a GPU; already applied on a CPU."""
+        """Filter logits and write the chosen tokens to token_ids_S.
+
+        masks: applied here on a GPU; on a CPU they have been applied before.
+        """
         threshold_S = None
         if self._filtered_N[rows_S].any():
             filtered = rows_S[self._filtered_N[rows_S]]

@@ -21,7 +21,9 @@ _BRACKETS = re.compile(r"[\[\]{}]")
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """A constraint of one of five kinds on a request's text, which ends when it is complete. Fields have vLLM's names.
+    """A constraint on a request's text, of exactly one of five kinds. Generation ends when the text is complete.
+
+    Fields have vLLM's names.
 
     - json: JSON schema, as a dict or as text; stored as text. Unsupported keywords are refused.
     - regex: regular expression (Rust's syntax, without look-around) for the whole text.
@@ -29,8 +31,8 @@ class StructuredOutputs:
     - grammar: context-free grammar, in llguidance's Lark or in GBNF.
     - json_object: True for any JSON object.
     - disable_any_whitespace: JSON without whitespace.
-    - disable_additional_properties: objects with `properties` in the JSON schema allow no others, unless the schema
-      sets additionalProperties.
+    - disable_additional_properties: objects with `properties` in the JSON schema allow no other properties, unless the
+      schema sets additionalProperties.
     - whitespace_pattern: regular expression for whitespace in JSON; the default, a space or a line end followed by up
       to 24 characters of indentation, prevents endless whitespace.
 

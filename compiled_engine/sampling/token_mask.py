@@ -22,8 +22,8 @@ class TokenMask(Protocol):
     Tokens forbidden by other parameters stay forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
     Generation ends as without a mask, so a mask should allow an end-of-sequence token where its text may end.
 
-    If it raises, allows no remaining token, or returns no mask, its request ends with finish_reason "error" and the
-    reason in stop_reason. Other requests continue.
+    If `allowed` raises, allows no remaining token, or returns no mask, its request ends with finish_reason "error" and
+    the reason in stop_reason. Other requests continue.
     """
 
     def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
@@ -87,7 +87,7 @@ class Constraint(Protocol):
 
 
 class MaskConstraint:
-    """A token mask as a Constraint: keeps the output tokens to pass to it."""
+    """Constraint that calls a token mask, and keeps the output tokens to pass to it."""
 
     def __init__(self, token_mask: TokenMask, vocab_size: int) -> None:
         self._token_mask, self._vocab_size = token_mask, vocab_size

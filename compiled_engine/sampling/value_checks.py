@@ -1,4 +1,4 @@
-"""Kinds of sampling parameter values. A check returns a plain Python value, or raises an error that names the value."""
+"""Kinds of sampling parameter values. A check returns a value of a built-in type, or raises an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples once in every way that a request may ask for, so that no request waits for a kernel of sampling."""
+"""Sample once in each way that a request may ask for, so that no request waits for a kernel to be compiled."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 def ways_of_sampling(
     vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """Yield functions that each sample once from one row of logits; the longest compilations come first.
+    """Yield functions that each sample once from one row of logits.
 
-    The filters come first, for the model's dtype and for float32, which edited logits have.
+    The filters compile longest, so they come first: for float32, which edited logits have, and for the model's dtype.
     """
     yield from (
         partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
@@ -62,7 +62,10 @@ def _sample_zeros(
 def sample_once(
     params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
 ) -> torch.Tensor:
-    """Sample with a separate sampler, without side effects. The first row has a mask if `masked` or biased."""
+    """Sample from logits with a sampler made for this call, without side effects; return token ids, int64 [R].
+
+    The first row has a mask if `masked`, or if the parameters have a logit bias.
+    """
     num_rows, device = len(logits_RV), logits_RV.device
     sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)
     for row in range(num_rows):

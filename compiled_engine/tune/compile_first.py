@@ -1,4 +1,4 @@
-"""Compile candidates before they are measured, in several processes, since each takes a second or more."""
+"""Compile all candidate kernels in several processes before the first is measured: each takes a second or more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Launch = Callable[[], object]
 def launches(
     cases: Iterable[tuple[LinearCase, Iterable[AnyTiles]]], kernel: Callable[[AnyTiles], Linear]
 ) -> Iterator[Launch]:
-    """Yield a launch of each candidate of each case."""
+    """Yield a function that launches `kernel` with one candidate's tiles, for each candidate of each case."""
     for case, candidates in cases:
         chain = Chain([case], layers=1)
         for tiles in candidates:
@@ -30,7 +30,10 @@ def launches(
 
 @torch.inference_mode()
 def compile_first(many: Sequence[Iterator[Launch]], progress: Progress) -> None:
-    """Compile and load the kernels of these launches without launching. Kernels that cannot be built are skipped."""
+    """Compile and load the kernels that these functions launch, without launching them.
+
+    Kernels that cannot be built are skipped.
+    """
     count = len(os.sched_getaffinity(0))
     device = torch.cuda.current_device()
     with (

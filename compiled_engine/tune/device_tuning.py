@@ -1,5 +1,7 @@
-"""Measure a device's profile (tiles of linears, gains of passes), and merge it with an earlier run's for other
-shapes."""
+"""Measure a device's profile: the fastest tiles of linears, and the gains of passes.
+
+The result can be merged with the profile that an earlier run measured for other shapes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ MOST_TOKENS = 4096
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """A device's profile, see passes.profile. A pass's gain is the smallest over all shapes, the noise their median."""
+    """Profile of a device, see passes/framework/profile.py.
+
+    gains_us: by pass and number of tokens; each is the smallest gain over all measured models. noise_us: median of the
+    noise of all measured gains.
+    """
 
     device: str
     gains_us: dict[str, dict[int, float]]
@@ -46,7 +52,7 @@ class MeasuredProfile:
     hopper_products: tuple[TunedLinear, ...] = ()
 
     def as_record(self) -> dict[str, Any]:
-        """Return the profile as JSON."""
+        """Return the profile as a dict that can be written as JSON."""
         gains = {name: {str(tokens): gain for tokens, gain in by.items()} for name, by in self.gains_us.items()}
         lists = {name: [_row(linear) for linear in getattr(self, name)] for name in LISTS}
         return {"device": self.device, "noise_us": self.noise_us, "gains_us": gains, **lists}
@@ -67,9 +73,10 @@ def tune_device(
 ) -> MeasuredProfile:
     """Measure the profile of this GPU for models with the shapes of these checkpoint folders.
 
-    ranks: tensor-parallel sizes for which a rank's linears are tuned; gains of passes are measured on the whole model.
-    keep: called with the measurements so far, after the linears and after the gains of each shape. Raises ValueError
-    for a size that does not divide a shape.
+    ranks: tensor-parallel sizes for which one rank's linears are tuned. Gains of passes are measured on whole models.
+    keep: called with the profile so far, each time that a model's linears or gains have been measured.
+
+    Raises ValueError without a GPU, for a size that does not divide a model, and for a model that pools.
     """
     configs = [_config(folder, ranks) for folder in folders]
     found = _Found(device_name())
@@ -86,14 +93,14 @@ def tune_device(
 
 @dataclass(frozen=True)
 class _Cases:
-    """Cases of one rank of a model, by kernel."""
+    """Linears to tune for one rank of a model, by the kernel that computes them."""
 
     small: Sequence[LinearCase]
     hopper: Sequence[LinearCase]
     products: Sequence[LinearCase]
 
     def launches(self) -> list[Iterator[Launch]]:
-        """Return launches of all candidates, those that compile longest first."""
+        """Return iterators over launches of all candidates, beginning with the kernels that compile longest."""
         on_hopper = [product_launches(self.products), hopper_launches(self.hopper)] if is_hopper() else []
         return [*on_hopper, linear_launches(self.small)]
 
@@ -112,8 +119,11 @@ class _Found:
     noise_us: list[float] = field(default_factory=list)
 
     def add_linears(self, cases: _Cases, progress: Progress) -> None:
-        """Tune and keep these cases. Drops tiles that read weights into registers where Hopper's kernel beats them,
-        since a launch would still prefer them."""
+        """Tune these cases and keep the results.
+
+        Where Hopper's kernel is faster, tiles that read weights into registers are dropped: a launch would still prefer
+        them to Hopper's.
+        """
         small = tune_linears(cases.small, progress)
         hopper = tune_hopper_linears(cases.hopper, small, progress)
         products = tune_products(cases.products, hopper, progress)
@@ -178,8 +188,10 @@ def profile_text(profile: Mapping[str, Any]) -> str:
 
 
 def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the new profile, plus linears of other shapes from an old profile of the same device. A pass's gain is the
-    smaller of both, since it applies to every shape."""
+    """Return the new profile, plus linears of other shapes from an old profile of the same device.
+
+    A pass's gain is the smaller of the two profiles' gains, since it applies to every shape.
+    """
     measured = {_shape(row) for name in LISTS for row in new.get(name, ())}
     lists = {
         name: [*(row for row in old.get(name, ()) if _shape(row) not in measured), *new.get(name, ())] for name in LISTS
@@ -193,5 +205,5 @@ def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Return the shape of a linear's weight; a run measures it for all numbers of tokens."""
+    """Return what identifies a row's weight, its shape and whether it is gated. A run measures all its token counts."""
     return row["num_rows"], row["k"], row["silu_mul"]

@@ -1,4 +1,4 @@
-"""Find the linears that a model calls in its small-batch range, in its graph after the passes."""
+"""Find the linears that a model calls for small batches, in its graph after all passes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SMALL_BATCH = CompileRange(1, TOKEN_BUCKETS[-1], small=True)
 
 
 def linears_of(config: EngineConfig, num_ranks: int = 1) -> list[LinearCase]:
-    """Return a one-token case for each weight shape, in call order, with the head marked; with several ranks, one
-    rank's cases.
+    """Return a one-token case for each shape of weight that one of `num_ranks` ranks has, in call order.
 
-    If calls with the same shape are fused differently, the case is the most frequent one. Quantised linears and experts
-    are skipped, since they have their own kernels. The model is traced on the CPU, and earlier profiles' decisions
-    about passes are ignored: cases depend on the model alone.
+    The case of the linear that computes logits is named HEAD. If calls with the same shape are fused differently, the
+    case is the most frequent one. Quantised linears and experts are skipped, since other kernels compute them. The
+    model is traced on the CPU with all default passes, whatever an earlier profile decided about them: cases depend on
+    the model alone.
     """
     graph = _graph(_of_ranks(config, num_ranks))
     calls = [node for node in graph.nodes if is_call(node, small_batch_linear, quantised_linear) or linear_of(node)]
@@ -46,7 +46,7 @@ def linears_of(config: EngineConfig, num_ranks: int = 1) -> list[LinearCase]:
 
 
 def _of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
-    """Return the configuration of several ranks on CPUs, which need not exist."""
+    """Return the configuration for `num_ranks` ranks on CPUs. The ranks need not run: the model is only traced."""
     parallel = ParallelConfig(num_ranks, "in_process" if num_ranks == 1 else "multiprocess")
     passes = default_passes(config.model, num_ranks)
     compile_ = replace(config.compile, passes=passes, verify=False)

@@ -1,4 +1,4 @@
-"""Find linears of up to 128 tokens for which Hopper's own kernel is faster than the kernel otherwise used."""
+"""Find linears of up to 128 tokens for which the kernel for Hopper is faster than the kernel used without it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
 def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """Return the linears that may use the kernel: all in small batches, except the head for one token; gated ones
-    beyond."""
+    """Return the linears that may use the kernel, at each number of tokens.
+
+    In small batches these are all linears, except the head for a single token. In larger batches only gated linears.
+    """
     return [
         case
         for case in at_each(linears, TOKEN_BUCKETS)
@@ -45,8 +47,10 @@ def hopper_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Return tiles that use most SMs, and fill the shared memory of one alone or together with the next kernel's. Skips
-    kinds that were never fastest on an H200."""
+    """Return the tiles to measure. Kinds of tiles that were never fastest on an H200 are left out.
+
+    A program takes either all of an SM's shared memory, or half of it, so that a program of the next kernel also fits.
+    """
     tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
     found: dict[HopperTiles, None] = {}
     for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
@@ -72,9 +76,11 @@ def hopper_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 def tune_hopper_linears(
     cases: Sequence[LinearCase], small: Sequence[TunedLinear], progress: Progress
 ) -> list[TunedLinear]:
-    """Tune with `HopperKernel`. Cases are measured with the norm before them. The comparison is with small-batch
-    kernels and their tuned tiles, `small`; from 65 tokens on it is with the library, at the fewest and the most
-    tokens."""
+    """Return the cases for which the kernel for Hopper is worthwhile, with their tiles; see `HopperKernel.tune`.
+
+    A case is measured with the norm before it. In small batches, the kernel is compared with the small-batch kernel and
+    its tuned tiles, `small`. In larger batches it is compared with the library, at the fewest and the most tokens.
+    """
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     known = {key(tuned.case): tuned.tiles for tuned in small if isinstance(tuned.tiles, Tiles)}
     return HopperKernel(
@@ -99,7 +105,7 @@ def _kernel(tiles: HopperTiles) -> Linear:
 
 
 def _tiles(case: LinearCase, known: Mapping[LinearKey, Tiles]) -> Tiles:
-    """Return the small-batch kernel's tiles for a case: tuned, or chosen by its rule."""
+    """Return the small-batch kernel's tiles for a case: tuned tiles if they are known, otherwise choose_tiles'."""
     bucket = next(tokens for tokens in small_batch_linear_op.TOKEN_BUCKETS if case.num_tokens <= tokens)
     shape = case.num_rows, case.k, case.silu_mul
     return known.get((bucket, *shape)) or choose_tiles(case.num_tokens, *shape, torch.bfloat16)

@@ -1,8 +1,9 @@
-"""Measure the tiles of small-batch linears on this GPU in context: a layer's linears one after another, as they run.
+"""Find the fastest tiles of small-batch linears on this GPU. A layer's linears are timed together, in their order.
 
-A kernel starts while the previous one ends (programmatic dependent launch), so the best tiles of a linear depend on its
-neighbours. Each linear in turn takes the candidate with which the whole chain, a CUDA graph over layers with separate
-weights, is fastest; then again with the best few, since the neighbours have changed.
+A kernel starts while the previous one ends (programmatic dependent launch), so a linear's best tiles depend on its
+neighbours. The chain of linears is timed as one CUDA graph over several layers, each with different weights. Each
+linear in turn takes the candidate that makes the whole chain fastest. Two more rounds repeat this with each linear's
+best few candidates, since its neighbours have changed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ ROUNDS = ((None, 2), (10, 3), (5, 7))
 
 
 def candidates(case: LinearCase) -> list[Tiles]:
-    """Return tiles that fit the registers and the shared memory of an SM, and occupy every SM. Skips kinds that were
-    never fastest on an H200."""
+    """Return the tiles to measure: they fit the registers and the shared memory of an SM.
+
+    Kinds of tiles that were never fastest on an H200 are left out.
+    """
     if case.num_tokens == 1:
         return _one_token(case)
     tokens = min(64, max(8, next_power_of_2(case.num_tokens)))
@@ -67,7 +70,10 @@ def _split_between_programs(case: LinearCase, tokens: int) -> list[Tiles]:
 
 
 def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
-    """Return tiles for few tokens; the token tile is as deep as the weight tile, whatever its number of rows."""
+    """Return tiles for up to eight tokens, with four groups of warps that each take a part of a step's columns.
+
+    Stages of shared memory hold the tokens' columns as well as the weight's.
+    """
     found = []
     for rows, block_k, stages, inside in product((16, 32), (128, 256), (3, 5), (False, True)):
         steps = case.k / (4 * block_k)
@@ -85,8 +91,11 @@ def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
 
 
 def _in_registers(case: LinearCase) -> list[Tiles]:
-    """Return tiles for up to eight tokens whose weights bypass shared memory; steps divide the columns. Skipped for
-    larger weights, for which they were never fastest."""
+    """Return tiles for up to eight tokens that read weights into registers, bypassing shared memory.
+
+    Steps divide the columns evenly. There are none for weights above WHOLE_AHEAD_BYTES, for which they were never
+    fastest.
+    """
     found: list[Tiles] = []
     if case.num_rows * case.k * 2 > WHOLE_AHEAD_BYTES:
         return found
@@ -118,8 +127,10 @@ def linear_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 
 @torch.inference_mode()
 def tune_linears(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """Return the fastest correct tiles of each case. Weights too small for any candidate are skipped; the rule's tiles
-    serve them."""
+    """Return the fastest correct tiles of each case.
+
+    Cases without a correct candidate, such as very small weights, are left out: choose_tiles serves them.
+    """
     tuned = []
     bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     with progress.stage("measure linears", total=sum(len(candidates(case)) for case in cases)) as advance:

@@ -1,4 +1,4 @@
-"""Linears as tuning cases, and chains of them to run and time."""
+"""Linears to be tuned, and chains of linears that can be run and timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD, LAYER = "head", "layer"
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A product [num_tokens, k] x [num_rows, k] of a model, and the operations fused with it."""
+    """A model's linear, inputs [num_tokens, k] times weight [num_rows, k], and the operations fused with it."""
 
     name: str  # HEAD or LAYER
     num_tokens: int
@@ -36,7 +36,7 @@ class LinearCase:
 
 
 def at_each(cases: Iterable[LinearCase], token_counts: Iterable[int]) -> list[LinearCase]:
-    """Return the cases at each of these numbers of tokens."""
+    """Return a copy of each case for each of these numbers of tokens."""
     cases = tuple(cases)
     return [replace(case, num_tokens=tokens) for tokens in token_counts for case in cases]
 
@@ -51,7 +51,7 @@ def key(case: LinearCase) -> LinearKey:
 
 
 class Smallest(NamedTuple):
-    """Fewest tokens at which tiles were measured, and the times per launch."""
+    """Fewest tokens at which tiles were measured, and the times per launch with that number of tokens."""
 
     num_tokens: int
     microseconds: float
@@ -71,7 +71,10 @@ class TunedLinear:
 
 
 class Chain:
-    """Linears that each read the previous one's result, over enough layers to fill the working set."""
+    """Linears that each read the previous one's result, repeated over several layers with different random weights.
+
+    layers: by default enough to fill WORKING_SET, from 2 to 64, so that weights are not read from the L2 cache.
+    """
 
     def __init__(self, cases: Sequence[LinearCase], layers: int | None = None, device: str = "cuda"):
         size = sum(case.num_rows * case.k * 2 for case in cases)
@@ -107,8 +110,10 @@ class Chain:
         return x_TK
 
     def microseconds(self, linears: Sequence[Linear], repeats: int, sustained_ms: float = 0.0) -> float:
-        """Return the time of a layer: the median of the last repeats, without pauses, after others that take
-        sustained_ms."""
+        """Return the microseconds of one layer, the median of `repeats` runs.
+
+        sustained_ms: milliseconds of untimed runs that precede the timed runs without a pause.
+        """
         self.run(linears, 1)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -121,7 +126,7 @@ class Chain:
 
 
 def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Return the milliseconds of `count` replays after a first one, all launched ahead of the device."""
+    """Return the milliseconds of each of `count` replays, after an untimed one. The host waits only for the last."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for event in events:
         graph.replay()
@@ -133,7 +138,7 @@ def _replays_ms(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
 def right(
     chain: Chain, candidates: Iterable[AnyTiles], kernel: Callable[[AnyTiles], Linear], expected: torch.Tensor
 ) -> Iterator[AnyTiles]:
-    """Yield the candidates that fit this device, and whose result for the chain's first layer is as expected."""
+    """Yield the candidates that fit this device and whose result for the chain's first layer is close to `expected`."""
     for tiles in candidates:
         try:
             found = chain.run([kernel(tiles)], 1).float()

@@ -1,5 +1,8 @@
-"""Common tuning of Hopper's own kernels: time the candidates that compute the same as the kernel otherwise used, and
-take the fastest if it is worthwhile."""
+"""Tuning that all kernels for Hopper share.
+
+A candidate is timed if its results match those of the kernel that would run without it. The fastest candidate is taken
+if its gain is worthwhile.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ def is_hopper() -> bool:
 
 
 def worthwhile(times: Mapping[AnyTiles, Sequence[float]], before: Sequence[float], worth: float) -> AnyTiles | None:
-    """Return the tiles with the largest worst-case gain. None unless they take at most `worth` of the time before at
-    every number of tokens.
+    """Return the tiles with the largest worst-case gain, or None if that gain is too small.
 
-    times, before: microseconds at each number of tokens.
+    The gain is large enough if the tiles take at most `worth` times as long as the linear without this kernel, at every
+    number of tokens. times, before: microseconds of the tiles, and of the linear without this kernel, at each number of
+    tokens.
     """
     shares = {tiles: max(map(truediv, found, before)) for tiles, found in times.items()}
     best = min(shares, key=shares.__getitem__, default=None)
@@ -34,7 +38,7 @@ def worthwhile(times: Mapping[AnyTiles, Sequence[float]], before: Sequence[float
 
 @dataclass(frozen=True)
 class HopperKernel(Generic[AnyTiles]):
-    """A kernel and its comparison."""
+    """A kernel for Hopper to be tuned, its candidates, and the linears with which it is compared."""
 
     stage: str
     # one chain per number of tokens at which tiles must be worthwhile, the case's own last
@@ -49,7 +53,10 @@ class HopperKernel(Generic[AnyTiles]):
 
     @torch.inference_mode()
     def tune(self, cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-        """Return the cases that gain, each with its best correct tiles; none if the device is not Hopper."""
+        """Return the best correct tiles of each case for which the kernel is worthwhile.
+
+        The result is empty if the device is not a Hopper GPU.
+        """
         if not is_hopper():
             return []
         tuned = []

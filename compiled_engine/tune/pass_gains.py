@@ -1,7 +1,8 @@
-"""Measure the gain of each pass on a device: one step with all passes, and without each.
+"""Measure the gain of each pass on a device: a step with all passes is compared with a step without that pass.
 
-The model is traced once. All variants' pieces go into one folder, where equal pieces compile once; all variants run on
-the same weights. On a GPU a step is one CUDA graph: forward, logits of the sampled rows, greedy sampling.
+The model is traced once. The compiled pieces of all variants are kept in one folder, so that equal pieces compile once.
+All variants share their weights. On a GPU a step is one CUDA graph: forward, logits of the sampled rows, greedy
+sampling.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Variant:
-    """A set of passes under test."""
+    """A set of passes whose steps are timed, with a name for the results."""
 
     name: str
     passes: tuple[str, ...]
@@ -49,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gain:
-    """Microseconds that a step of this many tokens loses without a pass, and the spread of repeats."""
+    """Microseconds that a step of `tokens` tokens takes longer without a pass, and the spread between repeats."""
 
     tokens: int
     gain_us: float
@@ -63,7 +64,7 @@ def variants(passes: Sequence[str]) -> list[Variant]:
 
 
 def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[Variant]:
-    """Return the first variant, and those whose plan differs from it."""
+    """Return the first variant, and the variants whose plan differs from the first one's."""
     whole = plans[chosen[0]]
     return [variant for variant in chosen if variant is chosen[0] or plans[variant] != whole]
 
@@ -72,10 +73,12 @@ def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[
 def measure(
     config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
 ) -> dict[str, list[Gain]]:
-    """Measure the cost of leaving each pass out at each token count, as medians of interleaved repeats. A pass that
-    changes nothing there is not measured.
+    """Measure the gains of each pass and return them by the pass's name. Each is a difference of medians.
 
-    In compile ranges for small batches a step has that many decodes with CONTEXT tokens of context; beyond, one prompt.
+    There is one gain per token count. The repeats with and without the pass are interleaved.
+
+    A pass that does not change the plan at a token count has no gain there. In compile ranges for small batches, a step
+    consists of num_tokens decodes with CONTEXT tokens of context each. In other ranges it is one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
@@ -126,7 +129,10 @@ def _compile_all(
 def _step(
     forward: Callable[..., torch.Tensor], model: nn.Module, compile_range: CompileRange, inputs: StepInputs
 ) -> Callable[[], torch.Tensor]:
-    """Return a step as the engine runs it: logits of the sampled rows, and their most likely tokens."""
+    """Return a function that runs one step as the engine does: forward, logits of the sampled rows, greedy sampling.
+
+    The function returns the sampled token ids, [R].
+    """
 
     def step() -> torch.Tensor:
         result = forward(*inputs.arguments)
@@ -173,7 +179,7 @@ def _measure_steps(
 
 
 def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
-    """Return the gain of each pass from the samples of all variants; the noise is the spread with all passes."""
+    """Return each pass's gain from the samples of all variants. The noise is the range of samples with all passes."""
     whole = samples[ALL]
     return {
         name.removeprefix("without "): Gain(
@@ -186,7 +192,7 @@ def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a step."""
+    """Inputs of a step's forward, and of the sampler after it."""
 
     arguments: ForwardArguments  # of a forward
     logits_rows_R: torch.Tensor  # int64: the sampled tokens
@@ -196,8 +202,11 @@ class StepInputs:
 
 
 def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decodes: bool) -> StepInputs:
-    """Make inputs for num_tokens requests that decode their token number `context`, or for one prompt of num_tokens
-    tokens."""
+    """Make random inputs of a step.
+
+    decodes: the step has num_tokens requests, each of which decodes token number `context`. Otherwise it has one prompt
+    of num_tokens tokens.
+    """
     device, block_size = config.device, config.cache.block_size
     num_requests = num_tokens if decodes else 1
     seq_len = context if decodes else num_tokens
@@ -225,8 +234,10 @@ REPLAYS = 20
 
 
 def time_step(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """Warm up a step and, on a GPU, capture it. Returns a function that measures the mean microseconds of REPLAYS
-    consecutive steps."""
+    """Warm up a step and, on a GPU, capture it as a CUDA graph.
+
+    Returns a function that runs REPLAYS consecutive steps and returns the mean microseconds of a step.
+    """
     if device.type != "cuda":
         step()
         return lambda: _host_microseconds(step)

@@ -1,4 +1,7 @@
-"""Find the numbers of tokens for which Hopper's own kernel computes gate, up and silu * up faster than the library."""
+"""Find the numbers of tokens for which the kernel for Hopper computes silu(gate) * up faster than the library.
+
+Gate and up are one linear with a packed weight, a gated linear.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,15 @@ TOGETHER, MORE_TOGETHER = 8, 16
 
 
 def product_cases(linears: Sequence[LinearCase]) -> list[LinearCase]:
-    """Return gate and up for each bucket; the last one's number of tokens is MANY."""
+    """Return the gated linears at each bucket of tokens; MANY stands for batches beyond the last bucket."""
     return [case for case in at_each(linears, (*TOKEN_BUCKETS, MANY)) if case.silu_mul]
 
 
 def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
-    """Return the most promising tiles: each multiprocessor computes little area, and reads little for it."""
+    """Return the most promising tiles, at most CANDIDATES.
+
+    These give the busiest multiprocessor the smallest area of the result to compute, and little to read for it.
+    """
     _, tokens = ends_of(case)
     found: list[tuple[float, ProductTiles]] = []
     for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (TOGETHER, MORE_TOGETHER)):
@@ -84,8 +90,11 @@ def product_launches(cases: Sequence[LinearCase]) -> Iterator[Launch]:
 
 
 def tune_products(cases: Sequence[LinearCase], linears: Sequence[TunedLinear], progress: Progress) -> list[TunedLinear]:
-    """Tune with `HopperKernel`. At both ends of each bucket the kernel is compared with the library, or with Hopper's
-    linear for few tokens, `linears`, where that is faster."""
+    """Return the cases for which the kernel for Hopper is worthwhile, with their tiles; see `HopperKernel.tune`.
+
+    The kernel is compared with the library at both ends of each bucket. linears: result of tune_hopper_linears. In
+    buckets for few tokens, the kernel is compared with these linears instead, if they have tiles for the weight.
+    """
     rates, num_sms = device_rates(torch.device("cuda"), torch.bfloat16), _multiprocessors()
     few = {key(tuned.case): tuned.tiles for tuned in linears if isinstance(tuned.tiles, HopperTiles)}
 

@@ -1,4 +1,4 @@
-"""Measure the cost of HTTP: the same requests through the engine's own API and through its streaming server."""
+"""Measure the cost of HTTP by running the same requests through the engine's Python API and its streaming server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Say = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class HttpPlan:
-    """The plan of the comparison."""
+    """Plan of a comparison between the engine's Python API and its server."""
 
     options: Mapping[str, Any]  # engine options
     arguments: Sequence[str]  # the same options as command line arguments
@@ -38,7 +38,7 @@ class HttpPlan:
 
 
 def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
-    """Run the plan and return the result. `say` receives it after each part, so that a failure loses no earlier part.
+    """Run the plan and return the result. say: called with the result so far after each part, so that nothing is lost.
 
     The keys are benchmark ("http"); offline: output_throughput (median, spread) and mixed_step_ms; servers: for each,
     arguments, output_throughput, its ratio to offline, runs (figures of `bench serve`) and cpu_s (CPU time of each
@@ -70,7 +70,10 @@ def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
 
 
 def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) -> dict[str, Any]:
-    """Measure starts of engine and server in turn, in seconds. `servers` has those measured already."""
+    """Measure starts of engine and server in turn; return both in seconds, as median and spread.
+
+    servers: times of server starts that have been measured already; later ones are appended.
+    """
     engines: list[float] = []
     with progress.stage("starts", total=plan.starts) as advance:
         for number in range(plan.starts):
@@ -85,7 +88,10 @@ def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) ->
 def _measure_server(
     plan: HttpPlan, arguments: Sequence[str], started: Ready, beside: Mapping[str, Any], progress: Progress
 ) -> dict[str, Any]:
-    """Measure repeats with all requests at once, then a run at a share of the saturating rate."""
+    """Measure a server: repeats with all requests at once, then a run at a share of the saturating rate.
+
+    beside: the figures of the Python API, for ratios.
+    """
     generator = random.Random(plan.workload.seed + 1)
     before = started.cpu_s()
     runs = []
@@ -117,7 +123,7 @@ def _measure_server(
 def _load(
     plan: HttpPlan, url: str, prompts: RandomPrompts | tuple[PlannedRequest, ...], rates: tuple[Rate, ...]
 ) -> LoadPlan:
-    """Return a plan of streams in which every part has token ids, so that each token is an event even without text."""
+    """Return a load plan in which each part of an answer has token ids, so that tokens without text are counted too."""
     target = parse_target(url, None, [])
     count = plan.workload.num_requests
     return LoadPlan(

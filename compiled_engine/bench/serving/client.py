@@ -1,7 +1,8 @@
-"""The process that sends requests and reads answers. Nothing else runs in it, so that its times are reliable.
+"""Program of the process that sends a load test's requests and reads the answers.
 
-It reads a job as a line of JSON, reports that it is ready, waits for a line with the start time, reports how many
-requests have ended, and finally writes its result, including its own delay.
+Nothing else runs in the process, so that its times are reliable. It reads a job as a line of JSON, reports that it is
+ready, waits for a line with the start time, reports how many requests have ended, and finally writes its result, which
+includes its own delays.
 
 Connections are asyncio protocols with httptools' parser: with thousands of streams, a client library would dominate the
 measurement.
@@ -73,7 +74,10 @@ class _Chunk(msgspec.Struct):
 
 
 class AnswerReader:
-    """Parses the body of one answer, in any pieces, into its record. `start` is the run's, monotonic."""
+    """Parses the body of one answer, which may arrive in any pieces, into its record.
+
+    start: time of the run's start, by time.monotonic.
+    """
 
     def __init__(self, record: Record, start: float) -> None:
         self._record = record
@@ -86,7 +90,7 @@ class AnswerReader:
         self._all_have_ids = True
 
     def feed(self, data: bytes, now: float) -> None:
-        """Add a piece that arrived at `now`."""
+        """Parse a piece of the body that arrived at `now`."""
         if len(self._beginning) < KEPT_TEXT:
             self._beginning += data[:KEPT_TEXT]
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -109,7 +113,7 @@ class AnswerReader:
             record.output_tokens = self._num_ids if record.counted_by == "token_ids" else len(record.chunk_times)
 
     def fail(self, kind: str, message: str) -> None:
-        """Record a failure, unless there is one already."""
+        """Record a failure, unless the record has one already."""
         if self._record.error is None:
             self._record.error, self._record.message = kind, message[:KEPT_TEXT]
 
@@ -141,7 +145,7 @@ OnBody = Callable[[bytes, float], None]
 
 
 class ConnectionLost(Exception):
-    """The server closed the connection before the answer was complete. `had_begun`: part of it had arrived."""
+    """The server closed the connection before the answer was complete. had_begun: part of the answer had arrived."""
 
     def __init__(self, reason: str, had_begun: bool) -> None:
         super().__init__(reason)
@@ -149,7 +153,7 @@ class ConnectionLost(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """Sends requests one after the other."""
+    """A connection to the server, over which requests are sent one after the other."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -162,7 +166,7 @@ class Connection(asyncio.Protocol):
         self._begun = False
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """Send a request and return the answer's status. Its body goes to `on_body`. Raises ConnectionLost."""
+        """Send a request and return the status of the answer, whose body goes to `on_body`. Raises ConnectionLost."""
         self._parser = httptools.HttpResponseParser(self)
         self._on_body, self._begun, self.status = on_body, False, 0
         self._answered = asyncio.get_running_loop().create_future()
@@ -229,9 +233,10 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """Send a request as `Connection.ask` does. Also raises OSError if no connection can be made.
+        """Send a request over an idle or a new connection, see `Connection.ask`.
 
-        An idle connection that the server has closed is replaced.
+        If the server has closed the idle connection, another one is used. Also raises OSError if no connection can be
+        made.
         """
         while True:
             connection = await self._take()
@@ -264,7 +269,7 @@ PROGRESS_S = 0.2
 
 
 class Outgoing(msgspec.Struct):
-    """A request to send."""
+    """A request to send, and when to send it."""
 
     index: int  # its number in the whole run
     due: float  # seconds from the start
@@ -272,7 +277,7 @@ class Outgoing(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """The work of one process."""
+    """The requests that one process sends, and how it sends them."""
 
     target: Target
     endpoint: str
@@ -282,7 +287,7 @@ class Job(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The records of a process, and its own load."""
+    """The records of a process's requests, and how busy and late the process was."""
 
     records: list[Record]
     cpu_s: float  # CPU time of the run
@@ -292,7 +297,7 @@ class Report(msgspec.Struct):
 
 
 class Sender:
-    """Sends the requests of a run."""
+    """Sends the requests of a job. on_end: called when a request has ended."""
 
     def __init__(self, job: Job, start: float, on_end: Callable[[], None]) -> None:
         self._job = job

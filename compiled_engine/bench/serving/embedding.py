@@ -1,8 +1,8 @@
-"""Texts and tokens per second of pooling models: the engine, its variants, transformers, and servers, in one run.
+"""Measure texts and tokens per second of pooling models: the engine, its variants, transformers, and servers.
 
-All embed the same token ids and take turns, so that changes of the machine's speed affect all alike. transformers runs
-as in sentence-transformers: texts sorted by length, batches padded to their longest text, scaled_dot_product_attention,
-mean pooling, normalised. Other pooling takes about as long.
+All of these contenders embed the same token ids and take turns, so that changes of the machine's speed affect all
+alike. transformers runs as in sentence-transformers: texts sorted by length, batches padded to their longest text,
+scaled_dot_product_attention, mean pooling, normalisation. Other kinds of pooling take about as long.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class EmbedWorkload:
 
     @property
     def name(self) -> str:
-        """TEXTSxTOKENS, with "ragged" if it is."""
+        """The workload as TEXTSxTOKENS, followed by "ragged" if lengths differ."""
         return f"{self.texts}x{self.tokens}{' ragged' if self.ragged else ''}"
 
     def make(self, vocab_size: int) -> Texts:
-        """Return random texts, equal for each call."""
+        """Return random texts as token ids. Every call returns the same texts."""
         generator = random.Random(self.name)
         lens = (generator.randint(1, self.tokens) if self.ragged else self.tokens for _ in range(self.texts))
         return [[generator.randrange(vocab_size) for _ in range(length)] for length in lens]
@@ -77,13 +77,14 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every workload with each contender in turn, `repeats` times after a warm-up.
 
-    `options` are the engine's, with the model. `beside` has names in BESIDE. `targets` are OpenAI-compatible servers by
-    name, whose model has at least the engine's vocabulary. `variants` are names of `bench ablation`'s, each run as
-    another engine in this process.
+    options: engine options, including the model. beside: names in BESIDE. targets: OpenAI-compatible servers by name;
+    their model must have at least the engine's vocabulary. variants: names of variants of `bench ablation`; each runs
+    as a further engine in this process.
 
-    Returns results, a list of workload, texts, tokens, ratio (the engine's best to the best of all others, variants
-    excluded) and contenders: texts_per_s and tokens_per_s with median and spread. Raises ValueError for an invalid
-    option, RuntimeError if a contender returns a wrong number of vectors.
+    Returns a result whose results are a list with, for each workload: workload, texts, tokens, ratio (the engine's best
+    rate divided by the best rate of any contender that is not a variant) and contenders (texts_per_s and tokens_per_s
+    of each, with median and spread). Raises ValueError for an invalid option, RuntimeError if a contender returns a
+    wrong number of vectors.
     """
     for name in beside:
         if name not in BESIDE:
@@ -159,7 +160,7 @@ def _engine(llm: LLM, texts: Texts) -> int:
 
 
 def _transformers(llm: LLM) -> Contender:
-    """Return a contender with the same architecture and random weights."""
+    """Return a contender that runs transformers' model of the same architecture, with random weights."""
     import torch
     from transformers import AutoConfig, AutoModel
 

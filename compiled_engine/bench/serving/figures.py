@@ -1,9 +1,11 @@
-"""Figures of a run from its records: rates, latencies, goodput, errors, and the client's delay.
+"""Compute a run's figures from the records of its requests: rates, latencies, goodput, errors, and the client's delays.
 
-Latencies have their usual meanings, for complete answers. TTFT: from sending, including connecting, to the first part
-with output. E2EL: to the last part. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: between two parts with output. If a
-part holds several tokens, which `tokens_per_chunk` shows, ITL is the time between parts, not tokens; TPOT is not
-affected.
+An answer arrives in chunks. Latencies are of complete answers:
+TTFT: from sending the request, including connecting, to the first chunk with output.
+E2EL: from sending the request to the last chunk with output.
+TPOT: (E2EL - TTFT) / (output tokens - 1).
+ITL: between two consecutive chunks with output. If chunks have several tokens, which `tokens_per_chunk` shows, this is
+not the time between tokens; TPOT is not affected.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ LATE_S = 0.02
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """Return bounds in ms by metric. Raises ValueError with what is allowed."""
+    """Parse METRIC=MS pairs, separated by commas or spaces, to bounds in ms by metric.
+
+    Raises ValueError that says what is allowed.
+    """
     bounds: dict[str, float] = {}
     for part in (part for text in texts for part in text.replace(",", " ").split()):
         name, _, value = part.replace("=", ":").partition(":")
@@ -41,10 +46,10 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
 
 
 def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percentiles: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of a run, with latencies in ms and times in s; None where there is nothing to measure.
+    """Return the figures of a run. A figure is None if there is nothing to compute it from.
 
-    duration_s is from the first request to the end of the last answer. goodput counts complete answers within all
-    bounds.
+    Latencies are in ms, other times in s. duration_s is the time from the first request to the end of the last answer.
+    goodput counts complete answers whose latencies are within all bounds.
     """
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     whole = [record for record in records if record.error is None]
@@ -84,7 +89,7 @@ def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percenti
 
 
 def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
-    """Return the client's load and delay. `is_suspect`: its own limits may have affected the figures."""
+    """Return how busy and late the client was. is_suspect: the client's own limits may have affected the figures."""
     lags = np.array([lag for report in reports for lag in report.lags_s] or [0.0])
     late = np.array([each for report in reports for each in report.late_s] or [0.0])
     busy = max((report.cpu_s / report.wall_s for report in reports if report.wall_s > 0), default=0.0)
@@ -100,7 +105,7 @@ def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """Return each request with its outcome, in order, without the times of its parts."""
+    """Return each request with its outcome, in the run's order, without the times of its chunks."""
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     return [
         {
@@ -117,7 +122,7 @@ def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def _latencies(record: Record) -> dict[str, Any]:
-    """Return an answer's latencies in ms. tpot is None for a single token."""
+    """Return a complete answer's latencies in ms by metric. tpot is None for a single token."""
     sent, times = record.sent or 0.0, np.array(record.chunk_times)
     first, last = float(times[0]) - sent, float(times[-1]) - sent
     tokens = record.output_tokens
@@ -139,7 +144,7 @@ def _is_good(latencies: Mapping[str, Any], goodput: Mapping[str, float]) -> bool
 
 
 def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, Any] | None:
-    """Return statistics; quantiles has the 101 whole percentiles, for plots."""
+    """Return statistics of values, None if there are none. quantiles: percentiles 0 to 100, for plots."""
     if not len(values):
         return None
     array = np.array(values)
@@ -154,7 +159,7 @@ def _distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict
 
 
 def _timeline(whole: Sequence[Record], duration: float) -> dict[str, Any]:
-    """Return tokens per second and running requests over time, in equal intervals."""
+    """Return tokens per second and the number of running requests over time, in TIMELINE_POINTS equal intervals."""
     if not whole or duration <= 0:
         return {"seconds": [], "output_throughput": [], "concurrency": []}
     width = duration / TIMELINE_POINTS

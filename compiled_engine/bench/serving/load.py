@@ -1,4 +1,4 @@
-"""Run a load test from its plan to its result: one run for each rate, sent by separate processes."""
+"""Run a load test from its plan to its result: one run for each rate. Client processes send the requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from compiled_engine.process.progress import Progress
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load test; see `compiled-engine bench serve --help`."""
+    """Plan of a load test; see `compiled-engine bench serve --help` for its fields."""
 
     target: Target
     model: str
@@ -53,12 +53,12 @@ class LoadPlan:
         return self.prompts
 
     def body(self, request: PlannedRequest) -> bytes:
-        """Return a request as JSON."""
+        """Return the JSON body of a request."""
         prompt = {"prompt" if self.endpoint == "completions" else "messages": request.prompt}
         return msgspec.json.encode({"model": self.model, **prompt, "max_tokens": request.output_len, **self.fields})
 
     def settings(self) -> dict[str, Any]:
-        """Return the description of the load for the result."""
+        """Return a description of the load, for the result."""
         if isinstance(self.prompts, RandomPrompts):
             workload: dict[str, Any] = {
                 "input_len": self.prompts.input_len.text,
@@ -82,10 +82,10 @@ class LoadPlan:
 
 
 def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
-    """Run the plan. Returns {"benchmark": "serve", "runs": figures with `rate` (None for inf or a ramp), ...}.
+    """Run the plan and return the result. Its `runs` have the figures of each run, with `rate`: None for inf or a ramp.
 
-    Raises ProcessError, and ValueError if the server answers no warm-up request, or no request of a run at inf that
-    other rates are relative to.
+    Raises ProcessError if a client process fails. Raises ValueError if the server answers no warm-up request, or no
+    request of the run at inf that shares refer to.
     """
     generator = np.random.default_rng(plan.seed)
     if plan.warm_ups:
@@ -147,7 +147,7 @@ LEAD_S = 0.05
 
 
 def shared_out(job: Job, processes: int) -> list[Job]:
-    """Split a job evenly over processes, with requests dealt in turn."""
+    """Divide a job among processes. Requests go to the processes in turn, and concurrency is divided evenly."""
     parts = []
     for number in range(processes):
         concurrency = job.concurrency
@@ -186,13 +186,13 @@ class _Sender:
         self._report: bytes | None = None
 
     def read_until(self, key: str) -> None:
-        """Read up to the line with this key, or to the end."""
+        """Read lines until one has this key, or until the process ends."""
         for line in self._lines():
             if key in line:
                 return
 
     def follow(self, advance: Any) -> None:
-        """Read to the end, reporting how many requests have ended."""
+        """Read lines until the process ends. advance: called with the number of requests that have newly ended."""
         ended = 0
         for line in self._lines():
             if "ended" in line:

@@ -1,4 +1,4 @@
-"""Turn the user's options into the plan of a load test. Everything is checked before the first request."""
+"""Make the plan of a load test from the user's options. Everything is checked before the first request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Asked:
 
 
 def make_plan(asked: Asked) -> LoadPlan:
-    """Return the plan. Raises ValueError with the invalid option. The server is queried last."""
+    """Return the plan for these options. Raises ValueError with the invalid option. The server is queried last."""
     endpoint = _endpoint(asked.endpoint)
     if not (asked.burstiness > 0 and math.isfinite(asked.burstiness)):
         raise ValueError(f"burstiness is {asked.burstiness}; allowed: above 0")
@@ -112,7 +112,7 @@ def _endpoint(text: str) -> Endpoint:
 
 
 def _prompts(asked: Asked, endpoint: Endpoint) -> tuple[RandomPrompts | tuple[PlannedRequest, ...], int]:
-    """Return the prompts, and the tokens of the longest possible request; 0 if unknown."""
+    """Return (prompts, tokens of the longest possible request). The latter is 0 if it is not known."""
     output_len = parse_lengths("output_len", asked.output_len or DEFAULT_LENGTH)
     if asked.dataset is not None:
         return _of_dataset(asked, asked.dataset, endpoint, output_len)

@@ -1,8 +1,8 @@
-"""The requests of a load test, and when they are due.
+"""Make the requests of a load test, and the times at which they are due.
 
-Prompts are random with drawn lengths, or the lines of a JSONL file. Requests arrive in a gamma process with a constant
-or ramping rate. Burstiness is the shape of the gamma distribution of gaps: 1 is a Poisson process, less is burstier,
-more is more even. Gaps of a constant rate are scaled so that the requests together have exactly this rate.
+Prompts are random with random lengths, or the lines of a JSONL file. Requests arrive in a gamma process with a constant
+or ramping rate. Burstiness is the shape of the gamma distribution of the gaps between requests: 1 is a Poisson process,
+smaller is burstier, larger is more even. Gaps of a constant rate are scaled so that a run has exactly this rate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lengths:
     spread: float = 0.0  # standard deviation of a normal, sigma (natural logarithm) of a lognormal distribution
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Return `count` lengths."""
+        """Draw `count` lengths from the distribution."""
         if self.kind == "uniform":
             drawn = generator.integers(self.least, self.most, count, endpoint=True).astype(float)
         elif self.kind == "normal":
@@ -49,7 +49,7 @@ class Lengths:
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
-    """Parse a distribution. Raises ValueError with the option and what is allowed."""
+    """Parse a distribution of lengths, see FORMS. Raises ValueError with the option, `name`, and what is allowed."""
     kind, _, rest = text.partition(":")
     error = ValueError(f"{name} is {text!r}; allowed: {ALLOWED}, with LEAST from 1 and at most MOST")
     try:
@@ -92,7 +92,7 @@ WORDS = (
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
-    """A request of the test."""
+    """A request of a load test: its prompt, and how many tokens it asks for."""
 
     prompt: Any  # token ids, text, or messages
     output_len: int  # tokens to request
@@ -100,7 +100,10 @@ class PlannedRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RandomPrompts:
-    """Random prompts. Chats get words in place of ids, about one token each; the server reports the exact number."""
+    """A distribution of random prompts: token ids for completions, and words for chats.
+
+    A word has about one token; the server reports the exact number.
+    """
 
     input_len: Lengths  # tokens of each prompt's own part
     output_len: Lengths
@@ -120,13 +123,13 @@ class RandomPrompts:
         return requests
 
     def _ids(self, endpoint: Endpoint, length: int, generator: np.random.Generator) -> list[int]:
-        """Return token ids, or indices into WORDS."""
+        """Return random token ids; for chats, random indices into WORDS."""
         most = self.vocab_size if endpoint == "completions" else len(WORDS)
         return [int(each) for each in generator.integers(0, most, length)]
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=False):
-    """A line of a dataset. The last three fields are aliases; the first one present counts."""
+    """A line of a dataset. The last three fields all mean the output length; the first one that is given counts."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -138,9 +141,10 @@ class Line(msgspec.Struct, forbid_unknown_fields=False):
 def read_dataset(
     path: Path, endpoint: Endpoint, count: int | None, output_len: Lengths, generator: np.random.Generator
 ) -> list[PlannedRequest]:
-    """Return requests from the first `count` lines, or from all; lines repeat if there are fewer.
+    """Return `count` requests from the first lines of a file, or a request for each line if count is None.
 
-    `output_len` applies to lines without a length. Raises ValueError with the file and the line.
+    If the file has fewer lines, they repeat. output_len: for lines without an output length. Raises ValueError with the
+    file and the line.
     """
     if not path.is_file():
         raise ValueError(f"dataset is {str(path)!r}; allowed: a file with a JSON object a line")
@@ -160,7 +164,10 @@ def read_dataset(
 def _read_line(
     where: str, text: bytes, decoder: msgspec.json.Decoder[Line], endpoint: Endpoint
 ) -> tuple[Any, int | None]:
-    """Return the prompt in the endpoint's form, and the output length, if given."""
+    """Return the prompt in the form that the endpoint takes, and the output length; None if the line has none.
+
+    where: the file and line, for errors.
+    """
     try:
         line = decoder.decode(text)
     except msgspec.DecodeError as error:
@@ -184,7 +191,7 @@ def _message(text: str) -> dict[str, str]:
 
 
 def longest(requests: Sequence[PlannedRequest]) -> int:
-    """Return the tokens, prompt and output, of the longest request with token ids; 0 if there is none."""
+    """Return the tokens (prompt and output) of the longest request whose prompt is token ids; 0 if there is none."""
     return max((len(each.prompt) + each.output_len for each in requests if _is_ids(each.prompt)), default=0)
 
 
@@ -198,7 +205,10 @@ ALLOWED_RAMP = "START:END in requests per second, or exponential:START:END"
 
 @dataclass(frozen=True)
 class Rate:
-    """Requests per second; inf for all at once. With `is_share`, a share of the rate that a run at inf completed."""
+    """Requests per second; inf for all at once.
+
+    is_share: `value` is a share of the requests per second that an earlier run at inf completed.
+    """
 
     value: float
     is_share: bool = False
@@ -226,7 +236,7 @@ class Ramp:
 
 
 def parse_rates(texts: Sequence[str]) -> list[Rate]:
-    """Parse rates, given singly or separated by commas. Raises ValueError with what is allowed."""
+    """Parse rates. Each text has one rate, or several separated by commas. Raises ValueError with what is allowed."""
     rates = [_parse_rate(part.strip()) for text in texts for part in text.split(",")]
     for place, rate in enumerate(rates):
         if rate.is_share and not any(math.isinf(earlier.value) for earlier in rates[:place]):
@@ -247,7 +257,7 @@ def parse_ramp(text: str) -> Ramp:
 def arrival_times(
     count: int, rate: float, burstiness: float, ramp: Ramp | None, generator: np.random.Generator
 ) -> list[float]:
-    """Return when each request is due, in ascending seconds from the first. A ramp replaces the rate."""
+    """Return when each request is due, in seconds after the first request. ramp: used in place of `rate`."""
     if ramp is None and math.isinf(rate):
         return [0.0] * count
     places = np.arange(1, count) / max(count - 1, 1)

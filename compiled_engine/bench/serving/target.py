@@ -1,4 +1,4 @@
-"""The server under test: its address, and queries before the load begins."""
+"""Address of the server under test, and the queries to it that precede the load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 0.05
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server's address."""
+    """Address of a server's API, and the headers of requests to it."""
 
     scheme: str
     host: str
@@ -36,13 +36,13 @@ class Target(msgspec.Struct, frozen=True):
         return ssl.create_default_context() if self.scheme == "https" else None
 
     def request(self, path: str, body: bytes) -> bytes:
-        """Return a complete POST request."""
+        """Return the bytes of a complete POST request. path: below the API's path."""
         lines = [f"POST {self.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers)]
         lines.append(f"content-length: {len(body)}")
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a GET; `path` is below the server's root. Raises OSError or HTTPException."""
+        """Send a GET request; return status and body. path: from the server's root. Raises OSError or HTTPException."""
         connect = HTTPSConnection if self.scheme == "https" else HTTPConnection
         connection = connect(self.host, self.port, timeout=TIMEOUT_S)
         try:
@@ -54,7 +54,10 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Target:
-    """Parse `url`, which may end with /v1, and NAME=VALUE headers. Raises ValueError with the option."""
+    """Make a Target from a URL, which may end with /v1, and headers NAME=VALUE.
+
+    Raises ValueError with the invalid option.
+    """
     error = ValueError(f"url is {url!r}; allowed: http://HOST:PORT or https://HOST:PORT")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -80,8 +83,8 @@ def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Targe
 def find_model(target: Target, model: str | None, ready_timeout_s: float) -> tuple[str, int | None]:
     """Return the model's name, by default the server's first, and its context length, if reported.
 
-    Waits up to `ready_timeout_s` seconds for the server to answer. Raises ValueError if it does not, or has no model
-    with this name.
+    Waits up to `ready_timeout_s` seconds for the server to answer. Raises ValueError if the server does not answer, or
+    if it has no model with this name.
     """
     deadline = time.monotonic() + ready_timeout_s
     while True:
