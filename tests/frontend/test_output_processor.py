@@ -231,14 +231,6 @@ def test_a_character_that_is_not_complete_at_the_end_is_replaced() -> None:
     assert completion.text == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_stop_string_counts_after_min_tokens() -> None:
-    tokens = TOKENIZER.encode(SAID)
-    (completion,) = Frontend().run(max_tokens=100, stop="the", min_tokens=len(tokens) // 3)[0].outputs
-    assert completion.stop_reason == "the"
-    assert len(completion.token_ids) > len(tokens) // 3
-    assert completion.text.count("the") >= 1
-
-
 def test_logprobs_have_the_chosen_token_first() -> None:
     tokens = TOKENIZER.encode("hello")
     (completion,) = Frontend("hello").run(max_tokens=len(tokens), logprobs=2)[0].outputs

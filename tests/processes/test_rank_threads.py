@@ -236,8 +236,8 @@ def test_the_end_of_a_rank_ends_every_wait(ranks: Any, rank: int, full: bool) ->
     def prepare(runners: list[ScriptedRunner]) -> None:
         runners[0].waits_for[1] = threading.Event()  # which nobody sets
 
-    with ranks(prepare, capacity=64 if full else 1 << 16) as (executor, _):
-        threading.Timer(0.1, executor._workers.children[rank].hang_up).start()
+    with ranks(prepare, capacity=64 if full else 1 << 16) as (executor, launch):
+        threading.Timer(0.1, launch.children[rank].hang_up).start()
         pending = [executor.submit(step(1))]
         with pytest.raises(WorkerError, match=f"the worker of rank {rank} of 2 has ended"):
             while_possible(executor, pending, submits=full)
@@ -403,10 +403,9 @@ def test_the_end_is_told_to_every_rank(ranks: Any) -> None:
 
     with ranks(slow) as (executor, launch):
         executor.submit(step(1)).result()
-        children = executor._workers.children
         executor.close()
         assert [runner.closed for runner in launch.runners] == [["runner", "group"]] * 2
-        assert not any(child.thread.is_alive() for child in children)
+        assert not any(child.thread.is_alive() for child in launch.children)
         with pytest.raises(WorkerError, match="have been told to stop"):
             executor.submit(step(2))
 

@@ -275,7 +275,7 @@ def test_the_metrics_show_them(engine: AsyncLLM) -> None:
         form = {"structured_outputs": {"choice": ["counted"]}}
         for _ in range(2):
             await client.completions.create(model=MODEL, prompt="x", extra_body=form)
-        return (await client._client.get("http://test/metrics")).text
+        return (await client.get("http://test/metrics", cast_to=httpx.Response)).text
 
     text = asked(engine, ask)
     for name in ("requests", "compiles", "cache_hits", "compile_seconds"):
