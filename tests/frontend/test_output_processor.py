@@ -253,13 +253,6 @@ def test_a_chosen_token_among_the_most_likely_is_listed_once() -> None:
     assert list(output.outputs[0].logprobs[0]) == [6, 5]
 
 
-def test_prompt_logprobs_begin_with_none() -> None:
-    (output,) = Frontend().run([7, 8, 9], max_tokens=1, prompt_logprobs=2, n=2)
-    assert output.prompt_logprobs is not None
-    assert output.prompt_logprobs[0] is None
-    assert [list(entry) for entry in output.prompt_logprobs[1:] if entry] == [[8, 5, 6], [9, 5, 6]]
-
-
 def test_completions_of_one_prompt_end_on_their_own() -> None:
     said = TOKENIZER.encode(SAID)
     core = ScriptedCore(lambda request: [*said[: 2 + int(request.request_id[-1])], EOS])

@@ -116,7 +116,7 @@ def test_streams_and_the_parsing_helper_of_the_client(engine: AsyncLLM) -> None:
     asked(engine, ask)
 
 
-@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral", "qwen3_coder", "glm45", "none"])
+@pytest.mark.parametrize("tools", ["hermes", "qwen3_coder", "none"])
 def test_tools_that_have_to_be_called(engine: AsyncLLM, tools: str) -> None:
     named: Any = {"type": "function", "function": {"name": "add"}}
 
