@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
-import torch
 from msgspec import structs
 
+from compiled_engine.async_llm_parts import AsyncLLMParts, CoreKind, join_engine, start_engine
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.messages import RequestLimits
 from compiled_engine.features.adapters.lora_request import LoRARequest
@@ -31,48 +29,29 @@ from compiled_engine.features.pooling.frontend.processor import (
     PoolingBounds,
     PoolingProcessor,
     Scoring,
-    make_pooling_processor,
-    require_generating,
-    require_pooling,
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams
-from compiled_engine.features.request_registry import RequestFeatures, request_features
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
-from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputProcessor
-from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
-from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts, rendering_size
+from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompt, rendering_size
 from compiled_engine.frontend.request_stream import (
     OUTPUT_KINDS,
     OutputKind,
     RequestStream,
-    RequestStreams,
-    connect,
     end,
     leave,
 )
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT, QUICK_TEXT
-from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.forks import Owner, unless_forked
-from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.smallest_first import SmallestFirst, Stopped, never
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.processes.channel import Connection, frame
-from compiled_engine.processes.core_child import CoreChild, ForeignCore, RunningCore
-from compiled_engine.processes.core_client import CoreClient, EngineDeadError, wait_started
-from compiled_engine.processes.run_core import CoreThread
-from compiled_engine.processes.wire import FrontendOptions, Start, Started, ToApi, encode
-from compiled_engine.resolve.engine import resolve, warn_if_eager
+from compiled_engine.processes.core_child import CoreChild
+from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 
 _POLL_S = 0.01
-CoreKind = Literal["process", "in_process"]
-CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
-_EXIT_S = 30.0
 Prepared = TypeVar("Prepared")
 
 
@@ -118,10 +97,9 @@ class AsyncLLM:
         engine._take(await asyncio.to_thread(join_engine, address))
         return engine
 
-    def _take(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._client, self._streams = parts.client, parts.streams
-        self._pooling = make_pooling_processor(parts.config.model, parts.inputs)
+    def _take(self, parts: AsyncLLMParts) -> None:
+        self._frontend, self._core = parts.frontend, parts.core
+        self._client, self._streams, self._given = parts.client, parts.streams, parts.given
         self._owner = Owner("AsyncLLM")
         self._end = weakref.finalize(self, unless_forked(end), parts.client, parts.core, parts.streams)
         self._numbers = count()
@@ -151,10 +129,7 @@ class AsyncLLM:
         """
 
         def parse(is_stopped: Stopped) -> Prompt:
-            prompts = parse_prompts(prompt)
-            if len(prompts) != 1:
-                raise ValueError(f"prompt must be a single prompt, got {len(prompts)}")
-            return prompts[0]
+            return parse_prompt(prompt)
 
         size = num_characters(prompt)
         return self._run(parse, size, False, sampling_params, request_id, output, priority, lora_request)
@@ -177,7 +152,7 @@ class AsyncLLM:
         """Continue one conversation. Arguments of the conversation: see `LLM.chat`; others: see `generate`."""
 
         def render(is_stopped: Stopped) -> Prompt:
-            tokenizer = self._require_tokenizer()
+            tokenizer = self._frontend.require_tokenizer()
             return render_chat(
                 tokenizer,
                 messages,
@@ -212,16 +187,33 @@ class AsyncLLM:
         )
 
     async def embed(
-        self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        *,
+        prompt_name: str | None = None,
+        priority: int = 0,
+        bounds: PoolingBounds = UNBOUNDED,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return embeddings like `LLM.embed`. others: prompt_name, priority and lora_request."""
-        return embeddings(await self._encoded(prompts, pooling_params, "embed", **others))
+        """Return embeddings like `LLM.embed`. Cancelling the call, and bounds: see `encode`."""
+        return embeddings(
+            await self._encoded(prompts, pooling_params, "embed", prompt_name, priority, bounds, lora_request)
+        )
 
     async def classify(
-        self, prompts: PromptLike | Sequence[PromptLike], pooling_params: PoolingParams | None = None, **others: Any
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        bounds: PoolingBounds = UNBOUNDED,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return probabilities of labels like `LLM.classify`. others: priority and lora_request."""
-        return classifications(await self._encoded(prompts, pooling_params, "classify", **others))
+        """Return probabilities of labels like `LLM.classify`. Cancelling the call, and bounds: see `encode`."""
+        return classifications(
+            await self._encoded(prompts, pooling_params, "classify", None, priority, bounds, lora_request)
+        )
 
     async def score(
         self,
@@ -259,8 +251,8 @@ class AsyncLLM:
         Does nothing for a model that pools. Raises ValueError if there is no tokenizer, or one that runs in Python.
         """
         self._attach()
-        if self._pooling is None:
-            await self._parts.features.structured.give_vocabulary(self._client)
+        if self._frontend.pooling is None:
+            await self._frontend.features.structured.give_vocabulary(self._client)
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Have the core load an adapter into host memory, before its first request does; returns its digest.
@@ -268,7 +260,7 @@ class AsyncLLM:
         Raises TypeError, ValueError or OSError if it is no adapter, or does not fit the model.
         """
         self._attach()
-        adapters = self._parts.features.adapters
+        adapters = self._frontend.features.adapters
         adapter = await asyncio.to_thread(adapters.finder.find, lora_request)
         await adapters.load(adapter, self._client)
         return adapter.digest
@@ -276,7 +268,7 @@ class AsyncLLM:
     async def unload_adapter(self, digest: str) -> None:
         """Drop an adapter from host memory when no request uses it any more."""
         self._attach()
-        await self._parts.features.adapters.unload(digest, self._client)
+        await self._frontend.features.adapters.unload(digest, self._client)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator yields a last output with finish_reason "abort". An unknown id has no effect."""
@@ -339,12 +331,12 @@ class AsyncLLM:
     @property
     def config(self) -> EngineConfig:
         """The resolved configuration."""
-        return self._parts.config
+        return self._frontend.config
 
     @property
     def limits(self) -> RequestLimits:
         """The engine's limits on requests."""
-        return self._parts.limits
+        return self._frontend.limits
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -352,12 +344,12 @@ class AsyncLLM:
 
         `tokenizer.hf` is transformers' object.
         """
-        return self._parts.tokenizer
+        return self._frontend.tokenizer
 
     @property
     def address(self) -> str | None:
         """The address for `join`; None with core="in_process"."""
-        return self._parts.core.address
+        return self._core.address
 
     @property
     def num_unfinished(self) -> int:
@@ -366,7 +358,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters that are used when no sampling_params are given."""
-        return self._parts.default_sampling_params.clone()
+        return self._frontend.default_sampling_params.clone()
 
     async def _run(
         self,
@@ -381,18 +373,17 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._attach()
         self._require_open()
-        require_generating(self._pooling)
+        self._frontend.require_generating()
         if output not in OUTPUT_KINDS:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
         def prepare(is_stopped: Stopped) -> PreparedRequest:
-            params = self._parts.default_sampling_params if sampling_params is None else sampling_params
-            (prepared,) = self._parts.inputs.process([make_prompt(is_stopped)], params, priority, **given)
+            (prepared,) = self._frontend.completions([make_prompt(is_stopped)], sampling_params, priority, **given)
             return prepared
 
         given = {"lora_request": lora_request}
         size += num_characters(getattr(sampling_params, "bad_words", None))
-        is_slow = any(feature.is_slow(sampling_params) for feature in self._parts.features)
+        is_slow = any(feature.is_slow(sampling_params) for feature in self._frontend.features)
         await self._read_files(given)
         prepared = await self._prepared(size, prepare, apart=apart or is_slow)
         await self._ready_core([prepared])
@@ -427,30 +418,30 @@ class AsyncLLM:
 
     async def _read_files(self, given: Mapping[str, Any]) -> None:
         """Read the files that features need for these arguments, each in a separate thread, as that may take long."""
-        for feature in self._parts.features:
+        for feature in self._frontend.features:
             for read in feature.reads(given):
                 await asyncio.to_thread(read)
 
     async def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
         """Make the calls that the core must have served before it gets these requests."""
         of_core = [each for request in requests for each in request.engine_requests]
-        for feature in self._parts.features:
+        for feature in self._frontend.features:
             await feature.before_async(of_core, self._client)
 
     def _pooler(self) -> PoolingProcessor:
         self._attach()
         self._require_open()
-        return require_pooling(self._pooling)
+        return self._frontend.require_pooling()
 
     async def _encoded(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | None,
         pooling_task: str | None,
-        prompt_name: str | None = None,
-        priority: int = 0,
-        bounds: PoolingBounds = UNBOUNDED,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_name: str | None,
+        priority: int,
+        bounds: PoolingBounds,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RunningPooling]:
         processor, given = self._pooler(), {"lora_request": lora_request}
 
@@ -484,7 +475,7 @@ class AsyncLLM:
         self._require_open()
         for request in prepared.engine_requests:
             if prepared.given is not None:
-                self._parts.given[request.request_id] = prepared.given
+                self._given[request.request_id] = prepared.given
             self._client.add(request)
 
     def _new_id(self) -> str:
@@ -508,122 +499,3 @@ class AsyncLLM:
             raise EngineDeadError(self.errored)
         if self._draining:
             raise RuntimeError("this AsyncLLM is draining: it takes no more requests")
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self._parts.tokenizer is None:
-            raise ValueError(f"tokenizer must be given: {str(self._parts.config.model.path)!r} has none")
-        return self._parts.tokenizer
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The parts of an AsyncLLM."""
-
-    core: RunningCore
-    client: CoreClient
-    streams: RequestStreams
-    config: EngineConfig
-    limits: RequestLimits
-    tokenizer: Tokenizer | None
-    inputs: InputProcessor
-    features: RequestFeatures
-    default_sampling_params: SamplingParams
-    given: dict[str, Any]  # PreparedRequest.given by engine request, put here before the request is sent
-
-
-def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progress: bool) -> EngineParts:
-    """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
-    timeline = Timeline()
-    timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    running = _launch(core, options)
-    try:
-        given = make_options(options)
-        names = _names(given.logits_processors) if isinstance(running, CoreChild) else ()
-        with timeline.span("configuration"):
-            config = resolve(given, RichProgress() if progress else SilentProgress())
-        warn_if_eager(given, config)
-        start = Start(
-            config=config,
-            frontend=FrontendOptions(given.skip_tokenizer_init, given.generation_config),
-            logits_processors=names,
-            num_threads=torch.get_num_threads(),
-            progress=progress,
-            origin_s=timeline.origin_s,
-            spans=tuple(timeline.spans),
-        )
-        beside_requests: dict[str, Any] = {}
-        if isinstance(running, CoreThread):
-            running.start(start, given.logits_processors, beside_requests)
-        else:
-            running.start(frame(encode(start)))
-        tokenizer = _find_tokenizer(config, start.frontend)  # while the core starts
-        return _assemble(running, *wait_started(running), tokenizer, beside_requests)
-    except BaseException:
-        running.close(_EXIT_S)
-        raise
-
-
-def join_engine(address: str | os.PathLike[str]) -> EngineParts:
-    """Connect to a core that another process has started.
-
-    Raises OSError, or EngineDeadError if the core ends meanwhile.
-    """
-    running = ForeignCore(address)
-    try:
-        connection, started = wait_started(running)
-        return _assemble(running, connection, started, _find_tokenizer(started.config, started.frontend), {})
-    except BaseException:
-        running.close(_EXIT_S)
-        raise
-
-
-def _assemble(
-    core: RunningCore,
-    connection: Connection[ToApi],
-    started: Started,
-    tokenizer: Tokenizer | None,
-    given: dict[str, Any],
-) -> EngineParts:
-    folder = started.config.model.path
-    streams = RequestStreams(OutputProcessor(tokenizer))
-    config, limits, id_prefix = started.config, started.limits, f"{started.client}:"
-    eos_token_ids = read_eos_token_ids(folder, tokenizer, config.model.overrides)
-    is_here = isinstance(core, CoreThread) and not config.parallel.has_replicas
-    objects_allowed = "" if is_here else "unless core is 'in_process'"
-    features = request_features(config, tokenizer, eos_token_ids, objects_allowed)
-    return EngineParts(
-        core=core,
-        client=connect(core, connection, streams),
-        streams=streams,
-        config=config,
-        limits=limits,
-        tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, features),
-        features=features,
-        default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
-        given=given,
-    )
-
-
-def _launch(core: CoreKind | CoreChild, options: Mapping[str, Any]) -> CoreChild | CoreThread:
-    if isinstance(core, CoreChild):
-        return core
-    if core not in CORE_KINDS:
-        raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
-    return CoreChild.of(options) if core == "process" else CoreThread()
-
-
-def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:
-    folder = None if options.skip_tokenizer_init else find_tokenizer_folder(config.tokenizer, config.model.path)
-    return load_tokenizer(folder) if folder else None
-
-
-def _names(logits_processors: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the names of logits processors. Raises ValueError if one is not given by its name."""
-    for index, given in enumerate(logits_processors):
-        if not isinstance(given, str):
-            raise ValueError(
-                f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed:"
-                " 'package.module:Name', or any with core='in_process'"
-            )
-    return logits_processors

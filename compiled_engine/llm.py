@@ -10,18 +10,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from compiled_engine.engine.messages import ControlCall
-from compiled_engine.features.pooling.frontend.processor import (
-    make_pooling_processor,
-    require_generating,
-    require_pooling,
-)
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
-from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
-from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompt, parse_prompts
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.forks import Owner
@@ -71,11 +65,8 @@ class LLM:
         self._owner = Owner("LLM")
         self._progress = RichProgress() if progress else SilentProgress()
         parts = _start({"model": model, **options}, self._progress, timeline)
-        self._config, self._tokenizer = parts.config, parts.tokenizer
+        self._frontend, self._loop, self._profiler = parts.frontend, parts.loop, parts.profiler
         self._core: EngineCore | Replicas | None = parts.core
-        self._loop, self._inputs = parts.loop, parts.inputs
-        self._features, self._pooling = parts.features, make_pooling_processor(parts.config.model, parts.inputs)
-        self._default_sampling_params, self._profiler = parts.default_sampling_params, parts.profiler
 
     def generate(
         self,
@@ -115,10 +106,8 @@ class LLM:
         Closing the iterator aborts the request. Raises what `generate` raises, before the first output.
         """
         self._require_generating()
-        parsed = parse_prompts(prompt)
-        if len(parsed) != 1:
-            raise ValueError(f"prompt must be a single prompt, got {len(parsed)}")
-        return self._loop.run(self._prepare(parsed, sampling_params, lora_request=lora_request), partial=True)
+        requests = self._prepare([parse_prompt(prompt)], sampling_params, lora_request=lora_request)
+        return self._loop.run(requests, partial=True)
 
     def chat(
         self,
@@ -146,7 +135,7 @@ class LLM:
         """
         refuse_arguments("chat", others)
         self._require_generating()
-        tokenizer = self._require_tokenizer()
+        tokenizer = self._frontend.require_tokenizer()
         template = read_chat_template(chat_template, tokenizer)
         prompts = [
             render_chat(
@@ -241,11 +230,11 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer as an object of transformers, which the first call imports."""
-        return self._require_tokenizer().hf
+        return self._frontend.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters that are used when no sampling_params are given."""
-        return self._default_sampling_params.clone()
+        return self._frontend.default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
         """Return the engine's counts since it started."""
@@ -280,7 +269,7 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         """The resolved configuration."""
-        return self._config
+        return self._frontend.config
 
     @property
     def llm_engine(self) -> LLM:
@@ -290,7 +279,7 @@ class LLM:
     @property
     def model_config(self) -> ModelConfig:
         """The model's part of the configuration, under vLLM's name."""
-        return self._config.model
+        return self._frontend.config.model
 
     @property
     def core(self) -> EngineCore:
@@ -299,8 +288,8 @@ class LLM:
         Raises ValueError if data_parallel_size is above 1, as replicas are in separate processes.
         """
         core = self._require_open()
-        if self._config.parallel.has_replicas:
-            raise ValueError(f"data_parallel_size is {self._config.parallel.data_parallel_size}; allowed: 1")
+        if self._frontend.config.parallel.has_replicas:
+            raise ValueError(f"data_parallel_size is {self._frontend.config.parallel.data_parallel_size}; allowed: 1")
         return cast("EngineCore", core)
 
     def close(self) -> None:
@@ -352,7 +341,7 @@ class LLM:
         """Run requests; returns their outputs, in their order. patience_s: see Progress."""
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
-        has_drafts, num_drafts, num_accepted = self._config.max_new_tokens_per_step > 1, 0, 0
+        has_drafts, num_drafts, num_accepted = self._frontend.config.max_new_tokens_per_step > 1, 0, 0
 
         def acceptance() -> str:
             return f"mean acceptance length {1 + num_accepted / num_drafts:.2f}" if num_drafts else ""
@@ -378,11 +367,11 @@ class LLM:
 
     def _pooler(self) -> PoolingProcessor:
         self._require_open()
-        return require_pooling(self._pooling)
+        return self._frontend.require_pooling()
 
     def _require_generating(self) -> None:
         self._require_open()
-        require_generating(self._pooling)
+        self._frontend.require_generating()
 
     def _prepare(
         self,
@@ -391,15 +380,14 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PreparedRequest]:
-        params = self._default_sampling_params if sampling_params is None else sampling_params
-        requests = self._inputs.process(prompts, params, priority, lora_request=lora_request)
+        requests = self._frontend.completions(prompts, sampling_params, priority, lora_request=lora_request)
         self._ready_core(requests)
         return requests
 
     def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
         """Make the calls that the core must have served before it gets these requests."""
         of_core = [each for request in requests for each in request.engine_requests]
-        for feature in self._features:
+        for feature in self._frontend.features:
             feature.before(of_core, self._require_open())
 
     def _require_open(self) -> EngineCore | Replicas:
@@ -407,11 +395,6 @@ class LLM:
             raise RuntimeError("this LLM is closed; make a new one")
         self._owner.require_here()
         return self._core
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise ValueError(f"tokenizer must be given: {str(self._config.model.path)!r} has none")
-        return self._tokenizer
 
 
 @bytecode_kept()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiled_engine.config import EngineConfig
 from compiled_engine.engine.core import EngineCore
 from compiled_engine.engine.messages import RequestLimits
-from compiled_engine.features.request_registry import RequestFeatures, request_features
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer import find_tokenizer_folder, load_tokenizer, read_eos_token_ids
+from compiled_engine.frontend_parts import FrontendParts, make_frontend
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiling import Profiler
@@ -22,20 +20,15 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.processes.replicas import Replicas
 from compiled_engine.processes.start_cores import start_cores
 from compiled_engine.resolve.engine import resolve, warn_if_eager
-from compiled_engine.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)
 class LLMParts:
     """The parts of a started `LLM`: engine core, tokenizer, input processing and defaults."""
 
-    config: EngineConfig
+    frontend: FrontendParts
     core: EngineCore | Replicas
     loop: EngineLoop  # runs requests on `core`
-    tokenizer: Tokenizer | None
-    inputs: InputProcessor
-    features: RequestFeatures
-    default_sampling_params: SamplingParams
     profiler: Profiler
 
 
@@ -62,16 +55,10 @@ def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) ->
         raise
     timeline.add("tokenizer", tokenizer_start_s, loading.seconds, "configuration")
     limits = RequestLimits.of(config, core.num_slots)
-    eos_token_ids = read_eos_token_ids(model_path, tokenizer, config.model.overrides)
     objects_allowed = "where data_parallel_size is above 1" if config.parallel.has_replicas else ""
-    features = request_features(config, tokenizer, eos_token_ids, objects_allowed)
     return LLMParts(
-        config=config,
+        frontend=make_frontend(config, limits, tokenizer, default_sampling_params, objects_allowed=objects_allowed),
         core=core,
         loop=EngineLoop(core, OutputProcessor(tokenizer)),
-        tokenizer=tokenizer,
-        inputs=InputProcessor(tokenizer, limits, eos_token_ids, features=features),
-        features=features,
-        default_sampling_params=default_sampling_params,
         profiler=Profiler(Path(options.profile_dir), config.device),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
 from compiled_engine.cli.other_words import as_read, own_values
 from compiled_engine.cli.word_division import OBJECTS, find_row, is_number_of_other_kind, with_unit
 from compiled_engine.options import EngineOptions
@@ -208,6 +208,12 @@ def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[
         else:
             words += [argument.written, json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return words
+
+
+def take_model(named: str | None, engine: dict[str, Any]) -> None:
+    """Set the engine's model to the argument MODEL. Raises BadInputError if --model is another one."""
+    if named is not None and engine.setdefault("model", named) != named:
+        raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
+from compiled_engine.cli.arguments import take_model, takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import BadInputError
 from compiled_engine.cli.terminal_model import LocalModel, RemoteModel
 
@@ -93,8 +93,7 @@ def _model(
     api_key: str | None,
     quiet: bool,
 ) -> LocalModel | RemoteModel:
-    if named is not None and engine.setdefault("model", named) != named:
-        raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
+    take_model(named, engine)
     if sampling.get("n", 1) != 1:
         raise BadInputError(f"n is {sampling['n']}; allowed: 1")
     if url is None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Command, arguments_of, read_config_file, takes_options
+from compiled_engine.cli.arguments import (
+    ENGINE_ARGUMENTS,
+    Command,
+    arguments_of,
+    read_config_file,
+    take_model,
+    takes_options,
+)
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
 from compiled_engine.cli.other_words import EngineCommand
 from compiled_engine.options import EngineOptions
@@ -78,8 +85,7 @@ def serve(
 
       COMPILED_ENGINE_API_KEY=secret compiled-engine serve org/name --host 0.0.0.0 --config server.yaml
     """
-    if named is not None and engine.setdefault("model", named) != named:
-        raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
+    take_model(named, engine)
     _require_packages()
     with bad_input_is_reported():
         options = checked_options(server, limits, engine)

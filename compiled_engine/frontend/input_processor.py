@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from compiled_engine.engine.messages import EngineRequest, RequestLimits, prefix_root
@@ -65,10 +65,7 @@ class InputProcessor:
             return [self._complete(given, "sampling_params")] * count
         if not isinstance(given, list | tuple):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {given!r}")
-        if len(given) != count:
-            raise ValueError(
-                f"sampling_params must have one entry for each prompt, got {len(given)} for {count} prompts"
-            )
+        require_one_each("sampling_params", given, count)
         return [self._complete(param, f"sampling_params[{index}]") for index, param in enumerate(given)]
 
     def _complete(self, params: SamplingParams, name: str) -> SamplingParams:
@@ -145,6 +142,12 @@ class InputProcessor:
         return PreparedRequest(request_id, prompt.text, token_ids, params, requests, part.given, part.output)
 
 
+def require_one_each(name: str, given: Sized, count: int) -> None:
+    """Raise ValueError unless there is an entry for each of `count` prompts."""
+    if len(given) != count:
+        raise ValueError(f"{name} must have one entry for each prompt, got {len(given)} for {count} prompts")
+
+
 def checked_priorities(given: int | Sequence[int] | None, count: int, limits: RequestLimits) -> list[int]:
     """Return a priority for each prompt; warn if they have no effect. Raises TypeError or ValueError."""
     if given is None:
@@ -152,8 +155,7 @@ def checked_priorities(given: int | Sequence[int] | None, count: int, limits: Re
     values = [given] * count if isinstance(given, int) else given
     if not isinstance(values, list | tuple):
         raise TypeError(f"priority must be an integer or a list of integers, got {given!r}")
-    if len(values) != count:
-        raise ValueError(f"priority must have one entry for each prompt, got {len(values)} for {count} prompts")
+    require_one_each("priority", values, count)
     for index, value in enumerate(values):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"priority[{index}] must be an integer, got {value!r}")

@@ -49,6 +49,14 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     return [_parse(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
 
 
+def parse_prompt(prompt: PromptLike) -> Prompt:
+    """Parse a single prompt. Raises what `parse_prompts` raises, and ValueError for several prompts or none."""
+    prompts = parse_prompts(prompt)
+    if len(prompts) != 1:
+        raise ValueError(f"prompt must be a single prompt, got {len(prompts)}")
+    return prompts[0]
+
+
 def _parse(name: str, prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(name, prompt, None)

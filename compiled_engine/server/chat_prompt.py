@@ -15,7 +15,7 @@ from compiled_engine.server.chat_messages import (
     text_of,
     tools_for_template,
 )
-from compiled_engine.server.errors import bad_request, blamed_on_request, require, require_absent, shown
+from compiled_engine.server.errors import bad_request, blamed_on_request, require, require_absent, require_equal, shown
 from compiled_engine.server.forms import ToolUse, answer_form, asked_form
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
@@ -56,7 +56,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
                 "allowed: a tool_choice that demands a call",
             )
         chat = replace(chat, tools=TOOL_FORMATS[DEMANDED])
-    more = _more(fields)
+    more = renamed_fields(fields)
     if fields.skip_special_tokens is None and chat.has_special_markup(with_tools=bool(tools)):
         more["skip_special_tokens"] = False
     if (ending_ids := chat.ending_ids()) and not fields.ignore_eos:
@@ -107,18 +107,15 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
     return ToolUse(named[:1], required=True, several=False)
 
 
-def _more(fields: ChatRequest) -> dict[str, Any]:
+def renamed_fields(fields: ChatRequest) -> dict[str, Any]:
     """Return sampling parameters that have other names in chats."""
     more: dict[str, Any] = {}
     if not fields.logprobs:
         require_absent("top_logprobs", fields.top_logprobs, "unless logprobs is true")
     if fields.logprobs:
         more["logprobs"] = fields.top_logprobs or 0
-    given = (fields.max_tokens, fields.max_completion_tokens)
-    if None not in given and given[0] != given[1]:
-        raise bad_request(
-            "max_tokens", f"max_tokens and max_completion_tokens must be equal, got {given[0]}, {given[1]}"
-        )
+    names = ("max_tokens", "max_completion_tokens")
+    require_equal({name: value for name in names if (value := getattr(fields, name)) is not None}, "max_tokens")
     if fields.max_completion_tokens is not None:
         more["max_tokens"] = fields.max_completion_tokens
     return more
@@ -127,9 +124,7 @@ def _more(fields: ChatRequest) -> dict[str, Any]:
 def _budget(fields: ChatRequest, chat: ChatFormat) -> int | None:
     """Return the bound on reasoning tokens, or None. Raises ApiError 400 if the model's reasoning cannot be bounded."""
     given = {name: value for name in BUDGETS if (value := getattr(fields, name)) not in (None, -1)}
-    if len(set(given.values())) > 1:
-        raise bad_request(BUDGETS[1], f"{' and '.join(BUDGETS)} must be equal, got {fields.thinking_token_budget}, "
-                                      f"{fields.thinking_budget}")  # fmt: skip
+    require_equal(given, BUDGETS[1])
     for name, value in given.items():
         if (why := chat.why_unbounded) is not None:
             require_absent(name, value, f"as {why}", "unsupported_parameter")

@@ -112,6 +112,19 @@ def require(holds: bool, field: str, allowed: str, value: Any, *, param: str | N
         raise bad_request(param or field, f"{field} must be {allowed}, got {shown(value)}")
 
 
+def require_given(field: str, value: Any, because: str = "") -> None:
+    """Raise ApiError 400, "FIELD must be given BECAUSE", if the field is absent."""
+    if value is None:
+        raise bad_request(field, f"{field} must be given {because}".rstrip())
+
+
+def require_equal(given: Mapping[str, Any], param: str) -> None:
+    """Raise ApiError 400 for the field `param` if fields with one meaning, by name, have different values."""
+    if len(set(given.values())) > 1:
+        values = ", ".join(map(str, given.values()))
+        raise bad_request(param, f"{' and '.join(given)} must be equal, got {values}")
+
+
 def require_absent(field: str, value: Any, because: str, code: str | None = None) -> None:
     """Raise ApiError 400, "FIELD must be absent BECAUSE", if the field is given."""
     if value is not None:
@@ -123,6 +136,11 @@ def require_at_most(field: str, values: Sized | int | None, most: int, what: str
     count = values if isinstance(values, int) else len(values or ())
     if count > most:
         raise bad_request(field, f"{field} must have at most {most} {what}, got {count}")
+
+
+def shutting_down() -> ApiError:
+    """Return the 503 error of a server that takes no more requests."""
+    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def blamed_on_request(error: Exception, **fields: str) -> ApiError:

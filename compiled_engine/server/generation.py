@@ -15,7 +15,14 @@ from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.server.cache_salt import salted
-from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, require, shortened
+from compiled_engine.server.errors import (
+    bad_request,
+    blamed_on_request,
+    engine_failure,
+    require,
+    shortened,
+    shutting_down,
+)
 from compiled_engine.server.serving import Serving
 
 Outputs: TypeAlias = "AsyncGenerator[tuple[int, RequestOutput], None]"
@@ -127,7 +134,7 @@ def _raise_if_failed(completion: CompletionOutput) -> None:
     if completion.finish_reason == "error":
         raise engine_failure(str(completion.stop_reason))
     if completion.finish_reason == "abort":
-        raise ApiError(503, "the server is shutting down", code="shutting_down")
+        raise shutting_down()
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:

@@ -18,7 +18,7 @@ from compiled_engine.server.chat_messages import (
     Name,
     Tool,
 )
-from compiled_engine.server.errors import bad_request, require, require_absent, require_at_most, shown
+from compiled_engine.server.errors import bad_request, require, require_absent, require_at_most, require_given, shown
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ChatRequest
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, refused
@@ -291,9 +291,8 @@ def _tools(given: list[MessagesTool] | None, ignored: list[str]) -> list[Tool] |
         if tool.type not in (None, "custom"):
             ignored.append(f"tools[{index}] of type {shown(tool.type)} is ignored: the server runs no tools")
             continue
-        if tool.input_schema is None:
-            raise bad_request(f"tools[{index}].input_schema", f"tools[{index}].input_schema must be given")
-        schema = {"type": "object"} | tool.input_schema
+        require_given(f"tools[{index}].input_schema", tool.input_schema)
+        schema = {"type": "object"} | (tool.input_schema or {})
         function = FunctionDefinition(
             name=tool.name, description=tool.description, parameters=schema, strict=tool.strict
         )
@@ -303,7 +302,6 @@ def _tools(given: list[MessagesTool] | None, ignored: list[str]) -> list[Tool] |
 
 def _tool_choice(choice: MessagesToolChoice) -> Any:
     if choice.type == "tool":
-        if choice.name is None:
-            raise bad_request("tool_choice.name", "tool_choice.name must be given where tool_choice.type is 'tool'")
+        require_given("tool_choice.name", choice.name, "where tool_choice.type is 'tool'")
         return {"type": "function", "function": {"name": choice.name}}
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]

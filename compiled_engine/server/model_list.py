@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from compiled_engine.server.errors import ApiError, engine_failure
+from compiled_engine.server.errors import ApiError, engine_failure, shutting_down
 from compiled_engine.server.replies import json_response
 from compiled_engine.server.serving import Serving, serving_of
 
@@ -99,5 +99,5 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """GET /ready: 200 while the server accepts requests."""
     if serving_of(request).stopping.is_set():
-        raise ApiError(503, "the server is shutting down", code="shutting_down")
+        raise shutting_down()
     return await health(request)

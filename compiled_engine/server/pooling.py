@@ -21,7 +21,14 @@ from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.server.cache_salt import cache_salt, salted
 from compiled_engine.server.chat_messages import ChatMessage, messages_for_template
-from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, require_absent
+from compiled_engine.server.errors import (
+    bad_request,
+    blamed_on_request,
+    engine_failure,
+    require_absent,
+    require_given,
+    shutting_down,
+)
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import PromptTokensDetails, parse_prompts
 from compiled_engine.server.replies import Reply, long_json_response, read_body, unless_gone, warned
@@ -227,8 +234,7 @@ async def encoded(
     given = names.pop("input", "input") if messages is None else "messages"
     texts: list[Any]
     if messages is None:
-        if fields.input is None:
-            raise bad_request(given, f"{given} must be given")
+        require_given(given, fields.input)
         texts = parse_prompts(fields.input, serving.options.limits.max_inputs, given)
     else:
         texts = [await _chat(serving, fields)]
@@ -304,7 +310,7 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
         raise blamed_on_request(error, **fields) from error
     except RuntimeError as error:
         if serving.stopping.is_set():
-            raise ApiError(503, "the server is shutting down", code="shutting_down") from error
+            raise shutting_down() from error
         raise engine_failure(str(error)) from error
     finally:
         work.close()

@@ -177,6 +177,13 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "tools has 1 entries, but the chat template has no place for them; allowed: None",
     ),
+    ([USER], {"chat_template_kwargs": [1]}, TypeError, r"chat_template_kwargs must be a dict or None, got \[1\]"),
+    (
+        [USER],
+        {"chat_template_kwargs": {"tokenize": True, "a": 1}},
+        ValueError,
+        "chat_template_kwargs must not have tokenize, got",
+    ),
 ]
 
 
@@ -194,18 +201,6 @@ def test_one_conversation_or_many() -> None:
         split_conversations("hello")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="messages must not be empty"):
         split_conversations([])
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        ([1], TypeError, r"chat_template_kwargs must be a dict or None, got \[1\]"),
-        ({"tokenize": True, "a": 1}, ValueError, "chat_template_kwargs must not have tokenize, got"),
-    ],
-)
-def test_what_a_template_may_not_get_is_refused(given: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        render([{"role": "user", "content": "x"}], chat_template_kwargs=given)
 
 
 @pytest.fixture(scope="module")

@@ -234,11 +234,6 @@ def test_a_character_of_several_tokens_comes_out_whole() -> None:
     assert deltas(Detokenizer(tokenizer), ids_of(tokenizer, *EMOJI)) == ["", "", "", "😁", ""]
 
 
-def test_flush_gives_an_incomplete_character_as_the_replacement_character() -> None:
-    tokenizer = byte_level()
-    assert deltas(Detokenizer(tokenizer), ids_of(tokenizer, "a", EMOJI[0])) == ["a", "", REPLACEMENT]
-
-
 def test_a_character_that_the_prompt_began_is_completed() -> None:
     tokenizer = byte_level()
     ids = ids_of(tokenizer, *EMOJI, "a")

@@ -122,11 +122,6 @@ def test_a_copy_is_a_list() -> None:
         assert type(again.prompt_logprobs) is list
 
 
-def test_what_was_not_asked_for_is_none() -> None:
-    (output,) = run()
-    assert (output.outputs[0].logprobs, output.prompt_logprobs) == (None, None)
-
-
 def test_each_output_of_a_stream_keeps_the_length_that_it_had() -> None:
     """Whether it is looked at when it comes, or at the end."""
     expected = made_at_once(len(SAID), 2)

@@ -231,14 +231,6 @@ def test_a_character_that_is_not_complete_at_the_end_is_replaced() -> None:
     assert completion.text == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_stop_string_counts_after_min_tokens() -> None:
-    tokens = TOKENIZER.encode(SAID)
-    (completion,) = Frontend().run(max_tokens=100, stop="the", min_tokens=len(tokens) // 3)[0].outputs
-    assert completion.stop_reason == "the"
-    assert len(completion.token_ids) > len(tokens) // 3
-    assert completion.text.count("the") >= 1
-
-
 def test_logprobs_have_the_chosen_token_first() -> None:
     tokens = TOKENIZER.encode("hello")
     (completion,) = Frontend("hello").run(max_tokens=len(tokens), logprobs=2)[0].outputs
@@ -259,13 +251,6 @@ def test_a_chosen_token_among_the_most_likely_is_listed_once() -> None:
     (output,) = loop.run(Frontend().prepare(max_tokens=1, logprobs=2))
     assert output.outputs[0].logprobs is not None
     assert list(output.outputs[0].logprobs[0]) == [6, 5]
-
-
-def test_prompt_logprobs_begin_with_none() -> None:
-    (output,) = Frontend().run([7, 8, 9], max_tokens=1, prompt_logprobs=2, n=2)
-    assert output.prompt_logprobs is not None
-    assert output.prompt_logprobs[0] is None
-    assert [list(entry) for entry in output.prompt_logprobs[1:] if entry] == [[8, 5, 6], [9, 5, 6]]
 
 
 def test_completions_of_one_prompt_end_on_their_own() -> None:

@@ -59,7 +59,8 @@ class Turn(Future[Any]):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[list[Worker], WorkerPool]]:
-    monkeypatch.setattr(worker_pool, "WorkerProcesses", Workers)
+    made: list[Workers] = []
+    monkeypatch.setattr(worker_pool, "WorkerProcesses", lambda *given: made.append(Workers(*given)) or made[-1])
     monkeypatch.setattr(worker_pool, "Future", Turn)
     monkeypatch.setattr(Worker, "asked", [], raising=False)
     monkeypatch.setattr(Turn, "made", [], raising=False)
@@ -67,7 +68,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[list[Worke
     def start(count: int) -> tuple[list[Worker], WorkerPool]:
         pool = WorkerPool("nowhere", count)
         pool.begin({})
-        return pool._processes.workers if pool._processes else [], pool  # type: ignore[return-value]
+        return made[-1].workers if made else [], pool
 
     return start
 

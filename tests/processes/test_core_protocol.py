@@ -219,19 +219,6 @@ def test_a_process_is_told_the_limits_of_the_model() -> None:
         assert (limits.max_model_len, limits.num_slots) == (core.config.model.max_model_len, core.num_slots)
 
 
-def test_the_requests_of_a_process_that_is_gone_end() -> None:
-    core = ServedCore(1)
-    with served(core) as (connection, started):
-        ids = [f"{started.client}:{number}" for number in range(3)]
-        for request_id in ids:
-            request = EngineRequest(request_id, (5, 6, 7), SamplingParams(max_tokens=1 << 19, ignore_eos=True))
-            connection.send(frame(encode(Add(request))))
-        wait_until(lambda: len(core.live) == 3)
-        connection.close()
-        wait_until(lambda: not core.live, SOON_S)
-    assert sorted(core.aborted) == ids
-
-
 def test_a_request_whose_output_is_too_large_for_a_message_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     core = ServedCore(3000)
     with served(core) as (connection, started):

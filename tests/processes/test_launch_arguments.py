@@ -207,7 +207,7 @@ def test_a_core_that_was_started_may_end_by_itself(launcher: Launcher) -> None:
     assert launcher.processes[0].returncode == -signal.SIGKILL
     patient = CoreChild()
     patient.start(frame)
-    patient._process.send_signal(signal.SIGTERM)
+    launcher.processes[1].send_signal(signal.SIGTERM)
     patient.close(SOON_S)
     assert patient.how_it_ended(0.0) == "its process was killed by SIGTERM"
 

@@ -384,33 +384,6 @@ def test_answers_about_adapters_are_those_of_all_replicas(name: str, said: tuple
     engine.close()
 
 
-def test_prompt_logprobs_go_on_where_they_ended() -> None:
-    """A prompt of which a dead replica has given a part: each row comes once."""
-    cores = [FakeCore(), FakeCore()]
-    engine = make(cores)
-    params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
-    engine.add(EngineRequest("a", tuple(range(10, 18)), params))
-    for core in cores:
-        core.listen()
-    first, second = sorted(cores, key=lambda core: not core.requests)
-    places: list[int] = []
-
-    def take() -> None:
-        for output in engine.step().others:
-            if (found := rows_in(output.extras)) is not None:
-                places.extend(range(found[0], found[0] + len(found[1])))
-
-    for _ in range(4):
-        first.step(1)
-        take()
-    first.connection.close()
-    while engine.has_unfinished():
-        second.step(1)
-        take()
-    assert places == list(range(1, 8))
-    engine.close()
-
-
 def lose_who_has(request_id: str, cores: list[FakeCore], engine: Replicas) -> list[EngineOutput]:
     """End the core that runs the request; return the outputs of the step that notices."""
     for core in cores:
@@ -580,22 +553,6 @@ def filled(cores: list[FakeCore], engine: Replicas, policy_priorities: bool = Fa
     for core in cores:
         core.listen()
     return names
-
-
-def test_who_waits_is_sent_when_another_is_aborted() -> None:
-    """In the order of arrival: priorities do not count under first come, first served."""
-    cores = [FakeCore(), FakeCore()]
-    engine = make(cores)
-    names = filled(cores, engine, policy_priorities=True)
-    waiting = names[-4:]
-    for aborted, next_one in zip(names, waiting, strict=False):
-        assert not any(next_one in core.requests for core in cores)
-        engine.abort(aborted)
-        for core in cores:
-            core.listen()
-        assert not any(aborted in core.requests for core in cores)
-        assert any(next_one in core.requests for core in cores)
-    engine.close()
 
 
 def test_who_waits_after_a_death_may_be_aborted() -> None:

@@ -205,6 +205,9 @@ def test_usage_so_far_comes_with_every_event_if_asked_for() -> None:
         completions.answer_events(completion_answer(stream_options=options), Script([[["x", "y"]]]).parts())
     )
     assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 2]
+    unasked = completion_answer(stream_options={"include_usage": False, "continuous_usage_stats": True})
+    parts = collected(completions.answer_events(unasked, Script([[["x", "y"]]]).parts()))
+    assert [part.get("usage") for part in parts] == [None] * len(parts)
     answer = chat_answer(stream_options=options)
     parts = collected(chat_completions.answer_events(answer, Script([[["x", "y"]]]).parts()))
     assert [part["usage"]["completion_tokens"] for part in parts] == [0, 1, 2, 2, 2]

@@ -21,9 +21,7 @@ from test_server_faults import figures, wait_until
 
 from compiled_engine.server import api_servers
 from compiled_engine.server.api_servers import ApiServers, Order, Place
-from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import Limits, ServerOptions
-from compiled_engine.server.serving import Admission
 from compiled_engine.server.shared_figures import SharedFigures
 
 COUNT = 3
@@ -197,19 +195,6 @@ def test_connections_of_a_process_that_died_are_not_those_of_the_next(monkeypatc
         assert servers.place.has_most()
 
 
-def test_as_many_completions_are_taken_on_as_the_bound_says() -> None:
-    figures = SharedFigures(2)
-    own = Admission(4, figures)
-    other = Admission(4, SharedFigures(2, 1, os.dup(figures.descriptor)))
-    with own.admit(3), other.admit(1):
-        for each in (own, other):
-            with pytest.raises(ApiError, match="4 completions are under way, and it takes 4"), each.admit(1):
-                pass
-        assert (own.in_flight, own.refused) == (4, 2)
-    with other.admit(4):
-        assert own.in_flight == 4
-
-
 def test_who_does_not_serve_yet_has_no_share_of_the_connections() -> None:
     figures = SharedFigures(2)
     own = Place(figures)
@@ -245,19 +230,6 @@ def test_all_processes_begin_with_the_first() -> None:
         await asyncio.wait_for(replaced.begin(), 20)
 
     asyncio.run(run())
-
-
-def test_each_process_counts_in_its_own_row() -> None:
-    first = SharedFigures(rows=2)
-    second = SharedFigures(rows=2, own=1, descriptor=first.descriptor)
-    column = first.reserve(2)
-    assert second.reserve(2) == column
-    first.own[column] += 3
-    second.own[column] += 4
-    assert first.total(column) == second.total(column) == 7
-    first.forget(1, column)
-    assert second.total(column) == 3
-    second._close.detach()  # the file is the first one's
 
 
 @pytest.mark.parametrize("count", [0, 65])

@@ -52,12 +52,6 @@ def test_the_sharpness_in_use() -> None:
     assert shares == {("3",): 0, ("1",): 1}
 
 
-def test_requests_at_rest() -> None:
-    families = engine_families({"resting": 2, "rested": 7}, {"model_name": "bundled"})
-    assert values(families, "spec_decode_num_requests_resting") == {(): 2}
-    assert values(families, "spec_decode_num_requests_rested") == {(): 7}
-
-
 def test_without_a_choice_there_are_no_values() -> None:
     engine: dict[str, Any] = {"draft_tokens": 3}
     families = engine_families(engine, {"model_name": "bundled"})

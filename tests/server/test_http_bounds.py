@@ -48,20 +48,6 @@ def test_nothing_is_answered_behind_what_was_refused(narrow: RunningServer) -> N
                 assert b" 200 " not in chunk
 
 
-def test_headers_have_a_bound(narrow: RunningServer) -> None:
-    for header in (
-        b"a: " + b"x" * 5000,
-        b"\r\n".join(b"a%d: x" % number for number in range(900)),
-        b"a: " + b"x" * 100_000,
-    ):
-        answer = raw(narrow, b"GET /health HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 431 ")
-        assert b'"invalid_request_error"' in answer
-    answer = raw(narrow, b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 431 ")
-    assert raw(narrow, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
-
-
 CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a key\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -74,7 +60,9 @@ CHUNKED = (
 )
 def test_what_has_no_end_is_refused_at_the_bound(narrow: RunningServer, sent: bytes) -> None:
     """Not when its time is over."""
-    assert raw(narrow, sent).startswith(b"HTTP/1.1 431 ")
+    answer = raw(narrow, sent)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b'"invalid_request_error"' in answer
 
 
 def test_a_short_trailer_is_refused_too(narrow: RunningServer) -> None:

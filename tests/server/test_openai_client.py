@@ -58,18 +58,6 @@ def pairs(completion: Any) -> Any:
     return zip(completion.logprobs, completion.token_ids, strict=True)
 
 
-def test_a_stream_joins_to_the_completion(client: openai.OpenAI, expected: RequestOutput) -> None:
-    stream = client.completions.create(
-        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected.outputs[0].text
-    assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 12
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(client: openai.OpenAI, expected: RequestOutput, stream: bool) -> None:
     answer: Any = client.completions.create(
@@ -155,61 +143,6 @@ def test_tokens_are_streamed_whose_text_is_held_back(client: openai.OpenAI, serv
     assert any(part.token_ids and not part.text for part in parts)
 
 
-def test_extra_sampling_parameters(client: openai.OpenAI, expected: RequestOutput) -> None:
-    token = expected.outputs[0].token_ids[0]
-    extra = {"allowed_token_ids": [token], "ignore_eos": True, "min_tokens": 2, "top_k": 5, "bad_words": None}
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, extra_body=extra)
-    assert len(set(answer.choices[0].text)) > 0
-    answer = client.completions.create(
-        model=MODEL,
-        prompt=PROMPT,
-        max_tokens=1,
-        temperature=0,
-        logit_bias={str(token): -100},
-        extra_body={"echo": False},
-    )
-    assert answer.choices[0].text != expected.outputs[0].text[: len(answer.choices[0].text)]
-
-
-def test_fields_that_nobody_asked_for_can_be_read(client: openai.OpenAI) -> None:
-    """As null in whole answers; scripts for vLLM read them as attributes."""
-    chat: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2)
-    message, choice = chat.choices[0].message, chat.choices[0]
-    assert (chat.prompt_logprobs, chat.prompt_token_ids, choice.token_ids, choice.stop_reason) == (None,) * 4
-    assert (message.reasoning, message.reasoning_content, message.tool_calls) == (None,) * 3
-    completion: Any = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2).choices[0]
-    assert (completion.prompt_logprobs, completion.prompt_token_ids, completion.token_ids) == (None,) * 3
-
-
-def test_prompt_logprobs(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 0})
-    first, *rest = answer.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
-    assert first is None
-    assert [list(entry) for entry in rest] == [["6"], ["7"]]
-
-
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_a_chat_and_its_stream(client: openai.OpenAI, logprobs: bool) -> None:
-    asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 10, "temperature": 0}
-    if logprobs:
-        asked |= {"logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    text = whole.choices[0].message.content
-    assert text
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-    if logprobs:
-        content = whole.choices[0].logprobs.content  # type: ignore[union-attr]
-        parts = [
-            each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content or ()
-        ]
-        assert [part.token for part in parts] == [each.token for each in content or ()]
-        assert "".join(each.token for each in content or ()) == text
-        assert all(len(each.top_logprobs) == 2 for each in content or ())
-
-
 def test_a_chat_is_the_template_with_a_completion(client: openai.OpenAI) -> None:
     prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nimport os<|im_end|>\n<|im_start|>assistant\n"
     completion = client.completions.create(model=MODEL, prompt=prompt, max_tokens=10, temperature=0)
@@ -240,15 +173,9 @@ def test_many_chats_at_once(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("completions", {"prompt": PROMPT, "best_of": 3}, "best_of"),
-        ("completions", {"prompt": PROMPT, "suffix": "x"}, "suffix"),
-        ("completions", {"prompt": [1, 99999]}, "prompt"),
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": PROMPT, "temperature": -1}, "temperature"),
         ("completions", {"prompt": PROMPT, "response_format": {"type": "xml"}}, "response_format"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"messages": MESSAGES, "guided_json": {}}, "guided_json"),
         ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),

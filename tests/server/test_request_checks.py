@@ -12,7 +12,7 @@ import pytest
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
-from compiled_engine.server.chat_prompt import _more, tool_use
+from compiled_engine.server.chat_prompt import renamed_fields, tool_use
 from compiled_engine.server.errors import ApiError, require_at_most
 from compiled_engine.server.logprob_shapes import chat_logprobs, completion_logprobs, prompt_logprobs
 from compiled_engine.server.options import Limits
@@ -76,6 +76,7 @@ def test_bounds_that_depend_on_several_fields() -> None:
     for logprobs, param in ((5, None), (6, "logprobs"), (-1, "logprobs")):
         assert refusal(fields_of(), logprobs=logprobs) == param
         assert refusal(fields_of(), replace(LIMITS, max_logprobs=-1), logprobs) is None
+    assert refusal(fields_of(prompt_logprobs=-1), replace(LIMITS, max_logprobs=-1)) is None
     chat = read_request(
         {"messages": [], "logprobs": True, "top_logprobs": 6, "max_completion_tokens": 21}, ChatRequest
     )[0]
@@ -286,10 +287,10 @@ def test_choices_of_tools_that_are_wrong(choice: Any) -> None:
 def test_fields_that_chats_have_under_other_names(given: dict[str, Any], found: Any) -> None:
     fields = read_request({"messages": [], **given}, ChatRequest)[0]
     if isinstance(found, dict):
-        assert _more(fields) == found
+        assert renamed_fields(fields) == found
         return
     with pytest.raises(ApiError) as caught:
-        _more(fields)
+        renamed_fields(fields)
     assert caught.value.param == found
 
 

@@ -13,6 +13,7 @@ import pytest
 from running_server import MODEL, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.server.app import POST
 from compiled_engine.server.chat_messages import ChatMessage
 from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ResponseObject, ResponsesRequest
@@ -26,10 +27,10 @@ GENERATING: dict[str, dict[str, Any]] = {
 }
 POOLING: dict[str, dict[str, Any]] = {
     **{path: {"input": "x"} for path in ("/v1/embeddings", "/pooling", "/classify")},
-    **{path: {"queries": "x", "documents": ["y"]} for path in ("/score", "/v1/score")},
-    **{path: {"query": "x", "documents": ["y"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    "/score": {"queries": "x", "documents": ["y"]},
+    "/rerank": {"query": "x", "documents": ["y"]},
 }
-SCORING = [path for path in POOLING if "score" in path or "rerank" in path]
+SCORING = ["/score", "/rerank"]
 # A value of each sampling parameter that is none of its defaults.
 SAMPLING: dict[str, Any] = {
     **{"n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 5, "min_tokens": 2},
@@ -100,6 +101,11 @@ def salt_of(server: RunningServer, path: str) -> str | None:
     else:
         (prompt,) = server.engine.given[-1]["prompts"]
     return prompt.get("cache_salt") if isinstance(prompt, dict) else None
+
+
+def test_paths_with_one_meaning_have_one_handler() -> None:
+    assert POST["/v1/score"] is POST["/score"]
+    assert POST["/v1/rerank"] is POST["/v2/rerank"] is POST["/rerank"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

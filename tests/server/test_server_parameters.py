@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 from running_server import RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.logprob_shapes import LOWEST, chat_logprobs, completion_logprobs
-from compiled_engine.server.options import Limits
 from compiled_engine.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from compiled_engine.server.request_fields import read_request
-from compiled_engine.server.sampling_fields import sampling_params
 
 JSON = {"content-type": "application/json"}
 
@@ -77,24 +74,6 @@ def test_no_combination_of_parameters_is_an_error_of_the_server(
         assert re.split(r"[.\[]", error_of(response)["param"])[0] in body
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_usage_in_every_chunk_and_in_none(path: str, server: RunningServer) -> None:
-    asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-
-    def usages(**options: bool) -> list[dict[str, int] | None]:
-        body = {**asked, "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": options}
-        lines = httpx.post(server.url + path, json=body, timeout=30).text.split("\n\n")
-        return [json.loads(line.removeprefix("data: ")).get("usage") for line in lines if line.startswith("data: {")]
-
-    each = usages(include_usage=True, continuous_usage_stats=True)
-    assert all(usage is not None and usage["prompt_tokens"] > 0 for usage in each)
-    assert [usage["completion_tokens"] for usage in each if usage][-1] == 3
-    assert set(map(str, usages(include_usage=False, continuous_usage_stats=True))) == {"None"}
-    *before, last = usages(include_usage=True)
-    assert last is not None
-    assert set(map(str, before)) == {"None"}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "nothing"),
     [
@@ -107,11 +86,6 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any, nothing:
     response = httpx.post(f"{server.url}/v1/completions", json={**body, name: value}, timeout=30)
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
     assert httpx.post(f"{server.url}/v1/completions", json={**body, name: nothing}, timeout=30).status_code == 200
-
-
-def test_all_of_the_most_likely_tokens_are_shown() -> None:
-    entry = {token: Logprob(-float(token), token + 1, str(token)) for token in range(7)}
-    assert [len(chat_logprobs([entry], top).content[0].top_logprobs) for top in (0, 3, -1)] == [0, 3, 7]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)])
@@ -138,17 +112,6 @@ def test_tokens_as_ids_tell_tokens_with_one_text_apart() -> None:
         ("token_id:9", list(b"b")),
         ("token_id:7", list(b"ab")),
     ]
-
-
-def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound() -> None:
-    def asked(max_logprobs: int) -> SamplingParams:
-        fields = CompletionRequest(prompt="x", prompt_logprobs=-1)
-        limits = Limits(max_logprobs=max_logprobs)
-        return sampling_params(fields, SamplingParams(), limits, 256)
-
-    assert asked(-1).prompt_logprobs == -1
-    with pytest.raises(ApiError, match="prompt_logprobs must be from 0 to 20, got -1"):
-        asked(20)
 
 
 @pytest.mark.parametrize(

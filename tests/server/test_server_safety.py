@@ -22,8 +22,6 @@ from running_server import COMPLETION, KEY, RunningServer, ScriptedEngine, error
 from compiled_engine.server.errors import ApiError, without_internals
 from compiled_engine.server.json_size import is_deeper_than
 from compiled_engine.server.options import Limits, ServerOptions
-from compiled_engine.server.protocol import CompletionRequest
-from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
 
 
 @pytest.fixture(scope="module")
@@ -182,23 +180,6 @@ def test_a_server_that_ends_is_alive_and_not_ready(server: RunningServer) -> Non
         assert httpx.get(f"{ending.url}/health").status_code == 200
 
 
-def test_a_busy_server_says_so(narrow: RunningServer, client: httpx.Client, scripted: ScriptedEngine) -> None:
-    async def run() -> list[httpx.Response]:
-        headers = {"authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=narrow.url, headers=headers, timeout=30) as many:
-            body = {**COMPLETION, "n": 2, "temperature": 1}
-            return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(12)))
-
-    scripted.chunks, scripted.pause_s = ["a"], 0.3
-    responses = asyncio.run(run())
-    scripted.pause_s = 0.0
-    busy = [response for response in responses if response.status_code == 503]
-    assert {response.status_code for response in responses} == {200, 503}
-    assert all(response.headers["retry-after"] == "1" for response in busy)
-    assert error_of(busy[0])["code"] == "server_busy"
-    assert client.post("/v1/completions", json=COMPLETION).status_code == 200
-
-
 def test_unexpected_errors_tell_nothing(client: httpx.Client, scripted: ScriptedEngine) -> None:
     scripted.error = RuntimeError("at 0x7f001234 in /home/someone/file.py")
     try:
@@ -237,14 +218,6 @@ def test_a_long_name_of_a_model_is_compared_with_none(server: RunningServer) -> 
             assert tracemalloc.get_traced_memory()[1] < 10 * len(name)
         finally:
             tracemalloc.stop()
-
-
-def test_of_many_unknown_fields_a_few_are_named() -> None:
-    unknown = {f"temperature{number}": 1 for number in range(1000)}
-    _, ignored = read_request({**COMPLETION, **unknown}, CompletionRequest)
-    assert len(ignored) == MOST_UNKNOWN + 1
-    assert ignored[0] == "unknown field 'temperature0' is ignored; did you mean temperature?"
-    assert ignored[-1] == f"{1000 - MOST_UNKNOWN} more unknown fields are ignored"
 
 
 def test_errors_are_valid_unicode() -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from running_server import RunningServer, ScriptedEngine, running
 
-from compiled_engine.frontend.prompts import has_long_text, rendering_size
+from compiled_engine.frontend.prompts import rendering_size
 from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT
 from compiled_engine.server.json_size import MOST_CONTAINERS, MOST_KEYS
 from compiled_engine.server.options import Limits, ServerOptions
@@ -157,13 +157,6 @@ def test_what_a_template_says_loses_paths_and_addresses(server: RunningServer) -
         message = chat(telling, [USER])["message"]
     assert "template.jinja" not in message
     assert "0x7f" not in message
-
-
-def test_many_short_texts_are_a_long_one() -> None:
-    assert not has_long_text([{"content": "x" * 8000}])
-    assert has_long_text([{"content": "x" * 100}] * 100)
-    assert has_long_text("x" * 9000)
-    assert not has_long_text([1] * 10_000)
 
 
 # Its time grows with the square of the number of arguments.

@@ -186,6 +186,7 @@ class Launch:
     """Records the arguments of an executor's ranks. joined: (device, rank, size). beats: ranks with signs of life."""
 
     runners: list[ScriptedRunner]
+    children: list[RankThread] = field(default_factory=list)
     starts: dict[int, Any] = field(default_factory=dict)
     joined: list[tuple[str, int, int]] = field(default_factory=list)
     beats: list[tuple[int, int]] = field(default_factory=list)
@@ -256,7 +257,8 @@ def rank_threads(
     heartbeats = lambda size, descriptor: SimpleNamespace(beat=lambda rank: beat((rank, size)))  # noqa: E731
     monkeypatch.setattr(worker, "Heartbeats", heartbeats)
     launched.append(RankThreads(count, folder, capacity))
-    for runner, child in zip(runners, launched[0].children, strict=True):
+    launch.children = launched[0].children
+    for runner, child in zip(runners, launch.children, strict=True):
         child.killed = runner.killed
     ready.set()
     given: Any = launched[0]

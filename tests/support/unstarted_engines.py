@@ -20,6 +20,7 @@ from compiled_engine.features.structured import extras as structured
 from compiled_engine.features.structured.frontend.requests import StructuredRequests
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.request_stream import RequestStreams
+from compiled_engine.frontend_parts import FrontendParts
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
@@ -58,18 +59,22 @@ class Tokenizer:
 
 
 def parts(*, pools: bool = False, tokenizer: Any = None, **rest: Any) -> Any:
-    given = {
+    frontend = {
         "config": BASE,
-        "core": SimpleNamespace(call=lambda call: call, close=lambda: None),
-        "loop": SimpleNamespace(run=lambda *given, **named: iter([(given, named)]), close=lambda: None),
+        "limits": None,
         "tokenizer": tokenizer,
         "inputs": Processor(),
         "features": features(),
         "pooling": Processor() if pools else None,
         "default_sampling_params": DEFAULT,
+    }
+    given = {
+        "core": SimpleNamespace(call=lambda call: call, close=lambda: None),
+        "loop": SimpleNamespace(run=lambda *given, **named: iter([(given, named)]), close=lambda: None),
         "profiler": SimpleNamespace(running=False),
     }
-    return SimpleNamespace(**given | rest)
+    frontend |= {name: rest.pop(name) for name in frontend.keys() & rest.keys()}
+    return SimpleNamespace(frontend=FrontendParts(**frontend), **given | rest)
 
 
 @pytest.fixture
@@ -77,7 +82,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     def make(*, options: Any = SILENT, **given: Any) -> LLM:
         made = parts(**given)
         monkeypatch.setattr("compiled_engine.llm._start", lambda *arguments: made)
-        monkeypatch.setattr("compiled_engine.llm.make_pooling_processor", lambda model, inputs: made.pooling)
         return LLM(**options)
 
     return make
@@ -123,11 +127,10 @@ def made_async(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM,
     client = Client()
 
     def make(**given: Any) -> tuple[AsyncLLM, Client]:
-        given = {"client": client, "streams": RequestStreams(None), "limits": None, "given": {}} | given  # type: ignore[arg-type]
+        given = {"client": client, "streams": RequestStreams(None), "given": {}} | given  # type: ignore[arg-type]
         made = parts(**given)
         made.core.address = "/somewhere"
         monkeypatch.setattr("compiled_engine.async_llm.start_engine", lambda *arguments, **named: made)
-        monkeypatch.setattr("compiled_engine.async_llm.make_pooling_processor", lambda model, inputs: made.pooling)
         monkeypatch.setattr("compiled_engine.async_llm.end", lambda *arguments: None)
         return AsyncLLM(), client
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.features.adapters.extras import AdapterRef
 from compiled_engine.features.adapters.lora_request import LoRARequest
+from compiled_engine.frontend.input_processor import require_one_each
 from compiled_engine.models.checkpoint.adapter_files import require_rank, stamp
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.folders import resolve_adapter_folder
@@ -102,8 +103,7 @@ class AdapterFinder:
             return [None] * count
         if not isinstance(given, list | tuple):
             return [self.find(given)] * count  # type: ignore[arg-type]
-        if len(given) != count:
-            raise ValueError(f"lora_request must have one entry for each prompt, got {len(given)} for {count} prompts")
+        require_one_each("lora_request", given, count)
         return [None if each is None else self.find(each) for each in given]
 
     def _read(self, folder: Path, within: tuple[Path, ...]) -> str:

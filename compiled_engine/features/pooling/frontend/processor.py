@@ -356,18 +356,3 @@ def make_pooling_processor(model: ModelConfig, inputs: InputProcessor) -> Poolin
         return None
     pooling, hidden_size = model.pooling, model.hidden_size
     return PoolingProcessor(inputs.tokenizer, inputs.limits, pooling, hidden_size, inputs.id_prefix, inputs.features)
-
-
-def require_pooling(processor: PoolingProcessor | None) -> PoolingProcessor:
-    """Return the processor. Raises ValueError for a generative model."""
-    if processor is None:
-        raise ValueError(
-            "the model generates text, and does not pool; allowed: runner='pooling', which loads it for that"
-        )
-    return processor
-
-
-def require_generating(processor: PoolingProcessor | None) -> None:
-    """Raise ValueError for a pooling model."""
-    if processor is not None:
-        raise ValueError("the model pools, and generates no text; allowed: runner='generate', if its checkpoint can")

@@ -17,8 +17,6 @@ from compiled_engine.features.pooling.frontend.outputs import ClassificationOutp
 from compiled_engine.features.pooling.frontend.processor import (
     PoolingProcessor,
     Scoring,
-    require_generating,
-    require_pooling,
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams, PoolingTask
@@ -367,13 +365,3 @@ def test_a_request_that_pools_gets_no_token() -> None:
     (request,) = processor().process("a")
     with pytest.raises(RuntimeError, match="'r0' got a token, but it pools"):
         collecting(request).look("r0", 0.0)
-
-
-def test_a_model_pools_or_generates() -> None:
-    pools = processor()
-    assert require_pooling(pools) is pools
-    require_generating(None)
-    with pytest.raises(ValueError, match="does not pool; allowed: runner='pooling'"):
-        require_pooling(None)
-    with pytest.raises(ValueError, match="generates no text; allowed: runner='generate'"):
-        require_generating(pools)

@@ -1,0 +1,79 @@
+"""`FrontendParts`: the parts with which `LLM` and `AsyncLLM` check arguments and make requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine.messages import RequestLimits
+from compiled_engine.features.pooling.frontend.processor import PoolingProcessor, make_pooling_processor
+from compiled_engine.features.request_registry import RequestFeatures, request_features
+from compiled_engine.frontend.input_processor import InputProcessor
+from compiled_engine.frontend.prepared_request import PreparedRequest
+from compiled_engine.frontend.prompts import Prompt
+from compiled_engine.frontend.tokenizer import Tokenizer, read_eos_token_ids
+from compiled_engine.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class FrontendParts:
+    """Parts of an engine that work on arguments and requests, whichever way its core runs."""
+
+    config: EngineConfig
+    limits: RequestLimits
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init or if the checkpoint has none
+    inputs: InputProcessor
+    features: RequestFeatures
+    pooling: PoolingProcessor | None  # None for a generative model
+    default_sampling_params: SamplingParams
+
+    def completions(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+        **given: Any,
+    ) -> list[PreparedRequest]:
+        """Make a request for each prompt. sampling_params: None for the defaults; others: see InputProcessor."""
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        return self.inputs.process(prompts, params, priority, **given)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises ValueError if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"tokenizer must be given: {str(self.config.model.path)!r} has none")
+        return self.tokenizer
+
+    def require_pooling(self) -> PoolingProcessor:
+        """Return the processor of pooling requests. Raises ValueError for a generative model."""
+        if self.pooling is None:
+            raise ValueError(
+                "the model generates text, and does not pool; allowed: runner='pooling', which loads it for that"
+            )
+        return self.pooling
+
+    def require_generating(self) -> None:
+        """Raise ValueError for a pooling model."""
+        if self.pooling is not None:
+            raise ValueError(
+                "the model pools, and generates no text; allowed: runner='generate', if its checkpoint can"
+            )
+
+
+def make_frontend(
+    config: EngineConfig,
+    limits: RequestLimits,
+    tokenizer: Tokenizer | None,
+    default_sampling_params: SamplingParams,
+    *,
+    objects_allowed: str = "",
+    id_prefix: str = "",
+) -> FrontendParts:
+    """Make the parts for a running core. objects_allowed: see StructuredRequests. id_prefix: see InputProcessor."""
+    eos_token_ids = read_eos_token_ids(config.model.path, tokenizer, config.model.overrides)
+    features = request_features(config, tokenizer, eos_token_ids, objects_allowed)
+    inputs = InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, features)
+    pooling = make_pooling_processor(config.model, inputs)
+    return FrontendParts(config, limits, tokenizer, inputs, features, pooling, default_sampling_params)
