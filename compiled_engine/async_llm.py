@@ -466,7 +466,10 @@ class AsyncLLM:
         return ended
 
     def _leave(self, streams: Sequence[RequestStream]) -> None:
-        """Stop reading requests, and end them. In a fork they continue, for their reader in the original process."""
+        """Remove streams, and abort their requests.
+
+        A forked process aborts none: the process that it was forked from still reads them.
+        """
         left = [request_id for stream in streams for request_id in self._streams.remove(stream)]
         if self._owner.is_here:
             self._client.abort(left)

@@ -50,7 +50,10 @@ class BenchServeCommand(TyperCommand):
 
 
 def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate to the command's own options, and report those without effect. Raises BadInputError."""
+    """Return the command's own options for options of another engine, name -> value.
+
+    Prints the given options that have no effect to stderr. Raises BadInputError.
+    """
     defaults = {param.name: DEFAULTS.get(param.name, param.default) for param in command.params}
     with bad_input_is_reported((ValueError, TypeError)):
         found = translate(

@@ -215,7 +215,10 @@ class XmlParser:
 
 
 class _Value:
-    """Converts an argument's text to JSON, while it arrives if it can only be a string."""
+    """Converts an argument's text to JSON.
+
+    Text that can only be a string is converted as it arrives, other text once it is complete.
+    """
 
     def __init__(self, before: str, types: frozenset[str]) -> None:
         """`before` is the JSON before the value; empty for a repeated argument, whose text is dropped."""
