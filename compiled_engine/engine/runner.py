@@ -1,6 +1,6 @@
 """The runner: loads and compiles a rank's model, owns its KV cache and request rows, and executes steps.
 
-A step goes through `submit`: it updates the rows (`update_rows`), makes the batch and chooses its graph (`_launch`),
+A step goes through `submit`: it updates the rows (`update_rows`), chooses the graph and makes the batch (`_launch`),
 and launches the model and the sampling (`run`). None of these waits for the device. The sampling of a step that samples
 late is launched later, by `sample`.
 """
@@ -226,8 +226,8 @@ class Runner:
         token_sizes = affordable(
             self._config, activation_bytes, cache_memory.bytes_left(self._config), self._group.all_reduce_min
         )
-        self.captured = StepGraphs(self._config, token_sizes, self.step, self._capture, self._hooks)
-        graphs, graph_bytes = self.captured.graphs, 0
+        self.step_graphs = StepGraphs(self._config, token_sizes, self.step, self._capture, self._hooks)
+        graphs, graph_bytes = self.step_graphs.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
@@ -302,7 +302,7 @@ class Runner:
                 hidden_wanted |= feature.wants_hidden(step)
         if (chooses := self._hooks.choosing_variant) is not None and (chooses.rows is None or chooses.rows):
             variant = chooses.variant(step)
-        num_requests, graph_for = len(step.request_ids), self.captured.graph_for
+        num_requests, graph_for = len(step.request_ids), self.step_graphs.graph_for
         if self._hooks.lay_out is None:
             longest = max(step.starts, default=0) + 1  # of decodes; unused for others
             key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, variant=variant)
@@ -332,13 +332,13 @@ class Runner:
         self.states.writes.apply()
         for receive in self._hooks.receive:
             receive(batch, hidden_wanted)
-        output = self.captured.forward(batch, hidden_wanted)
+        output = self.step_graphs.run(batch, hidden_wanted)
         results: dict[str, Deferred] = {}
         if hidden_wanted:
             for feature in self._hooks.reading_hidden:
-                if (found := feature.after_forward(batch, output)) is not None:
+                if (found := feature.read_hidden(batch, output)) is not None:
                     results[feature.name] = found
-        logits_RV = self._tail.launch_rest(batch, output, results)
+        logits_RV = self._tail.launch_rest(batch, output, results)  # samples, unless a decode graph has sampled
         self.pending.launched()
         self.runs_ended += 1
         if logits_RV is None:
@@ -378,8 +378,8 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
-        compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        graphs, models = captured.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
+        compiled, step_graphs, cache_size = self._compiled, self.step_graphs, self._cache_size
+        graphs, models = step_graphs.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
         counts = [each.compiled.counts for each in models if each.compiled]
         recordings = [counts for each in models for counts in each.forward.recording_counts()]
         return {
@@ -395,7 +395,7 @@ class Runner:
                 for each in self._hooks.models
             },
             "passes": {name: count for each in models for name, count in _pass_counts(each).items()},
-            **captured.counters.metrics(),
+            **step_graphs.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
             **{name: value for each in self._hooks.features for name, value in each.metrics().items()},
             "graph_bytes_predicted": cache_size.graph_bytes,
@@ -413,8 +413,8 @@ class Runner:
         """Release the device's memory."""
         for feature in self._hooks.features:
             feature.close()
-        if self.captured.graphs:
-            self.captured.graphs.close()
+        if self.step_graphs.graphs:
+            self.step_graphs.graphs.close()
         self._hooks = StepHooks(())
         self.model.close()
         self._compiled = None

@@ -99,7 +99,7 @@ class Scheduler:
             scheduler.max_model_len,
             self._kv_cache.num_slots,
             yields_tokens=yields_tokens,
-            max_step_tokens=scheduler.max_num_batched_tokens if whole else None,
+            max_whole_prompt=scheduler.max_num_batched_tokens if whole else None,
         )
         self._most_prompt_tokens, self._max_total_tokens = (
             self._limits.most_prompt_tokens,

@@ -53,9 +53,9 @@ class StepSampling:
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        return output.tensor if batch.has_decode_graph else self.sample(output, batch)
+        return output.tensor if batch.has_decode_graph else self.sample(batch, output)
 
-    def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
+    def sample(self, batch: InputBatch, output: ForwardOutput) -> torch.Tensor | None:
         """Launch part 1 for a batch without a decode graph; returns its logits [R, V], None if nothing samples."""
         count = batch.num_real_rows  # padding rows need no logits here
         if not batch.samples.any():
@@ -64,9 +64,9 @@ class StepSampling:
         if len(output.tensor) != count:  # otherwise each token is a row, and nothing has to be gathered
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.launch_first(output, batch, count)
+        return self.launch_first(batch, output, count)
 
-    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """Sample a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
 
         May be captured. output: one entry per row.
