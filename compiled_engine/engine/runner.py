@@ -36,8 +36,8 @@ from compiled_engine.engine.step_sampling import (
     Deferred,
     LateStep,
     PendingStep,
-    PendingSteps,
     StepSampling,
+    TokenRing,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
 from compiled_engine.graphs.compiler.signature import extra_step_tensors
@@ -190,11 +190,11 @@ class Runner:
     def _make_step(self, made: RunnerFeatures) -> None:
         """Make the launches of a step from those of the features."""
         self._hooks = StepHooks(made.features)
-        self.pending = PendingSteps(self.buffers, self._config.device, self._clock)
+        self.ring = TokenRing(self.buffers, self._config.device, self._clock)
         self._sampling: StepSampling | None = None
         tail = made.tail
         if tail is None:
-            tail = StepSampling(self.model, self.sampler, self.buffers, self.pending, made.advance)
+            tail = StepSampling(self.model, self.sampler, self.buffers, self.ring, made.advance)
             self._sampling = tail
         self._tail = tail
         length = self._config.scheduler.max_model_len
@@ -254,8 +254,8 @@ class Runner:
         """
         if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None
-            self.pending.lose_count()
-        self.pending.catch_up()
+            self.ring.lose_count()
+        self.ring.catch_up()
         try:
             update_rows(step, self.states, self.sampler if self._sampling else None, self._hooks)
             if self._hooks.begin:
@@ -293,7 +293,7 @@ class Runner:
         self.buffers.forget_staged()
         for failed in self._hooks.failed:
             failed()
-        self.pending.lose_count()  # it may have been interrupted just after a launch
+        self.ring.lose_count()  # it may have been interrupted just after a launch
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | LateStep:
         hidden_wanted, variant = False, ""
@@ -339,10 +339,10 @@ class Runner:
                 if (found := feature.read_hidden(batch, output)) is not None:
                     results[feature.name] = found
         logits_RV = self._tail.launch_rest(batch, output, results)  # samples, unless a decode graph has sampled
-        self.pending.launched()
+        self.ring.launched()
         self.runs_ended += 1
         if logits_RV is None:
-            pending = self.pending.step(batch, None, results)
+            pending = self.ring.pending_step(batch, None, results)
         elif samples_late:
             self._late = LateStep(batch, logits_RV, results)
             return self._late
@@ -360,7 +360,7 @@ class Runner:
         logprobs = self._sampling.complete(batch, logits_RV, edits)
         for after_sample in self._hooks.after_sample:
             after_sample(batch)
-        return self.pending.step(batch, logprobs, results)
+        return self.ring.pending_step(batch, logprobs, results)
 
     def _after_step(self, batch: InputBatch) -> None:
         self.runs_begun += 1  # a feature may run a model

@@ -98,7 +98,7 @@ class ModelStep:
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:
             host = (key.num_decodes, key.max_query_len, key.max_seq_len)
-            return empty_batch(self.buffers, key.num_tokens, key.num_requests, host, key)
+            return empty_batch(self.buffers, key.num_tokens, key.num_rows, host, key)
         # Attention is not captured, only warmed up.
         return empty_batch(self.buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
 
