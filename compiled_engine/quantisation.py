@@ -15,25 +15,42 @@ import torch
 
 
 class Element(NamedTuple):
-    """An element format. The value of a code is the code itself, or the difference of an integer code and its zero."""
+    """An element format. The value of a code is the code itself, the difference of an integer code and its zero, or an
+    entry of a table."""
 
     dtype: torch.dtype  # of stored codes
     largest: float  # magnitude of the value of a tile's largest element
+    deviation: float  # of the values of random codes: normal floating-point ones, or integers that are equally likely
     zero: int | None = None  # the integer code of 0, for all tiles
     has_zeros: bool = False  # each tile has its own integer code of 0, a zero point
     per_byte: int = 1  # codes in a byte, the first in the lowest bits
+    values: tuple[float, ...] = ()  # the value of each code
+    scales: torch.dtype = torch.float32  # of stored scales; uint8: exponents of 2 plus 127 (E8M0)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 // self.per_byte
 
 
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = Element(torch.uint8, 6.0, 2.9, per_byte=2, values=(*_MAGNITUDES, *(-value for value in _MAGNITUDES)))
 ELEMENTS = {
-    "e4m3": Element(torch.float8_e4m3fn, 448.0),
-    "int4": Element(torch.uint8, 7.5, zero=8, per_byte=2),
-    "uint4": Element(torch.uint8, 7.5, has_zeros=True, per_byte=2),
+    "e4m3": Element(torch.float8_e4m3fn, 448.0, 64.0),
+    "e2m1": _E2M1,
+    "mxfp4": _E2M1._replace(scales=torch.uint8),
+    "int8": Element(torch.int8, 127.0, 73.9),
+    "uint8": Element(torch.uint8, 127.5, 73.9, has_zeros=True),
+    "int4": Element(torch.uint8, 7.5, 4.6, zero=8, per_byte=2),
+    "uint4": Element(torch.uint8, 7.5, 4.6, has_zeros=True, per_byte=2),
 }
 # Target that stands for all linears.
 LINEAR = "Linear"
 # Targets of output projections, and of the routers of experts: formats leave them unquantised unless they are named.
 HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
+# The method of GPT-OSS: experts in four bits, with powers of two as scales.
+MXFP4 = "mxfp4"
 _REORDERED = ", columns reordered"
 # Schemes for quantising weights while they are loaded.
 ONLINE = {
@@ -78,7 +95,7 @@ class Rounding(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        return self.format.zero is not None or self.format.has_zeros
+        return not self.dtype.is_floating_point and not self.format.values
 
     def stored(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the shape of the stored codes for a matrix of this size, whose bytes must be full."""

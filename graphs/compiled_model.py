@@ -33,7 +33,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """Traces and compiled unique pieces of this process: zero on a warm start."""
+    """Numbers of traces and of compiled unique pieces in this process; both are zero on a warm start."""
 
     traces: int
     compiles: int
@@ -41,7 +41,7 @@ class CompileCounts:
 
 @dataclass(frozen=True)
 class BoundRange:
-    """A callable for a range of token counts, bound to parameters."""
+    """A compiled callable for one range of token counts, bound to its parameters."""
 
     compile_range: CompileRange
     call: Forward
@@ -68,21 +68,21 @@ class CompiledModel:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The callables besides the forwards. Each has one range."""
+        """The names of the callables besides the forward and its variants. Each has one range."""
         return tuple(r.callable for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The compiled variants of the forward."""
+        """The names of the compiled variants of the forward."""
         return tuple(name for name in VARIANTS if self.of(name))
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters that the callables take."""
+        """All parameters of all callables, each once."""
         return tuple(dict.fromkeys(parameter for r in self.ranges for parameter in r.bound_plan.parameters))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
-        """Return whether the forward of this range makes all its calls from Python."""
+        """Return whether Inductor compiled no piece of this range's forward, so that Python makes all its calls."""
         keys = (r.bound_plan.piece_keys() for r in self.of(FORWARD) if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
@@ -94,9 +94,10 @@ class CompiledModel:
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:
-        """Bind a callable's ranges to these parameters (stand-alone and packed ones, by name); see `stitch`.
+        """Return the ranges of the callable `name`, bound to these parameters; see `stitch`.
 
-        The ranges for small batches come first; the last range serves every batch. distinct: see `distinct_calls`.
+        parameters: by name, packed ones included. The ranges for small batches come first; the last range serves every
+        batch. distinct: see `distinct_calls`.
         """
         bound, ranges = [], self.of(name)
         for r in ranges:
@@ -116,7 +117,8 @@ def compile_model(
     "compile", or under "load" after a cache hit.
 
     Raises GuardError if the model's code depends on sizes, SplitError for an unknown mutating op, CompileError if
-    Inductor fails, ContractError (strict) and VerificationError (verify) for a pass.
+    Inductor fails. With compile.strict, raises ContractError for a pass that breaks its contract; with compile.verify,
+    VerificationError for a rewrite with another result.
     """
     compiles: list[int] = []
     device_type = config.device.type
@@ -152,9 +154,10 @@ def compile_model(
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
-    """Load a piece's function: Inductor's code, with or without Inductor, or the Python generated for a direct piece.
+    """Load a piece and return its function.
 
-    See `load_cpp_piece` and `load_direct`.
+    The piece is stored as C++ kernels (see `load_cpp_piece`), as Inductor's artifact, or as generated Python (see
+    `load_direct`).
     """
     if piece_folder(entry, key).exists():
         return load_cpp_piece(piece_folder(entry, key))

@@ -16,9 +16,9 @@ from compiled_engine.parallel.rank_share import LayerShare
 def stage_model(compiled: CompiledModel, stage: LayerShare, most_tokens: int, device: torch.device) -> CompiledModel:
     """Return the stage's part of the model, for steps of up to most_tokens tokens. Raises ValueError, see stage_plan.
 
-    Its forwards take the whole model's arguments, and read the previous stage's activations from `received`, on this
-    device. In a stage that is not the last they return activations for the next one, in place of hidden states and of
-    logits.
+    The stage's forwards take the whole model's arguments, and read the previous stage's activations from the tensor
+    `received` on this device. In all stages but the last, they return activations for the next stage in place of hidden
+    states or logits.
     """
     if stage.count == 1:
         return compiled

@@ -61,7 +61,7 @@ _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
 
 def registered_passes() -> tuple[GraphPass, ...]:
-    """Return all passes in the order they run in."""
+    """Return all passes, in the order in which they run."""
     return tuple(_registered)
 
 
@@ -78,7 +78,7 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def check_registered(names: Collection[str]) -> None:
-    """Raise ValueError for an enabled pass that is not registered in this process."""
+    """Raise ValueError if one of the enabled passes is not registered in this process. names: of enabled passes."""
     known = [graph_pass.name for graph_pass in _registered]
     if missing := [name for name in names if name not in known]:
         raise ValueError(
@@ -98,7 +98,10 @@ def passes_of_quantised() -> frozenset[str]:
 
 
 def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
-    """Return the token counts, ascending, at which the enabled passes switch kernels; each is the last of a kernel."""
+    """Return the token counts, ascending, at which the enabled passes switch kernels.
+
+    Each is the largest token count that a kernel serves.
+    """
     enabled: list[GraphPass] = [p for p in _registered if p.name in config.compile.passes]
     if config.adapters is not None:
         enabled.append(Adapters(config.adapters))
@@ -106,7 +109,7 @@ def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
 
 
 def splitting_ops() -> dict[str, SplittingOp]:
-    """Return the ops that graphs are split at, by name: the models', then the passes'."""
+    """Return the ops that graphs are split at, by name: first those of models, then those of passes."""
     of_models = [SplittingOp(name, function, attends=True) for name, function in ATTENTION_OPS.items()]
     of_models += [SplittingOp(name, function) for name, function in RECURRENCE_OPS.items()]
     of_passes = [op for graph_pass in _registered for op in graph_pass.splitting_ops]
@@ -114,7 +117,10 @@ def splitting_ops() -> dict[str, SplittingOp]:
 
 
 def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
-    """Return the step tensors that these passes need. Raises ValueError for an invalid declaration."""
+    """Return the step tensors that these passes need.
+
+    Raises ValueError for an invalid declaration, or if two passes declare one name differently.
+    """
     found: dict[str, StepTensor] = {}
     for graph_pass in _registered:
         for tensor in graph_pass.step_tensors() if graph_pass.name in names else ():
@@ -157,7 +163,7 @@ def unregister_pass(name: str) -> None:
 
 
 def op_modules() -> tuple[str, ...]:
-    """Return the modules that define the passes' ops, for processes that compile pieces.
+    """Return the names of the modules that define the passes' ops, for processes that compile pieces.
 
     Passes from a script or notebook are left out: other processes cannot import them.
     """

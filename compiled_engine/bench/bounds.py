@@ -21,6 +21,7 @@ import torch
 
 from compiled_engine.config import ModelConfig, RowState
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.passes.linear.experts_codes import projections_of
 
 
 @dataclass(frozen=True)
@@ -68,26 +69,44 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     """Return the sizes of a model from its config, without allocating weights."""
     model = build_model(config)
     outside = ("embed_tokens", "lm_head", ".experts.")
-    body = {id(p): p for name, p in model.named_parameters() if not any(part in name for part in outside)}
-    of_experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    body = {id(p): (name, p) for name, p in model.named_parameters() if not any(part in name for part in outside)}
+    of_experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    num_experts = next(iter(of_experts.values())).shape[0] if of_experts else 0
     per_token = _experts_per_token(config) if of_experts else 0
-    chosen_params = sum(p.numel() // p.shape[0] for p in of_experts) * per_token
+    chosen_params = sum(p.numel() // num_experts for p in of_experts.values()) * per_token
     states = config.recurrences.states if config.recurrences is not None else ()
     heads = map(config.heads_of, range(config.num_layers))
     head = model.lm_head.weight  # type: ignore[union-attr]
     return ModelSizes(
-        weight_bytes=sum(p.nbytes for p in body.values()) + head.nbytes,  # type: ignore[operator, misc]
-        linear_params=sum(p.numel() for p in body.values() if p.dim() == 2) + chosen_params,
+        weight_bytes=sum(_stored_bytes(config, *each) for each in (*body.values(), ("lm_head.weight", head))),
+        linear_params=sum(p.numel() for _, p in body.values() if p.dim() == 2) + chosen_params,
         head_params=head.numel(),  # type: ignore[operator]
         kv_bytes_per_token=2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
         attention_flops=4 * config.num_heads * config.head_dim,
         windows=tuple(w for w, layer in zip(config.sliding_windows, heads, strict=True) if layer.num_heads),
-        expert_bytes=sum(p.nbytes // p.shape[0] for p in of_experts),
-        num_experts=of_experts[0].shape[0] if of_experts else 0,
+        expert_bytes=sum(_stored_bytes(config, name, p) // num_experts for name, p in of_experts.items()),
+        num_experts=num_experts,
         experts_per_token=per_token,
         state_bytes=sum(state.row_bytes for state in states),
         recurrence_flops=sum(_flops_of(state) for state in states),
     )
+
+
+def _stored_bytes(config: ModelConfig, name: str, parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter, as codes and scales if the model's rules quantise it."""
+    module, _, attribute = name.rpartition(".")
+    if parameter.dim() == 3 and (parts := projections_of(name)):
+        module, attribute = f"{module}.0.{parts[0]}", "weight"
+    scheme = None
+    if config.quantisation is not None and attribute == "weight" and parameter.dim() > 1:
+        scheme = config.quantisation.scheme_of(module)
+    if scheme is None:
+        return parameter.nbytes
+    *leading, rows, columns = parameter.shape
+    rounding = scheme.weight
+    of_tile = rounding.format.scales.itemsize + rounding.format.has_zeros
+    of_matrix = math.prod(rounding.stored(rows, columns)) + math.prod(rounding.grid(rows, columns)) * of_tile
+    return math.prod(leading) * of_matrix
 
 
 def _experts_per_token(config: ModelConfig) -> int:

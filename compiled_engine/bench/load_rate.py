@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from compiled_engine.bench.shapes import write_shape
+from compiled_engine.bench.shapes import SHAPES, write_shape
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
@@ -25,7 +25,13 @@ SHARD_BYTES = 4 << 30
 
 
 def write_random_checkpoint(folder: Path, shape: str, device: torch.device, progress: Progress) -> Path:
-    """Write a sharded safetensors checkpoint with an index and random weights of a known shape."""
+    """Write a sharded safetensors checkpoint with an index and random weights of a known shape.
+
+    Raises ValueError for a shape that is quantised.
+    """
+    if "quantization_config" in SHAPES.get(shape, {}):
+        plain = (name for name, fields in SHAPES.items() if "quantization_config" not in fields)
+        raise ValueError(f"shape is {shape!r}, which is quantised; allowed: {', '.join(plain)}")
     write_shape(folder, shape)
     config, _ = read_model_config(
         folder, dtype="bfloat16", max_model_len=None, load_format="dummy", seed=0, device_type=device.type

@@ -305,6 +305,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+# As it is published.
+SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
+
+
 def write_shape(folder: Path, name: str) -> Path:
     """Write a folder with the shape's config.json, for load_format="dummy". Raises ValueError for an unknown name."""
     if name not in SHAPES:

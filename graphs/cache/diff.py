@@ -1,4 +1,4 @@
-"""Differences between two sets of factors, in words, and why an entry is missing in the compile cache."""
+"""Describes how two sets of cache factors differ, and why the compile cache has no entry for a config."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from compiled_engine.graphs.cache.folder import CacheFolder
 
 @dataclass(frozen=True)
 class Difference:
-    """A factor that differs, by dotted name. Values are None if absent."""
+    """A factor, by dotted name, with different values in two sets of factors, `ours` and `theirs`.
+
+    A value is None if its set lacks the factor.
+    """
 
     factor: str
     ours: Any
     theirs: Any
 
     def in_words(self, here: str, there: str) -> str:
-        """Describe the difference: `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`."""
+        """Return the difference as text: `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`.
+
+        here, there: phrases that name the places of `ours` and `theirs`, such as `in entry ab12`.
+        """
         section, _, name = self.factor.partition(".")
         if section == "source":
             return f"source code: compiled_engine/{name} {self._changed(here, there)}"
@@ -37,7 +43,7 @@ class Difference:
         return "was changed"
 
     def _lists_in_words(self, here: str, there: str) -> str:
-        """Name the items that only one of two lists has; empty if both have the same items."""
+        """Return text that names the items only one of the two lists has; empty if both have the same items."""
         sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
         only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
         return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)
@@ -59,7 +65,7 @@ def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts under dotted names."""
+    """Flatten nested dicts into one dict with dotted names."""
     if not isinstance(value, dict):
         return {prefix.removesuffix("."): value}
     flat: dict[str, Any] = {}
@@ -85,7 +91,10 @@ _SHOWN = 3
 
 
 def why_absent(cache: CacheFolder, factors: dict[str, Any]) -> str:
-    """Name a few factors in which the most similar entry differs."""
+    """Return why the cache has no entry for these factors, as text.
+
+    The text names up to three factors in which the most similar entry differs, or says that the cache is empty.
+    """
     found = []
     for key in cache.entry_keys():
         with suppress(DamagedEntry):

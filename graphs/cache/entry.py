@@ -1,7 +1,7 @@
 """An entry of the compile cache: files that never change, and a manifest with their digests.
 
-An entry is never used in place. All its files are checked and copied to a separate folder before use, so files that
-compilers write beside their artifacts when loaded or first run stay outside.
+An entry is never used in place: its files are checked and copied to a work folder before use. Compilers write more
+files beside their artifacts when these are loaded or first run; such files stay out of the entry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HERE = b"[HERE]"
 
 
 class DamagedEntry(Exception):
-    """An entry must not be used; the message says why."""
+    """Raised for an entry that must not be used; the message says why."""
 
 
 def factors_key(factors: dict[str, Any]) -> str:
@@ -30,7 +30,7 @@ def factors_key(factors: dict[str, Any]) -> str:
 
 
 def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
-    """Copy a build in `source` to the new folder `entry`, with its factors and manifest."""
+    """Copy the files of a build from `source` to the new folder `entry`, and add its factors and manifest."""
     digests = {}
     for path in sorted(source.rglob("*")):
         if not path.is_dir():
@@ -52,7 +52,7 @@ def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> 
 
 
 def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
-    """Yield every file's name and content, checked. Raises DamagedEntry."""
+    """Yield each file's name and content, after checking its digest. Raises DamagedEntry unless all are intact."""
     for name, digest in check_files(entry, uid).items():
         try:
             content = (entry / name).read_bytes()
@@ -64,9 +64,10 @@ def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
 
 
 def check_files(entry: Path, uid: int) -> dict[str, str]:
-    """Return each file's digest from the manifest, without reading the files.
+    """Return the digests in the manifest, by file name, without reading the files.
 
-    Raises DamagedEntry unless the entry has exactly these files, as plain files in plain folders owned by `uid`.
+    Raises DamagedEntry unless the entry holds exactly the manifest's files, as regular files in real folders (no links)
+    owned by `uid`.
     """
     try:
         found = set(_plain_files(entry, uid))
@@ -97,7 +98,10 @@ def read_factors(entry: Path) -> dict[str, Any]:
 
 
 def _plain_files(folder: Path, uid: int, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all files below a folder, relative to it. Raises DamagedEntry."""
+    """Yield the names of all files below a folder, relative to it.
+
+    Raises DamagedEntry for a link, a special file, or a file or folder of another user.
+    """
     status = folder.lstat()
     name = prefix.rstrip("/") or "its folder"
     if not stat.S_ISDIR(status.st_mode):
@@ -117,7 +121,11 @@ def _plain_files(folder: Path, uid: int, prefix: str = "") -> Iterator[str]:
 
 
 def _moved(name: str, content: bytes, before: bytes, after: bytes) -> bytes:
-    """Return a file's content for another folder: Triton lists a kernel's files with absolute paths."""
+    """Return a file's content with the folder path `before` replaced by `after`.
+
+    Only Triton's lists of a kernel's files (__grp__*) contain absolute paths; the content of any other file is
+    unchanged.
+    """
     return content.replace(before, after) if name.startswith("__grp__") else content
 
 

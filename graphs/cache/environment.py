@@ -78,7 +78,7 @@ _SHAPES_NOTHING = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The factors of the cache key, a field each: dicts from names to plain JSON values."""
+    """The factors of the cache key besides the config, in groups. Each field maps names to JSON values."""
 
     versions: dict[str, Any]
     device: dict[str, Any]
@@ -128,7 +128,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_instructions() -> list[str]:
-    """Return the CPU's instruction sets, all of which compiled pieces may use."""
+    """Return the names of the CPU's instruction-set extensions; compiled pieces may use any of them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -137,9 +137,10 @@ def cpu_instructions() -> list[str]:
 
 @cache
 def cpp_compiler() -> dict[str, Any]:
-    """Return the C++ compiler, and the header folders of its command line, which Inductor digests as a whole.
+    """Return the C++ compiler's command, path and version, and the header folders on its command line.
 
-    With other folders, artifacts would be recompiled when loaded.
+    Inductor digests the whole command line: with other header folders it would recompile artifacts when they are
+    loaded.
     """
     command = _cpp_command()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
@@ -152,7 +153,11 @@ def cpp_compiler() -> dict[str, Any]:
 
 
 def _cpp_command() -> str:
-    """Return Inductor's C++ compiler. Inductor is imported only to install one, or for the caller's setting."""
+    """Return the command of the C++ compiler that Inductor uses.
+
+    Inductor itself is asked only if it is already imported, as its settings may have been changed, or if
+    TORCH_INDUCTOR_INSTALL_GXX asks it to install a compiler.
+    """
     if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         command: str = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
         return command
@@ -160,7 +165,10 @@ def _cpp_command() -> str:
 
 
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
-    """Return the part of a profile that decides which passes run; the rest is read when kernels are launched."""
+    """Return the part of a profile that decides which passes run; empty without a profile.
+
+    The rest of the profile is read when kernels are launched.
+    """
     return _json_value({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
 
 
@@ -189,7 +197,7 @@ def _changed(compiler: str) -> dict[str, Any]:
 
 
 def _environment_variables() -> dict[str, str]:
-    """Return the set environment variables that torch's settings take their defaults from."""
+    """Return the environment variables, with values, that are set and that torch's settings take defaults from."""
     root = Path(torch.__file__).parent
     sources = [(root / f"_{name}" / "config.py").read_text() for name in ("inductor", "functorch", "dynamo")]
     read = {name for source in sources for name in re.findall(r"[\"']([A-Z][A-Z0-9_]+)[\"']", source)}
@@ -201,7 +209,10 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert to JSON. Functions and objects become their `uuid()` or name, as addresses differ between processes."""
+    """Convert a value to JSON values.
+
+    Functions and objects become their `uuid()` or name, as addresses differ between processes.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -217,12 +228,12 @@ def _json_value(value: Any) -> Any:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the digest of every file that shapes the compiled graph: models, passes, the compiler itself."""
+    """Return the digest of every file that shapes the compiled graph, by path: models, passes, the compiler itself."""
     return digests_of(SOURCE_PACKAGES)
 
 
 def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the digest of every file directly in these packages."""
+    """Return the digest of every file directly in these packages, by path in the package compiled_engine."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 

@@ -38,7 +38,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """The entries below a root that only `uid` can change. `open_cache` makes one."""
+    """The folder with the cache's entries, which only the user `uid` can change. `open_cache` makes it."""
 
     path: Path
     uid: int
@@ -51,19 +51,22 @@ class CacheFolder:
         return sorted(name for name in os.listdir(self.path) if _KEY.fullmatch(name))
 
     def all_keys(self) -> list[str]:
-        """Return the keys that have an entry, a lock file or other folders."""
+        """Return the keys of all entries, lock files, work folders and damaged entries."""
         return sorted({_key_in(name) for name in os.listdir(self.path)} - {""})
 
     def set_aside(self, key: str) -> list[Path]:
-        """Return the damaged entries of this key."""
+        """Return the folders to which damaged entries of this key were moved."""
         return sorted(self.path.glob(f"damaged_{key}_*"))
 
     def abandoned(self, key: str) -> list[Path]:
-        """Return the work folders of this entry's killed engines. Needs the lock, to tell them from new ones."""
+        """Return the work folders that killed processes left for this key.
+
+        Needs the lock: without it, a work folder that a process has just made and not yet locked may be among them.
+        """
         return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
     def leftovers(self) -> list[Path]:
-        """Return the folders set aside, and those of killed engines, for all keys."""
+        """Return the damaged entries set aside, and the work folders of killed processes, for all keys."""
         return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:
@@ -81,9 +84,10 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, key: str, *, wait: bool = True, notice_after_s: float = 5.0) -> Iterator[None]:
-        """Hold the lock of a key, which need not have an entry. The lock is released whenever its process ends.
+        """Hold the lock of a key inside the block. The key need not have an entry.
 
-        Raises BlockingIOError if another process holds it and `wait` is False. A wait over `notice_after_s` is logged.
+        The lock is also released when the process ends. Raises BlockingIOError if another process holds the lock and
+        `wait` is False. A wait of more than `notice_after_s` seconds is logged.
         """
         path = self._lock(key)
         noticed_at = time.monotonic() + notice_after_s
@@ -116,25 +120,25 @@ class CacheFolder:
             work.close()
 
     def move_aside(self, key: str) -> Path:
-        """Move an entry aside for inspection. Needs the lock."""
+        """Move an entry into a new folder damaged_*, for inspection, and return that folder. Needs the lock."""
         aside = Path(tempfile.mkdtemp(prefix=f"damaged_{key}_", dir=self.path))
         os.rename(self.entry(key), aside / key)
         return aside
 
     def remove_abandoned(self, key: str) -> None:
-        """Delete the work folders of killed processes. Needs the lock."""
+        """Delete the work folders that killed processes left for this key. Needs the lock."""
         for path in self.abandoned(key):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_set_aside(self, key: str) -> None:
-        """Delete the damaged entries. Needs the lock."""
+        """Delete the damaged entries of this key that were set aside. Needs the lock."""
         for path in self.set_aside(key):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, key: str) -> None:
-        """Delete an entry and everything else of its key, the lock included. Needs the lock.
+        """Delete all files of a key: entry, damaged entries, abandoned work folders, predicted memory, lock file.
 
-        Running engines that use the entry are not disturbed.
+        Needs the lock. Engines that run with the entry are not disturbed, as they use copies.
         """
         if os.path.lexists(self.entry(key)):
             self.move_aside(key)  # so that a kill half-way leaves no partial entry
@@ -151,7 +155,7 @@ class CacheFolder:
 def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
     """Open or create the cache below `root`. uid: required owner; None for this process's user.
 
-    Raises OSError with the reason if it cannot be created, or if other users could change it.
+    Raises OSError with the reason if the folder cannot be created, or if other users could change it.
     """
     uid = os.geteuid() if uid is None else uid
     return CacheFolder(private_folder(root, ENTRIES, uid), uid)

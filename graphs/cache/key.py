@@ -158,7 +158,10 @@ OTHER_FIELDS = (
 
 
 def cache_factors(config: EngineConfig, environment: Environment | None = None) -> dict[str, Any]:
-    """Return all factors as JSON. environment: by default this process's, for the config's device."""
+    """Return all factors of the cache key, as a dict that JSON can represent.
+
+    environment: None for that of this process, with the config's device.
+    """
     environment = this_environment(config.device) if environment is None else environment
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
     if config.parallel.tensor_parallel_size > 1:

@@ -50,14 +50,14 @@ def find_or_build(
     uid: int | None = None,
     notice_after_s: float = 5.0,
 ) -> Lookup:
-    """Look up the model of `factors`, or `build(folder)` it, and `load(folder)` it.
+    """Return the compiled model for `factors`: found in the cache or built by `build`, then loaded by `load`.
 
-    Both functions get a private folder of this process, which may be written to even after loading. root: None keeps
-    nothing. uid: required owner of the cache; None for this process's user. An entry that cannot be loaded counts as
-    damaged.
+    Both functions are called with a private folder of this process, which may be written to even after loading. root:
+    the cache's root; None for a build that is not kept. uid: required owner of the cache; None for this process's user.
+    An entry that cannot be loaded counts as damaged.
 
-    Processes that need the same entry wait for each other, which is logged after `notice_after_s`; the later ones find
-    the entry. Raises what `build` raises, and what `load` raises on a new build.
+    Processes that need the same entry wait for each other, which is logged after `notice_after_s` seconds; the later
+    ones find the entry. Raises what `build` raises, and what `load` raises on a new build.
     """
     try:
         return _look_up(root, factors, build, load, uid, notice_after_s, None)
@@ -74,7 +74,7 @@ def _look_up(
     notice_after_s: float,
     distrust: DamagedEntry | None,
 ) -> Lookup:
-    """Do the work of `find_or_build` once. distrust: why an existing entry must not be used.
+    """Do the work of `find_or_build` once. distrust: damage of the existing entry, which is then not used; or None.
 
     Raises DamagedEntry if an intact entry cannot be loaded.
     """
@@ -134,7 +134,7 @@ def _load_copy(work: WorkFolder, load: Callable[[Path], Any]) -> Any:
 
 
 def _build(build: Callable[[Path], None], cache: CacheFolder | None, key: str) -> WorkFolder:
-    """Build in a work folder, and again in the temporary folder if the cache's disk is full."""
+    """Build in a work folder and return it; if the cache's disk is full, build again in the temporary folder."""
     work = _work_folder(cache, key)
     try:
         build(work.path)

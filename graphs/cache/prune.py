@@ -16,7 +16,7 @@ from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, repor
 
 @dataclass(frozen=True)
 class Pruned:
-    """A deletion, done or planned, and its reason."""
+    """An entry or folder that was deleted, or with `dry_run` would be, and the reason."""
 
     key: str
     path: Path
@@ -35,7 +35,8 @@ def prune(
 ) -> list[Pruned]:
     """Delete entries last used before `now - older_than_s`, then the least recently used ones, down to `max_bytes`.
 
-    Engines that run with an entry are not disturbed, as they work on a copy. `dry_run` deletes nothing.
+    Returns the deletions; `dry_run` deletes nothing and returns what would be deleted. Engines that run with an entry
+    are not disturbed, as they work on a copy.
     """
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []

@@ -39,7 +39,7 @@ class EntryReport:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The entry whose factors differ least from given ones, and the differences."""
+    """The entry whose factors differ least from the given factors, and the differences."""
 
     entry: EntryReport
     differences: list[Difference]
@@ -51,7 +51,7 @@ def existing_cache(root: Path) -> CacheFolder | None:
 
 
 def report(cache: CacheFolder, key: str) -> EntryReport:
-    """Return the state of an entry, comparing every file with its digest as before a use."""
+    """Return the state of an entry. Every file is compared with its digest, as before the entry is used."""
     entry = cache.entry(key)
     factors: dict[str, Any] = {}
     damage = None
@@ -86,13 +86,19 @@ def find_key(keys: Sequence[str], wanted: str) -> str:
 
 
 def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest | None:
-    """Return the entry with the fewest differing factors, the last used among equals; None without a readable entry."""
+    """Return the entry with the fewest factors that differ; of several, the one used last.
+
+    Returns None if no entry's factors can be read.
+    """
     candidates = [Nearest(entry, differences(factors, entry.factors)) for entry in entries if entry.factors]
     return min(candidates, key=lambda found: (_distance(found.differences), -found.entry.last_used), default=None)
 
 
 def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
-    """Return the passes that were disabled when the entry was built; with one rank, without those for several ranks."""
+    """Return the names of the passes that were disabled when the entry was built.
+
+    Passes for several ranks are left out if the entry was built for one rank.
+    """
     alone = factors.get("config", {}).get("parallel.tensor_parallel_size", 1) == 1
     unused = PASSES_OF_RANKS if alone else frozenset()
     for path in filter(Path.is_file, entry.rglob("passes.json")):
@@ -105,11 +111,11 @@ def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
 
 
 def _distance(found: Sequence[Difference]) -> int:
-    """Count differing factors, with all source code as one factor."""
+    """Count the differing factors; changes of source code and of passes count as one factor together."""
     is_code = [difference.factor.startswith(("source.", "passes.")) for difference in found]
     return is_code.count(False) + any(is_code)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total size of all files in a folder, without following links."""
+    """Return the total size of all files below a folder, in bytes, without following links."""
     return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)

@@ -1,7 +1,7 @@
 """A private folder for the files that a running engine compiles and loads.
 
-It is deleted with its object, at the latest when the process ends, and locked until then, which distinguishes it from
-the leftovers of a killed process.
+The folder is deleted with its WorkFolder object, at the latest when the process ends. Until then it is locked, which
+tells it from a folder that a killed process left behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _FILES = "files"
 
 
 class WorkFolder:
-    """An empty folder `path` below `parent` (None: the system's temporary folder). Raises OSError on failure."""
+    """An empty folder `path` below `parent` (None: the system's temporary folder).
+
+    Raises OSError if the folder cannot be made.
+    """
 
     def __init__(self, parent: Path | None, prefix: str) -> None:
         outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -39,7 +42,7 @@ class WorkFolder:
 
 
 def is_in_use(outer: Path) -> bool:
-    """Return whether the process that made this work folder (the parent of its `path`) is alive and still uses it."""
+    """Return whether a living process still uses a work folder. outer: parent of the work folder's `path`."""
     try:
         lock = os.open(outer / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

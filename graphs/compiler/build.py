@@ -46,6 +46,7 @@ from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.quantisation import MXFP4
 
 # Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
 # and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.
@@ -53,9 +54,10 @@ _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "f
 
 
 def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
-    """Emit an entry's files to torch's structured trace, if one is being written.
+    """Emit the entry's files that match _STAGES to torch's structured trace, if one is being written.
 
-    Each becomes an artifact compiled_engine.<path with underscores>. compile_id: Dynamo's number of the compilation.
+    Each file becomes an artifact named compiled_engine.<its path, with underscores>. compile_id: Dynamo's id of the
+    compilation.
     """
     for path in (path for pattern in _STAGES for path in sorted(entry.rglob(pattern))):
         name = "_".join(path.relative_to(entry).with_suffix("").parts)
@@ -87,7 +89,7 @@ class EntryBuilder:
     ) -> None:
         """Trace a callable, run the passes for each of its ranges, split, and write the plans.
 
-        module: see without_storage. whole: the undivided model's callable, see trace_whole.
+        module: this rank's model, from `without_storage`. whole: the trace of the undivided model, from `trace_whole`.
         """
         place, timeline = folder_of(name), self._timeline
         with self._progress.stage(f"trace {name}"), timeline.span(f"{place}trace"):
@@ -108,7 +110,7 @@ class EntryBuilder:
                 self._direct.update(unique)
 
     def finish(self, model: nn.Module) -> int:
-        """Compile the pieces, write the rest of the entry, and return the number of unique pieces."""
+        """Compile the pieces, write the remaining files of the entry, and return the number of unique pieces."""
         folder, timeline, workers = self._folder, self._timeline, self._config.compile.workers
         with timeline.span("compile pieces"):
             records = compile_pieces(folder, self._pieces, workers, self._progress, timeline, self._direct)
@@ -150,9 +152,10 @@ def compile_pieces(
     timeline: Timeline,
     direct: Collection[str] = (),
 ) -> tuple[PieceRecord, ...]:
-    """Make each piece (key -> JSON) ready to load: compiled by Inductor, or Python if there is nothing to fuse.
+    """Write each piece in a form that can be loaded, and return a record of each.
 
-    direct: keys of pieces that are Python in any case.
+    Inductor compiles a piece, unless the piece has nothing to fuse: it then becomes generated Python. pieces: JSON by
+    key. direct: keys of pieces that become generated Python in any case.
     """
     records = []
     for_inductor = []
@@ -214,7 +217,7 @@ def apply_passes(
 def fuse(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """Return a range's graph after its passes, with all fused ops, and the reports.
+    """Return a range's graph after its passes, with fused ops not yet decomposed, and the reports.
 
     Direct callables only get the passes that a graph's meaning depends on. whole: result of `trace_whole`.
     """
@@ -263,7 +266,7 @@ def structure_passes(
 ) -> tuple[GraphPass, ...]:
     """Return the passes that run first and cannot be disabled, as the graph's meaning depends on them.
 
-    graph: of the range, from `trace_rank`. aux_layers: see Signature.
+    graph: the range's graph, from `trace_rank`. aux_layers: see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []
@@ -273,7 +276,8 @@ def structure_passes(
     if config.model.quantisation is not None:
         before = copy_of(graph) if config.compile.verify else None
         found.append(Quantise(config.model.quantisation, num_ranks, before))
-        if config.model.experts.count and config.model.transformers is None:
+        textbook = config.model.transformers is None
+        if config.model.experts.count if textbook else config.model.quantisation.method == MXFP4:
             found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())

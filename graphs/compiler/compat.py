@@ -1,4 +1,4 @@
-"""Differences between the supported torch versions (2.11 to 2.15), in one place."""
+"""Hides the differences between the supported torch versions (2.11 to 2.15)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ for _name in _IMPORTED_BY_TRACES:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation needs, without CUDA queries, after which forked processes cannot use CUDA.
+    """Import what the first compilation needs, without querying CUDA: processes forked after a query cannot use CUDA.
 
-    torch._inductor.runtime.benchmarking otherwise looks for a GPU to choose how kernels are timed.
+    torch._inductor.runtime.benchmarking, when imported, looks for a GPU to choose how kernels are timed. Here a setting
+    prevents this.
     """
     with inductor_config.patch(use_experimental_benchmarker=False):
         importlib.import_module("torch._inductor.compile_fx")
@@ -58,7 +59,7 @@ def mark_dynamic_size(tensor: torch.Tensor, dim: int, shape_id: str, low: int, h
 
 
 def declare_range(shape_env: ShapeEnv, symbol: sympy.Symbol, low: int, high: int) -> None:
-    """Set a symbol's range if `mark_dynamic_size` could not."""
+    """Set a symbol's range on torch versions on which `mark_dynamic_size` cannot."""
     if not _MARKS_RANGES:
         shape_env.constrain_symbol_range(symbol, low, high)
 
@@ -80,13 +81,16 @@ def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: di
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function without mutating ops, for a tracer."""
+    """Wrap the function so that a tracer sees functional ops in place of mutating ones."""
     return dispatch_functionalize(function)
 
 
 @contextmanager
 def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeType, types.CodeType]]]:
-    """Collect (code before, code after) when Dynamo rewrites `function`; other functions are ignored."""
+    """Yield a list that receives (code before, code after) when Dynamo rewrites `function`.
+
+    Other functions that Dynamo rewrites are ignored.
+    """
     found: list[tuple[types.CodeType, types.CodeType]] = []
 
     def hook(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
@@ -102,7 +106,10 @@ def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeT
 
 
 def forget_compilations() -> None:
-    """Clear Inductor's caches in this process: an entry would lack the files of compilations that are reused."""
+    """Clear Inductor's caches in this process.
+
+    Otherwise Inductor could reuse an earlier compilation, and the entry would lack its files.
+    """
     clear_caches()
     for name, module in list(sys.modules.items()):  # C++ kernels are modules, which torch 2.11 would find here
         if name.endswith(".kernel") and str(getattr(module, "__file__", "")).endswith(".so"):

@@ -58,9 +58,10 @@ def require_open_sizes(shape_env: ShapeEnv) -> None:
 
 
 def divide_views(graph: fx.Graph) -> None:
-    """Split views that divide and merge dimensions at once, such as [4n, 24] to [n, 96]; they divide first.
+    """Replace each view that divides and merges dimensions at once, such as [4n, 24] to [n, 96], by two views.
 
-    Inductor of torch 2.13 compares the sizes of such a view in pairs and concludes that n is 1.
+    The first view divides, the second merges. Inductor of torch 2.13 compares the sizes of the original view in pairs
+    and concludes that n is 1.
     """
     for node in graph.nodes:
         if node.target not in (aten.view.default, aten._unsafe_view.default):
@@ -77,9 +78,9 @@ def divide_views(graph: fx.Graph) -> None:
 
 
 def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return the shape from which both shapes result by merging neighbours. Sizes are int or torch.SymInt.
+    """Return the shape that becomes either shape when neighbouring dimensions are merged.
 
-    None if there is none, or if it has two symbolic sizes.
+    Sizes are int or torch.SymInt. Returns None if there is no such shape, or if it has two symbolic sizes.
     """
     left, right, found = list(before), list(after), []
     while left and right:
@@ -98,7 +99,7 @@ def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...
 
 
 def load_artifact(entry: Path, key: str) -> CompiledArtifact:
-    """Load a compiled piece. A complete entry needs no compilation."""
+    """Load a piece from Inductor's artifact. Nothing is compiled if the entry is complete."""
     with compiler_folders(entry, key):
         return CompiledArtifact.load(path=str(artifact_path(entry, key)))
 

@@ -19,7 +19,7 @@ log = logging.getLogger("compiled_engine")
 
 
 class CompileError(RuntimeError):
-    """Inductor failed to compile a piece."""
+    """Raised when Inductor fails to compile a piece."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(f"piece {key} cannot be compiled; mode='eager' runs the model without a compiler\n{what}")
@@ -30,11 +30,11 @@ CompilePieces = Callable[[Sequence[str]], Iterator[PieceRecord]]
 
 @contextmanager
 def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iterator[CompilePieces]:
-    """Yield a function that compiles pieces of an entry by key, and yields them in the order they finish.
+    """Yield a function that compiles the pieces with the given keys and yields their records as they finish.
 
-    Workers start at once and import their compiler while the caller still traces. modules: they define the ops of
-    users' passes. A piece is compiled in this process if a worker does not know an op or died. Raises CompileError with
-    Inductor's traceback.
+    Workers start at once and import their compiler while the caller still traces. modules: names of the modules that
+    define the passes' ops. A piece is compiled in this process if a worker does not know one of its ops, or died. The
+    function raises CompileError with Inductor's traceback.
     """
     pool = WorkerPool("compiled_engine.graphs.compiler.compile_worker", workers)
 
@@ -78,7 +78,10 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 
 
 def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
-    """Return the result, or the key if this process has to compile the piece."""
+    """Return the record in a worker's answer, or the key if this process has to compile the piece.
+
+    answer: None if the worker died. Raises CompileError if the compilation failed.
+    """
     if answer is None:
         log.warning("piece %s is compiled in this process", key)
         return key

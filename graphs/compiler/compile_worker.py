@@ -1,4 +1,4 @@
-"""Worker processes that compile pieces."""
+"""The worker processes that compile pieces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Serve orders {"entry": folder, "modules": [names], "settings": {Inductor's}}, then messages {"key": piece key}.
+    """Run workers. The order on stdin is {"entry": folder, "modules": [names], "settings": {Inductor's}}.
 
-    Answers are {"seconds": s}, {"unknown": message} for an op that is not registered here, or {"error": text}.
+    Each worker then answers messages {"key": piece key}: with {"seconds": s}, with {"unknown": message} for an op that
+    is not registered in the worker, or with {"error": text}.
     """
     run_workers(_prepare)
 

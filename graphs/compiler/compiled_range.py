@@ -33,7 +33,7 @@ class CompiledRange:
 
     @property
     def bound_plan(self) -> Plan:
-        """The plan to run: the stage's part, or the whole."""
+        """The plan to run: the part of a pipeline stage if there are stages, otherwise the whole plan."""
         return self.staged.plan if self.staged is not None else self.plan
 
 
@@ -43,7 +43,11 @@ def folder_of(name: str) -> str:
 
 
 def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Sequence[str]) -> None:
-    """Write <name>/plan.json, passes.json, forward.py, the graph after its passes, and each pass's diff."""
+    """Write a compiled range's files to the folder `compiled.name` of an entry.
+
+    These are range.json, plan.json, passes.json, forward.py, graph.txt (the graph after its passes) and each pass's
+    diff.
+    """
     folder = entry / compiled.name
     (folder / "passes").mkdir(parents=True)
     (folder / "plan.json").write_text(compiled.plan.to_json(), encoding="utf-8")
@@ -60,7 +64,10 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Seque
 
 
 def read_compiled_ranges(entry: Path) -> tuple[CompiledRange, ...]:
-    """Return an entry's compile ranges: the forward's, those for small batches first, then other callables'."""
+    """Return an entry's compiled ranges: the forward's first, then those of the other callables.
+
+    Each callable's ranges for small batches come before its dynamic range.
+    """
     ranges = [_read(path.parent) for path in entry.rglob("range.json")]
     return tuple(sorted(ranges, key=_place))
 

@@ -1,4 +1,4 @@
-"""Inductor's CPU pieces in a form that runs without Inductor, whose import takes seconds.
+"""Stores pieces that Inductor compiled for a CPU so that they load without Inductor, whose import takes seconds.
 
 Inductor's output code is Python: a function `call`, which allocates tensors and calls kernels, and each kernel's C++
 source. If `call` needs nothing but these kernels, torch's own functions and Python's, it is rewritten as a file beside
@@ -40,7 +40,7 @@ class CppPiece:
 
 
 def piece_folder(entry: Path, key: str) -> Path:
-    """Return the folder of a piece that runs without Inductor; it need not exist."""
+    """Return the folder for a piece that runs without Inductor; the folder need not exist."""
     return entry / "cpp" / key
 
 
@@ -49,7 +49,8 @@ def read_output_code(
 ) -> CppPiece | None:
     """Return the piece in Inductor's output code; None if it needs more of Inductor than its kernels.
 
-    num_inputs, num_results: the compiled piece's. library_call: returns the function behind a name of `extern_kernels`.
+    num_inputs, num_results: numbers of the piece's inputs and results. library_call: returns the function behind a name
+    of `extern_kernels`.
     """
     module = ast.parse(code)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
@@ -80,7 +81,7 @@ def write_cpp_piece(folder: Path, piece: CppPiece, compile_kernel: CompileKernel
 
 
 def load_cpp_piece(folder: Path) -> Callable[..., Any]:
-    """Load the function of a folder written by `write_cpp_piece`."""
+    """Load a piece from a folder written by `write_cpp_piece`, and return its function."""
     namespace: dict[str, Any] = {"torch": torch}
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     with environment_variables({_DATA_POINTER: str(address)}):
@@ -114,7 +115,10 @@ def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 def _numbers(piece: ast.FunctionDef) -> tuple[int, int]:
-    """Return the numbers of parameters and of results; -1 results unless the last statement alone returns, a tuple."""
+    """Return the number of parameters and the number of results.
+
+    The second is -1 unless the last statement is the only return, and returns a tuple.
+    """
     returns = [node for node in ast.walk(piece) if isinstance(node, ast.Return)]
     match returns:
         case [ast.Return(value=ast.Tuple(elts=results)) as last] if last is piece.body[-1]:
@@ -143,7 +147,7 @@ class _LibraryCalls(ast.NodeTransformer):
 
 
 def _definitions(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield the names that the module's statements assign or import."""
+    """Yield each name that the module assigns or imports at top level, with the statement that does."""
     for node in module.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)]):
@@ -179,7 +183,7 @@ def _free_names(function: ast.FunctionDef) -> set[str]:
 
 
 def _paths(node: ast.AST) -> Iterator[str]:
-    """Yield the dotted names in a statement, including those that `from` imports."""
+    """Yield the dotted names in a statement, including names imported by `from`."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute):
             yield ast.unparse(part)

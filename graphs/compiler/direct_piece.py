@@ -1,8 +1,9 @@
 """Pieces with nothing left to fuse, generated as Python.
 
-All ops of such a piece are declared `direct`: kernels of the engine, matrix products of a library, views. One more op
-may be among them: one declared `lone`, or a constant that scales an embedding. Inductor could do no more than call
-these ops one by one, as the generated Python does, without a compiler or its import. Any other piece is compiled.
+All ops of such a piece are declared `direct`: kernels of the engine, matrix products of a library, views. One other op
+is allowed: an op declared `lone`, or the product of an embedding and a constant. Inductor could do no more than call
+these ops one by one. The generated Python does the same, and needs neither a compiler nor its import. Any other piece
+is compiled.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def direct_source(text: str) -> str:
 def load_direct(source: str, device_type: str) -> Callable[..., Any]:
     """Load the function in `direct_source`'s output, for inputs on this device type.
 
-    Ops are called past torch's dispatcher if their declarations allow it: dispatching takes longer than these functions
-    themselves take on the host.
+    Ops whose declarations allow it are called without torch's dispatcher. Dispatching an op takes more time on the host
+    than the op's own function.
     """
     namespace: dict[str, Any] = {"torch": torch}
     for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
@@ -94,7 +95,7 @@ def op_named(function: str) -> torch._ops.OpOverload:
 
 
 def _read(node: list[Any]) -> list[int]:
-    """Return the numbers of the values that a node reads."""
+    """Return the numbers of the nodes whose values a node reads."""
     found: list[int] = []
     pending = list(node[1:]) if node[0] != "input" else []
     while pending:

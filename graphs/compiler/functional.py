@@ -23,7 +23,10 @@ def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
 
 
 def write_out_constants(module: fx.GraphModule) -> None:
-    """Replace scalar tensor constants, which tracing makes of NumPy scalars, by aten.full. Call outside fake modes."""
+    """Replace scalar tensor constants by calls of aten.full. Call outside fake modes.
+
+    Tracing makes such constants of NumPy scalars.
+    """
     for node in module.graph.find_nodes(op="get_attr"):
         constant = getattr(module, str(node.target))
         if constant.dim() == 0:
@@ -39,8 +42,8 @@ def write_out_constants(module: fx.GraphModule) -> None:
 def _simplify_products(graph: fx.GraphModule) -> None:
     """Rewrite products that torch 2.11 cannot trace with symbolic sizes.
 
-    Linears over a batch of one become linears of its content. Products over a dimension of one, as in rotary angles
-    (frequencies times positions), become multiplications.
+    A linear over a batch of one, [1, T, D], becomes a linear over [T, D]. A product over a dimension of size one, as in
+    rotary angles (frequencies times positions), becomes a multiplication.
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
         shape = _shape(node.args[0])

@@ -17,7 +17,7 @@ from torch._guards import Guard, TracingContext
 
 @dataclass(frozen=True)
 class GuardRecord:
-    """Guards of one kind on one subject."""
+    """The guards of one kind on one subject, such as parameters."""
 
     subject: str
     kind: str
@@ -73,7 +73,7 @@ def dynamo_guards() -> tuple[Guard, ...]:
 
 
 def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
-    """Group guards by subject. Call it after Dynamo has finished, when it has written their conditions."""
+    """Group guards by subject. Call it after Dynamo has finished: only then do guards have conditions."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for guard in guards:
         source = _NUMBERS.sub("*", guard.name if isinstance(guard.name, str) else guard.name())
@@ -93,7 +93,7 @@ def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
 
 
 def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
-    """Record the trace's run-time asserts that follow from the declared ranges, given torch's messages."""
+    """Return a record of the run-time asserts that the declared ranges prove. messages: torch's, one per assert."""
     found = Counter(_asserted(message) for message in messages)
     if not found:
         return ()
@@ -109,7 +109,10 @@ def _account(source: str, kind: str) -> tuple[str, str]:
 
 
 def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
-    """Return all conditions on sizes; for other guards their shortest line, or the source without a telling one."""
+    """Return the conditions of a guard: all of them if it guards sizes, otherwise its shortest line of code.
+
+    For guards on tensors, and guards without code, the source is returned instead.
+    """
     if kind == "SHAPE_ENV":
         return code
     if not code or kind == "TENSOR_MATCH":

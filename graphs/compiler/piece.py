@@ -34,11 +34,17 @@ _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
 class UnknownTarget(LookupError):
-    """A piece calls something that this process cannot look up by name, such as an op of a user's script."""
+    """Raised if a piece calls something that this process cannot look up by name.
+
+    An example is an op that a user's script defines.
+    """
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:
-    """Return the piece's graph as JSON, a node per line. Raises UnknownTarget for what has no such form."""
+    """Return the piece's graph as JSON, a node per line.
+
+    Raises UnknownTarget for a call or constant that has no JSON form.
+    """
     symbols = _Symbols()
     numbers: dict[fx.Node, int] = {}
     nodes = []

@@ -23,7 +23,7 @@ class PlannedStep:
     results: tuple[int, ...]  # indices of the values it defines
 
     def renumbered(self, new: Mapping[int, int]) -> PlannedStep:
-        """Return the call with other indices of its values. new: old index -> new index."""
+        """Return the call with new indices for the values that it reads and defines. new: old index -> new index."""
         arguments = tuple({"value": new[a["value"]]} if "value" in a else a for a in self.arguments)
         return replace(self, arguments=arguments, results=tuple(new[index] for index in self.results))
 
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters of the pieces, including packed and made ones."""
+        """All parameters that the plan's steps read, including packed and computed ones."""
         return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:
@@ -74,16 +74,16 @@ class Plan:
 
 
 def read_input(item: dict[str, Any]) -> Input:
-    """Read an input of a plan from JSON."""
+    """Return an input of a plan, given as JSON."""
     return Source(**item) if "kind" in item else Parameter.from_json(item)
 
 
 def distinct_calls(plan: Plan) -> Plan:
-    """Return the plan with one call of each kind, which loads and allocates what the whole plan does in less time.
+    """Return a plan that makes one call of each kind: it loads and allocates as much as the whole plan, in less time.
 
-    The result of the kept call replaces those of repeated calls. Calls are equal if they call the same piece, or the
-    same op with equal constants on values of the same pieces. Values do not matter, so all ranks leave out the same
-    calls.
+    Two calls are of one kind if they call the same piece, or the same op with equal constants on results of the same
+    pieces. The results of the kept call replace those of the calls that are left out. Values do not matter, so all
+    ranks leave out the same calls.
     """
     stand_ins = {index: index for index in range(len(plan.inputs))}
     makers: dict[int, Hashable] = {}

@@ -1,7 +1,7 @@
-"""Files of a compilation for the inspector, besides those that the engine reads.
+"""Files that a compilation writes for the inspector alone.
 
-`record.json` of a cache entry holds a `Record`; `trace/` holds the results of Dynamo and of lowering. Nothing that is
-in the entry's other files (a piece's kernels and uses) is stored again.
+`record.json` of a cache entry holds a `Record`; `trace/` holds the results of Dynamo and of lowering. Facts that are in
+the entry's other files (a piece's kernels and uses) are not stored again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORD = "record.json"
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter or buffer that a module itself holds."""
+    """A parameter or buffer held directly by a module."""
 
     name: str  # last part of its path
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class SymbolRecord:
-    """A symbolic size of the compiled model."""
+    """A symbolic size of the compiled model, with its range and the input dimensions that have it."""
 
     symbol: str  # in the graphs
     name: str
@@ -55,7 +55,7 @@ class SymbolRecord:
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """Inductor's time for a piece, and its worker."""
+    """The time that a piece took to compile, and the worker that compiled it."""
 
     key: str
     seconds: float
@@ -64,7 +64,7 @@ class PieceRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """What the inspector shows of a compilation."""
+    """The facts about a compilation that the inspector shows."""
 
     phases: tuple[Span, ...]  # start times count from the beginning of the build
     modules: ModuleRecord  # root of the model's module tree
@@ -81,7 +81,7 @@ def write_trace(
 ) -> None:
     """Write bytecode.txt, dynamo_graph.txt and aten_graph.txt of a callable.
 
-    bytecode: of the traced function before and after Dynamo; None if Dynamo did not rewrite it.
+    bytecode: code of the traced function before and after Dynamo; None if Dynamo did not rewrite it.
     """
     folder.mkdir()
     if bytecode is not None:
@@ -98,7 +98,10 @@ def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
 
 
 def _source(code: types.CodeType) -> str:
-    """Decompile with depyf; if that fails, return the instructions, since the inspector must not stop a build."""
+    """Return a function's source, decompiled by depyf.
+
+    If that fails, return its instructions, since the inspector must not stop a build.
+    """
     import depyf  # slow to import, and not needed in a warm start
 
     try:
@@ -133,7 +136,7 @@ def _module(path: str, module: nn.Module) -> ModuleRecord:
 
 
 def _shape(module: ModuleRecord) -> tuple[object, ...]:
-    """Return the key by which modules are equal: everything except path and count."""
+    """Return the key by which modules are compared: everything except path and count."""
     return module.kind, module.parameters, tuple((_shape(child), child.count) for child in module.children)
 
 

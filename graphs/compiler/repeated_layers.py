@@ -1,8 +1,8 @@
 """Completes the graph of the traced layers (traced_layers.py) with copies for all other layers.
 
-A layer's ops are copied from a traced layer of its class. Traced layers of a kind must take the same values from the
-previous layer, and those of a class must compute the same function of them; both are checked node by node. If a layer
-differs nothing is copied, and all layers are traced.
+A layer's ops are copied from a traced layer of its class. Two checks, node by node, precede this. Traced layers of one
+kind must take corresponding values from the previous layer. Traced layers of one class must also compute the same
+function of these values. If a check fails, nothing is copied, and all layers are traced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Taken = dict[int, list[fx.Node]]
 
 
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
-    """Add all other layers to the graph of the traced ones. Returns False, without changes, if layers do not repeat."""
+    """Add the layers that were not traced to the graph of the traced ones.
+
+    Returns False, without changes, if the traced layers do not repeat.
+    """
     segments = _segments(graph, layers)
     if segments is None or not _hands_on_to_the_next_alone(segments):
         return False
@@ -40,10 +43,10 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
 
 
 def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
-    """Return the graph's ops in order, by layer; a layer begins at the first use of one of its inputs.
+    """Return the ops of each traced layer, in order. A layer begins at the first use of one of its inputs.
 
-    Ops before the first layer are in no segment. None if a layer's inputs are used after a later layer's, or if inputs
-    of a layer that was not to be traced are used.
+    Ops before the first layer belong to no segment. Returns None if a layer's inputs are used after a later layer has
+    begun, if inputs of a layer that was not to be traced are used, or if a layer has no ops.
     """
     segments: Segments = {number: [] for number in layers.numbers}
     current: int | None = None
@@ -79,9 +82,10 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[LayerClass, list[int]] | None:
-    """Return for each layer class the nodes that the next layer takes, in the order it uses them.
+    """Return for each layer class the positions of the ops whose results the next layer takes, in order of use.
 
-    None if traced layers of a class give different nodes, or use them at different places.
+    Returns None if traced layers of a class give results of ops at different positions, or if traced layers of a kind
+    first use the values that they take at different positions.
     """
     given: dict[LayerClass, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
@@ -156,7 +160,7 @@ def _fill(
     given: dict[LayerClass, list[int]],
     layers: TracedLayers,
 ) -> None:
-    """Insert copies between two traced layers; the second then takes the last copy's values."""
+    """Insert copies between the traced layers `before` and `behind`; `behind` then reads the last copy's results."""
     inputs = graph.find_nodes(op="placeholder")
     last_input = [node for node in inputs if layers.layer_of(node) == before][-1]
     newest = taken[behind]

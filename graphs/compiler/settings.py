@@ -1,4 +1,4 @@
-"""Settings of torch's compilers: the engine's, and changes by the caller."""
+"""The settings of torch's compilers: those that the engine sets, and those that its caller changed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 
 
 def settings_of(compiler: str) -> Any:
-    """Return the settings of "inductor", "functorch" or "dynamo"; None if it is not imported, so they are unchanged.
+    """Return the settings of "inductor", "functorch" or "dynamo"; None if it is not imported.
 
-    Warm starts do not import the compilers, which takes seconds.
+    Settings of a compiler that is not imported have their defaults. Warm starts do not import compilers, which takes
+    seconds.
     """
     return sys.modules.get(f"torch._{compiler}.config")
 

@@ -41,7 +41,7 @@ _EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_reque
 
 @dataclass(frozen=True)
 class Signature:
-    """The declaration of a callable."""
+    """The declaration of a callable: its arguments, results and compile ranges."""
 
     arguments: tuple[str, ...]  # names, in order
     tensors: tuple[StepTensor, ...]  # the tensors in the arguments; a tensor's name is its path there
@@ -59,7 +59,7 @@ class Signature:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that the trace must hold for: those of a step, and of the traced example."""
+        """The largest token count for which the trace must hold: a step's limit, or the example's count if larger."""
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
@@ -67,7 +67,10 @@ class Signature:
         return (compile_range.small and self.small_returns) or self.returns
 
     def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
-        """Return (tensor, dimension) -> (name of the size, minimum, maximum); equal names are equal sizes."""
+        """Return the dynamic sizes: (tensor, dimension) -> (name of the size, minimum, maximum).
+
+        Dimensions with the same name have the same size.
+        """
         bounds = SIZES | {"tokens": (1, self.most_tokens)}
         return {
             (tensor.name, number): (dim, *bounds[dim])
@@ -81,7 +84,7 @@ class Signature:
         return padding_of(self.tensors, _EXAMPLE, device)
 
     def passed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the callable's arguments, made of these tensors."""
+        """Return the callable's arguments, made of these tensors. tensors: by name, as `examples` returns them."""
         return tuple(self._argument(name, tensors) for name in self.arguments)
 
     def _argument(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -99,7 +102,7 @@ def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
 
 
 def callables_of(config: EngineConfig) -> dict[str, Signature]:
-    """Return the callables of a model, by name."""
+    """Return the signatures of a model's callables, by name."""
     pooling, head, adapters = config.model.pooling, config.model.head, config.adapters
     found = {FORWARD: forward_signature(config)}
     if pooling is None:
@@ -127,9 +130,10 @@ def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
 
 
 def forward_signature(config: EngineConfig) -> Signature:
-    """Return the forward's declaration: hidden states of all tokens, and in small-batch ranges their logits.
+    """Return the forward's declaration.
 
-    Models that draft or pool return hidden states in all ranges.
+    The forward returns the hidden states of all tokens; in small-batch ranges it returns their logits instead. Models
+    that draft or pool return hidden states in all ranges.
     """
     model = local_model(config)
     own = _of_model(config)
@@ -155,7 +159,7 @@ def forward_signature(config: EngineConfig) -> Signature:
 def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signature:
     """Return the declaration of the forward for steps in which a request has an adapter.
 
-    On a CPU it has no small-batch ranges: their kernels do not support adapters.
+    On a CPU this forward has no small-batch ranges: their kernels do not support adapters.
     """
     forward = forward_signature(config)
     ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
@@ -167,7 +171,10 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 
 def logits_signature(config: EngineConfig) -> Signature:
-    """Return the declaration of the logits of selected hidden states, for forwards that return hidden states."""
+    """Return the declaration of the callable that computes the logits of selected hidden states.
+
+    It is used after forwards that return hidden states.
+    """
     model = local_model(config)
     return Signature(
         ("hidden_RD",),
@@ -180,7 +187,7 @@ def logits_signature(config: EngineConfig) -> Signature:
 
 
 def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
-    """Return the declaration of a draft head's features, computed from the model's hidden states."""
+    """Return the declaration of a draft head's `combine`: features from the hidden states of the model's layers."""
     return Signature(
         ("aux_hidden_states_TE",),
         (StepTensor("aux_hidden_states_TE", ("tokens", head.num_aux_layers * head.target_size), config.model.dtype),),
@@ -192,7 +199,7 @@ def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
 
 
 def pooler_signature(config: EngineConfig, pooling: Pooling) -> Signature:
-    """Return the declaration of a pooling model's head, for pooled hidden states."""
+    """Return the declaration of a pooling model's head, which is applied to pooled hidden states."""
     return Signature(
         ("pooled_RW",),
         (StepTensor("pooled_RW", ("tokens", pooling.head[0].in_size), torch.float32),),

@@ -32,7 +32,7 @@ class Step:
 
 
 class SplitError(RuntimeError):
-    """The graph cannot be split safely."""
+    """Raised for a graph that cannot be split safely."""
 
 
 def split(graph: fx.Graph) -> list[Step]:
@@ -63,7 +63,7 @@ def make_plan(
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of a split graph, and each unique piece's JSON by key.
 
-    arguments: of the callable, see Signature; the plan adds step tensors that passes read.
+    arguments: names of the callable's arguments, see Signature; the plan adds step tensors that passes read.
     """
     index: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):

@@ -1,7 +1,7 @@
 """The plan of a pipeline stage: the whole plan's steps between two attentions, and the values that cross its borders.
 
-Stages call the same pieces, so nothing is compiled for them. The values that a stage reads from earlier stages are sent
-as one tensor of bytes, in which each value is contiguous.
+A stage calls pieces of the whole plan, so nothing is compiled for it. The values that a stage reads from earlier stages
+are sent as one tensor of bytes, in which each value is contiguous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Border:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per token, of all values."""
+        """The bytes per token of all values together."""
         return sum(map(_row_bytes, self.values))
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -35,7 +35,10 @@ class Border:
         return torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
 
     def unpack(self, packed: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
-        """Return views of the values of num_tokens tokens that `pack` put at the beginning of `packed`."""
+        """Return the values as views of `packed`, [num_tokens, *row_shape] each.
+
+        `pack` put the values of num_tokens tokens at the beginning of `packed`.
+        """
         found, start = [], 0
         for value in self.values:
             end = start + num_tokens * _row_bytes(value)
@@ -65,7 +68,8 @@ class StagePlan:
 def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
     """Return the stage's part of the whole plan, with its KV caches numbered from 0.
 
-    Raises ValueError if a layer has not one attention, or a value that crosses a border has no row per token.
+    Raises ValueError if the plan does not have one attention per layer, or if a value that crosses a border has no row
+    per token.
     """
     if stage.count == 1:
         return StagePlan(plan)
@@ -99,7 +103,7 @@ def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
 
 
 def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
-    """Return the values defined before `place` and read from there on. Raises ValueError, see stage_plan."""
+    """Return the values defined before step `place` and read by it or later. Raises ValueError, see stage_plan."""
     defined = {index for step in plan.steps[:place] for index in step.results}
     read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}
     known = {value.value: value for value in plan.carried}
@@ -116,9 +120,10 @@ def _renumbered(source: Input, layers: range) -> Input:
 
 
 class StageForward:
-    """A stage's forward with the signature of the whole model's.
+    """The forward of a pipeline stage; it takes the arguments of the whole model's forward.
 
-    Reads its input from `buffer` (uint8); returns the packed values for the next stage, or the model's result.
+    Reads the previous stage's values from `buffer` (uint8). Returns the packed values for the next stage, or in the
+    last stage the model's result.
     """
 
     def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):

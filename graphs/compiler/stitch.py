@@ -30,7 +30,7 @@ def stitch(
 ) -> Forward:
     """Return the function that runs the plan: from its arguments to one output or a tuple of several.
 
-    on_attention: called with the function and arguments of each attention op, in place of the function.
+    on_attention: called in place of each attention op's function, with that function and its arguments.
     """
     namespace: dict[str, Any] = {_op_function(op.name): _called(op, on_attention) for op in splitting_ops().values()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
@@ -44,7 +44,7 @@ def stitch(
 
 
 def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., Any]:
-    """Return the function to call for a splitting op, with its attention passed to `on_attention` if given."""
+    """Return the function to call for a splitting op; its attention goes through `on_attention`, if given."""
     if on_attention is None or not op.attends:
         return op.function
     attention = attend if op.around else op.function
@@ -84,7 +84,7 @@ def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
 
 
 def _last_uses(plan: Plan) -> dict[int, list[int]]:
-    """Return the values that are not read after each step."""
+    """Return for each step the values that are read or defined last there, without the plan's outputs."""
     last: dict[int, int] = {}
     for number, step in enumerate(plan.steps):
         for index in [*step.results, *(a["value"] for a in step.arguments if "value" in a)]:

@@ -1,7 +1,7 @@
 """Traces a callable of a model once with Dynamo, and lowers it to ATen.
 
-Token, request and block counts are unbacked symbols, so one trace serves every size in the declared range and cannot
-specialise on the example. If it does, the trace is refused.
+Token, request and block counts are unbacked symbols: one trace serves every size in the declared range and cannot
+specialise on the example. A trace that needs a guard on a size is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from compiled_engine.passes.layout.lowering import lower
 class TracedGraph:
     """The ATen graph of a callable.
 
-    Each placeholder's meta has its `source`, each node's its fake `val`. The outputs are all of the signature's
-    results; `for_range` keeps the returned ones. The fields after shape_env are shown by the inspector.
+    Each placeholder's meta has its `source`; each node's meta has its fake value `val`. The graph returns all results
+    of the signature; `for_range` keeps those that a range returns. The fields after shape_env are shown by the
+    inspector.
     """
 
     signature: Signature
@@ -52,7 +53,7 @@ class TracedGraph:
     lowering: tuple[PassReport, ...] = ()  # reports of the passes that lower foreign code
 
     def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
-        """Return a copy of the graph with the outputs of a range, and only the parameters that these need."""
+        """Return a copy of the graph with only the outputs of a range and the parameters that they need."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.module.graph, copies)
@@ -66,7 +67,7 @@ class TracedGraph:
 
 
 class GuardError(RuntimeError):
-    """A trace holds only for some sizes in the declared range."""
+    """Raised for a trace that holds only for some sizes in the declared range."""
 
 
 def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
@@ -86,7 +87,7 @@ def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def trace(model: nn.Module, signature: Signature, *, strict: bool = False, verify: bool = False) -> TracedGraph:
-    """Trace a callable of `model`, whose parameters are on its device and may have no storage, as nothing is executed.
+    """Trace a callable of `model`. Nothing is executed, so the parameters may have no storage.
 
     strict, verify: for the passes that lower foreign code, see `run_passes`. Raises GuardError if the graph would not
     be valid for every size in the declared range.
@@ -112,7 +113,7 @@ def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verif
 
 
 def _add_inputs(module: fx.GraphModule, signature: Signature, device: torch.device) -> None:
-    """Add a graph input for each step tensor that a pass declares, with the sizes of the traced inputs."""
+    """Add a graph input for each step tensor that passes read; dynamic sizes are those of the traced inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {
@@ -178,7 +179,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """Dynamo's trace of a callable."""
+    """The graph that Dynamo traced from a callable, with its inputs' fake values and the guards."""
 
     graph: fx.GraphModule
     fakes: list[Any]  # values of the graph's placeholders
@@ -206,7 +207,7 @@ def _run_dynamo(model: nn.Module, signature: Signature, examples: dict[str, torc
 
 
 def _fresh_entry(signature: Signature) -> Callable[..., Any]:
-    """Return the function to trace, new each time.
+    """Return a new function that computes the signature's results, for Dynamo to trace.
 
     Dynamo caches compilations, and limits their number, per code object. A new object leaves nothing in the caller's
     process and never reaches the limit.
@@ -242,7 +243,7 @@ def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[
 
 
 def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collection[str]) -> Source | Parameter:
-    """Parse Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and similar names."""
+    """Return the source for Dynamo's name, such as L['model']._modules['layers']._parameters['weight']."""
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
     if argument != "model":
@@ -271,7 +272,10 @@ def _drop_assigned(graph: fx.Graph, num_results: int) -> None:
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
-    """Drop run-time asserts that the declared sizes imply, and return their messages. Raises GuardError for others."""
+    """Drop run-time asserts that the declared sizes imply, and return their messages.
+
+    Raises GuardError for an assert that they do not imply.
+    """
     proved = []
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]

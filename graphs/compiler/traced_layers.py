@@ -25,7 +25,7 @@ from compiled_engine.passes.framework.parameter import Parameter
 
 
 class LayerClass(NamedTuple):
-    """A layer's kind and the next layer's kind; None for the last layer.
+    """The kind of a layer and the kind of the next layer, which is None for the last layer.
 
     The next layer counts because its ops before the first use of its parameters look like ops of this layer.
     """
@@ -36,10 +36,10 @@ class LayerClass(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """The traced layers of a stack.
+    """A stack of layers, and the numbers of those that are traced.
 
-    Classes also hold in the trace: the layer traced next is of the kind that follows. In a stack of foreign code,
-    layers that are not traced are replaced by identities.
+    The layers are chosen so that a layer has the same class in the trace as in the whole stack: the layer traced after
+    it is of the kind `following`. In a stack of foreign code, layers that are not traced are replaced by identities.
     """
 
     stack: nn.ModuleList
@@ -50,7 +50,7 @@ class TracedLayers:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the stack apply only the traced layers inside the block."""
+        """Make the stack apply only the traced layers inside the block."""
         if isinstance(self.stack, LayerStack):
             self.stack.only = self.numbers
             try:
@@ -68,7 +68,7 @@ class TracedLayers:
                 self.stack[number] = layer
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the traced layers before and after each gap."""
+        """Return for each gap between traced layers the traced layer before it and the one after it."""
         return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
 
     def traced_in_class(self, layer_class: LayerClass) -> list[int]:
@@ -82,7 +82,7 @@ class TracedLayers:
         return int(found["layer"]) if found else None
 
     def of_layer(self, source: Source | Parameter, layer: int) -> Source | Parameter:
-        """Return the corresponding input of another layer."""
+        """Return the source of the corresponding input of the layer with this number."""
 
         def rename(name: str) -> str:
             found = self._numbered(name)
@@ -96,7 +96,7 @@ class TracedLayers:
 
 
 class _Identity(nn.Module):
-    """Stands in for a layer of foreign code that is not traced, and returns its input."""
+    """Replaces a layer of foreign code that is not traced, and returns its input."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
     """Return the layers to trace; None for a model that must be traced whole.
 
     Foreign layers have their number as an attribute. `layer_signatures`, recorded when the model was observed
-    (models/foreign/observation.py), show whether they depend on it.
+    (models/foreign/observation.py), show whether a layer's computation depends on it.
     """
     stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
     foreign = str(getattr(model, "layers_path", ""))
@@ -130,7 +130,7 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
-    """Return for each layer the number of the first equal one."""
+    """Return for each layer the number of the first layer that equals it. beside: attributes that may differ."""
     kinds: list[int] = []
     for number, layer in enumerate(stack):
         alike = (
@@ -143,7 +143,7 @@ def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str
 
 
 def _chosen(classes: Sequence[LayerClass]) -> tuple[int, ...]:
-    """Return the first layer, the last, and two of each class: one to repeat and one to compare."""
+    """Return the numbers of the first layer, the last, and two of each class: one to copy and one to compare."""
     chosen, seen = [0], Counter([classes[0]])
     while chosen[-1] < len(classes) - 1:
         following = chosen[-1] + 1
@@ -164,7 +164,10 @@ def _shares(stack: nn.ModuleList) -> bool:
 
 
 def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
-    """Return whether two modules have the same class, settings, parameter shapes and children."""
+    """Return whether two modules have the same class, settings, parameter shapes and children.
+
+    beside: attributes that may differ.
+    """
     held = ("_parameters", "_buffers", "_modules", *beside)
     settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
     children, other_children = (list(module.named_children()) for module in (first, second))
@@ -190,6 +193,6 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _tensors(module: nn.Module) -> list[Any]:
-    """Return the properties of a module's own parameters and buffers that a trace sees."""
+    """Return name, shape, strides, dtype and device of each of a module's own parameters and buffers."""
     own = module._parameters | module._buffers
     return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]

@@ -32,9 +32,10 @@ class RecordingCounts:
 
 
 class RecordedForward:
-    """A Forward that replays batches of decodes, with a recording per batch size; other batches call the original.
+    """A Forward that replays recorded kernel calls for batches of decodes; other batches call the original forward.
 
-    A size is recorded at its second occurrence. Results are valid until the next call of any forward with this arena.
+    There is a recording per batch size, made when the size occurs for the second time. Results are valid until the next
+    call of any forward with this arena.
     """
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
@@ -44,7 +45,7 @@ class RecordedForward:
         self.counts = RecordingCounts()
 
     def __call__(self, *arguments: Any) -> Result:
-        """Run a step. arguments: ForwardArguments."""
+        """Run the forward on a batch and return its result. arguments: those of the forward, see ForwardArguments."""
         inputs = _attention_inputs(arguments)
         # Attention over prompts reads values on the host, so it cannot be recorded.
         if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:
@@ -80,7 +81,11 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Sequence[BoundRange]) -> tuple[BoundRange, ...]:
-    """Return the forwards; those for small batches are recorded, unless they run Inductor's code, which is opaque."""
+    """Return the forwards, with those for small batches wrapped in `RecordedForward`.
+
+    A small-batch forward with pieces that Inductor compiled is returned unwrapped: their kernel calls cannot be
+    recorded.
+    """
     arena = Arena()
     return tuple(_recorded(compiled, each, arena) if each.compile_range.small else each for each in forwards)
 

@@ -24,13 +24,16 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Memory blocks that hold one tensor at a time each. Blocks that recorded calls use are kept."""
+    """Memory blocks for the results of recorded calls.
+
+    A block holds one tensor at a time, and may hold another when that tensor is no longer used. Blocks are never freed.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[torch.Tensor, StorageWeakRef | None]] = []
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor with the shape and dtype of `tensor`."""
+        """Return an uninitialised contiguous tensor with the shape and dtype of `tensor`, in an unused block."""
         size = tensor.numel() * tensor.element_size()
         free = [
             (block.numel(), index)
@@ -48,13 +51,16 @@ class Arena:
         return given
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias of a tensor in the arena that does not keep its block occupied; other tensors unchanged."""
+        """Return a tensor on the same memory that does not keep its block occupied.
+
+        A tensor outside the arena is returned unchanged.
+        """
         of_tensor = (block for block, _ in self._blocks if block.data_ptr() == tensor.data_ptr())
         return next((_alias(block, tensor) for block in of_tensor), tensor)
 
 
 def _alias(block: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the block's first bytes with the shape and dtype of `tensor`, and a separate storage."""
+    """Return the block's first bytes, in a storage of their own, with the shape and dtype of `tensor`."""
     size = tensor.numel() * tensor.element_size()
     return torch.from_numpy(block[:size].numpy()).view(tensor.dtype).view(tensor.shape)
 
@@ -63,7 +69,7 @@ SOURCE = Path(cpp_library.__file__).with_name("cpp_replay.cpp")
 
 
 class CallList:
-    """Recorded calls in order, which read and write the memory that they did when recorded.
+    """Recorded calls, in order. A replay reads and writes the same memory as the calls did when they were recorded.
 
     Consecutive calls of C++ kernels are made by a single C++ call.
     """
@@ -90,7 +96,7 @@ class CallList:
 
 
 class _KernelCalls:
-    """Kernel calls in the format of cpp_replay.cpp."""
+    """Consecutive kernel calls, in the format of cpp_replay.cpp; calling the object makes all of them."""
 
     def __init__(self) -> None:
         self._arguments: list[ctypes.Array[ctypes.c_char]] = []  # the entries point to them
@@ -119,15 +125,15 @@ READS = (aten.item.default, aten._local_scalar_dense.default)
 
 
 class CannotRecord(RuntimeError):
-    """A forward did something that replaying a list of calls cannot repeat."""
+    """Raised if a forward does something that replaying a list of calls cannot repeat."""
 
 
 class Recorder(TorchDispatchMode):
     """Records the calls of the code that runs inside it.
 
-    C++ kernels are recorded as called. Ops of torch are recorded with their present results as outputs, except views
-    and allocations, which need no replay. constants: tensors whose values are the same in every replay; the host must
-    not read any others.
+    A call of a C++ kernel is recorded as it is. An op of torch is recorded so that a replay writes into the tensors
+    that the op returned during the recording. Views and allocations are not recorded, as they need no replay.
+    constants: tensors whose values are the same in every replay; the host must not read any other tensor.
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:
@@ -163,7 +169,10 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recording(arena: Arena, constants: Iterable[torch.Tensor]) -> Iterator[CallList]:
-    """Record the calls inside the block. Raises CannotRecord from inside."""
+    """Yield the list that receives the calls made inside the block.
+
+    A call that cannot be recorded raises CannotRecord inside the block.
+    """
     with Recorder(arena, constants) as mode:
         token = recorder.set(mode)
         try:

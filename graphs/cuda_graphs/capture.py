@@ -40,21 +40,24 @@ class Capture(Protocol):
     """
 
     def session(self) -> AbstractContextManager[None]:
-        """Enter the context in which work is captured, and in which it runs once before."""
+        """Return the context in which work is captured, and in which it runs once before the capture."""
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture all of the work as one graph."""
+        """Capture all of the work as one graph; return the graph and the work's result."""
         ...
 
     def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture a graph for each stretch of the work between calls of `on_attention`."""
+        """Capture a graph for each stretch of the work between calls of `on_attention`.
+
+        Returns the captured work, and its result.
+        """
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """End the current graph of `segments`, record an attention call, and begin the next graph.
+        """During `segments`, end the current graph, record an attention call, and begin the next graph.
 
-        Outside of `segments`, run the call.
+        Otherwise run the call.
         """
         ...
 
@@ -65,14 +68,14 @@ class Capture(Protocol):
         ...
 
     def renew(self) -> None:
-        """Begin another set of graphs, after the graphs of this one were reset."""
+        """Begin another set of graphs. The graphs of the current set must have been reset."""
         ...
 
 
 class CudaCapture:
     """Captures CUDA streams.
 
-    Sessions use a separate stream, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a capture
+    A session has its own stream, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a capture
     neither synchronises nor collects garbage, which would add up over a model's many pieces.
     """
 
@@ -174,7 +177,10 @@ class SegmentedGraph:
         self._graphs.append(graph)
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Add an attention call. arguments: the capture's; a replay replaces the attention inputs among them."""
+        """Add an attention call, made after the newest graph.
+
+        arguments: those of the capture, without the attention inputs, which each replay passes anew.
+        """
         self._calls.append((function, without_inputs(arguments)))
 
     def replay(self, inputs: AttentionInputs | None) -> None:

@@ -58,7 +58,7 @@ class GraphKey(NamedTuple):
     def name(self) -> str:
         """The graph's name in metrics and logs, unique within an engine.
 
-        `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
+        Examples: `decode 8`, `short-256 8`, `verify-4 32`, `verify-4-short-256 32`, `draft-3 16`, `follow-verify-4 32`,
         `plain-decode 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`.
         """
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
@@ -71,9 +71,9 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyField:
-    """A further host value of a batch that launches depend on, rounded up to one of `sizes`.
+    """A value of a batch, known on the host, that launches depend on besides the batch's shape.
 
-    Batches with the value 0 use the graphs without the field.
+    The value is rounded up to one of `sizes`. A batch with the value 0 uses the graphs without the field.
     """
 
     name: str
@@ -93,7 +93,7 @@ def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, quer
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
     """Return the key of a full graph for any batch of up to num_tokens tokens; the device finds the decodes.
 
-    The graph has a row more than there are requests; all padding tokens belong to it.
+    The graph has one row more than there are requests; all padding tokens belong to that row.
     """
     return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)
 
@@ -175,9 +175,9 @@ class Dispatcher:
     ) -> GraphKey | None:
         """Return the key of the graph that serves the batch; None if it runs without a graph.
 
-        num_requests: requests, not rows. uniform_query_len: rows per request if all requests are decodes with equally
-        many; otherwise None. longest: the longest context, this step's tokens included. values: values of further
-        fields by name, 0 if missing.
+        num_requests: requests, not rows. uniform_query_len: rows per request if all requests are decodes with the same
+        number of rows; otherwise None. longest: the longest context, this step's tokens included. values: values of
+        further fields by name, 0 if missing.
         """
         if not 1 <= num_requests <= num_tokens:
             return None
@@ -209,9 +209,9 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
-    """Thin out ascending capture sizes: up to MOST_ROWS_READ rows keep one size per power of two, above keep all.
+    """Return ascending capture sizes thinned out: one per power of two up to MOST_ROWS_READ rows, and all larger ones.
 
-    For batches that are rare or do little work: up to that number of rows, padding costs little. query_len: rows per
+    For batches that are rare or do little work: up to MOST_ROWS_READ rows, padding costs little. query_len: rows per
     request.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]

@@ -55,7 +55,7 @@ class Capturable(Protocol):
 
 
 class Captured(NamedTuple):
-    """A graph with its work and result."""
+    """A captured graph, the work that it holds, and its result."""
 
     graph: Replayable
     result: torch.Tensor  # see Capturable.run
@@ -86,18 +86,18 @@ class CudaGraphManager:
 
     @property
     def bytes_used(self) -> int:
-        """Measured bytes of all graphs, including memory that the driver keeps for graphs."""
+        """The measured bytes of all graphs, including memory that the driver keeps for graphs."""
         of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
         return total_bytes(of_graphs) + self._kept_by_driver
 
     @property
     def memory_by_key(self) -> dict[str, MemoryReading]:
-        """The memory of each capture, by the key's name."""
+        """The memory that each graph took when it was captured, by the key's name."""
         return {key.name: reading for key, reading in self._memory.items()}
 
     @property
     def names_to_capture(self) -> list[str]:
-        """Names of the remaining keys, the next one last."""
+        """The names of the keys that are not captured yet; the key to capture next is the last."""
         return [key.name for key in self._pending]
 
     def predict(self, all_reduce_min: Callable[[int], int]) -> int:
@@ -132,7 +132,7 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """Take the prediction of an earlier process instead of calling `predict`; returns it.
+        """Take over the prediction of an earlier process, in place of calling `predict`, and return it.
 
         Allocates the memory that captures need besides the graphs' own, such as the stream's workspaces.
         """
@@ -146,7 +146,7 @@ class CudaGraphManager:
         return predicted
 
     def capture_all(self, progress: Progress) -> None:
-        """Capture all remaining keys. Raises what a capture raises."""
+        """Capture the graphs of all keys that are not captured yet. Raises what a capture raises."""
         with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
             self._capture.settle()
             while self._pending:
@@ -170,9 +170,10 @@ class CudaGraphManager:
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """Run the graph on the batch in the buffers; its result, see Capturable.run, is valid until the next replay.
+        """Replay the graph on the batch in the buffers and return its result, see Capturable.run.
 
-        inputs: the unpadded batch's attention inputs, if attention runs between graphs; None for a full graph.
+        The result is valid until the next replay. inputs: the unpadded batch's attention inputs, if attention runs
+        between graphs; None for a full graph.
         """
         captured = self._graphs[key]
         assert captured.step.tensor_ids() == captured.tensor_ids, "a buffer that the graph reads was replaced"
@@ -189,7 +190,7 @@ class CudaGraphManager:
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
     """Yield the two largest keys, then evenly spaced samples.
 
-    The largest ones determine the pool; the second may not fit into the memory of the first.
+    The largest graphs determine the size of the pool; the second may not fit into the memory of the first.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)

@@ -37,12 +37,12 @@ class MemoryReading(NamedTuple):
     driver: int  # everything else; a graph takes some for each node
 
     def since(self, before: MemoryReading) -> MemoryReading:
-        """Return the increase since an earlier reading."""
+        """Return the increase of both values since an earlier reading."""
         return MemoryReading(self.pool - before.pool, self.driver - before.driver)
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a family of graphs has enough samples."""
+    """Return whether a family of graphs has enough readings for a prediction."""
     return len(readings) >= MOST_SAMPLES or _driver_mean(readings) * len(readings) >= ENOUGH_DRIVER_BYTES
 
 
@@ -110,7 +110,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Describe the device and its driver; the driver library's file name ends in the version."""
+    """Return the device's properties and the driver library's file name, which ends in the driver's version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -118,7 +118,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 
 class Predicting(Protocol):
-    """The part of CudaGraphManager that predicts memory."""
+    """The part of CudaGraphManager's interface that predicts the graphs' memory."""
 
     @property
     def names_to_capture(self) -> list[str]: ...
@@ -137,9 +137,9 @@ def predicted_bytes(
 ) -> int:
     """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
 
-    lookup: the compiled model's; None, or without a cache: predict now. Files that are damaged or belong to another
-    user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks predict or none. share: index of
-    the rank's LayerShare, as each share of the layers has its own graphs.
+    lookup: of the compiled model; without it, or with the cache off, the bytes are predicted now. Files that are
+    damaged or belong to another user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks
+    predict or none. share: index of the rank's LayerShare, as each share of the layers has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
@@ -168,7 +168,7 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically; ignore a read-only folder."""
+    """Write the file atomically; do nothing if the folder is read-only."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
         json.dump(content, file)
         file.flush()

@@ -1,4 +1,4 @@
-"""Renders the report as a single HTML page without external files or network access."""
+"""Renders the inspector's report as a single HTML page without external files or network access."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ class Repeat(Generic[T]):
 
 
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
-    """Return the sequence as repetitions of up to `longest` items; greedily takes the one that covers most next."""
+    """Return the sequence as repetitions of runs of up to `longest` items.
+
+    At each place, the repetition that covers the most items is taken.
+    """
     folded: list[Repeat[T]] = []
     start = 0
     while start < len(items):
@@ -182,7 +185,7 @@ def render_html(report: Report) -> str:
 
 
 def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings of CUDA graphs on a CPU."""
+    """Return the config; on a CPU without the settings of CUDA graphs."""
     return {name: value for name, value in config.items() if name != "graph" or config["device"] != "cpu"}
 
 
@@ -212,7 +215,7 @@ def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -
 
 
 def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the guards of several kinds that hold for the same reason."""
+    """Group the guards that have the same subject and hold for the same reason, whatever their kinds."""
     together: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for guard in guards:
         together.setdefault((guard["subject"], guard["discharged"]), []).append(guard)
@@ -247,7 +250,7 @@ def _value(value: Any) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Format with three digits: 1.23 s, 45.6 ms."""
+    """Format a time in seconds with three digits: 1.23 s, 45.6 ms."""
     scaled, unit = (value, "s") if value >= 1 else (value * 1000, "ms")
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
 

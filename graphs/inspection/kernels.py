@@ -23,7 +23,7 @@ _LANGUAGES = {"triton": "triton", "cpp_pybinding": "c++", "cpp": "c++"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that one run of a piece launches."""
+    """A kernel that a piece launches, and how many times it does so in one run."""
 
     name: str
     kind: str  # triton and c++: generated from `source`; library: a call of BLAS or similar; op: of an opaque op
@@ -50,7 +50,7 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 
 
 def _own_source(name: str) -> str:
-    """Return the source files of the engine's op compiled_engine::<op>; the cache key contains their digests."""
+    """Return the source files that define kernels of the op compiled_engine::<op>, as one text."""
     namespace, _, op = name.partition("::")
     found = sorted(_PASSES.rglob(f"{op}*.py")) if namespace == "compiled_engine" else []
     files = [path.read_text(encoding="utf-8") for path in found]
@@ -112,7 +112,7 @@ def _path(expression: ast.expr) -> list[str]:
 
 
 def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
-    """Return the number of kernels of a decode step of one request; None without a GPU.
+    """Return the number of kernels that a decode step of one request launches; None without a GPU.
 
     generate: produces the given number of tokens for a short prompt, one step per token.
     """

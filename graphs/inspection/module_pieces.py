@@ -15,7 +15,10 @@ ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Return the uses of each tensor of the model; a packed parameter counts for all of its members."""
+    """Return the pieces that use each tensor of the model, by the tensor's name.
+
+    A use of a packed parameter counts for all of its members.
+    """
     uses: ParameterUses = defaultdict(list)
     for compiled in ranges:
         inputs = compiled.plan.inputs
@@ -29,16 +32,19 @@ def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
 
 
 def with_pieces(module: dict[str, Any], uses: ParameterUses) -> dict[str, Any]:
-    """Return a module tree (of record.json) with a list `pieces` for every module.
+    """Return the module tree (of record.json) with a list `pieces` added to every module.
 
-    Items are {"range", "key", "instances"}. A module may stand for several equal ones; `instances` are the numbers of
-    those that the piece computes, such as "0, 2-27", or "" for a single module.
+    Items are {"range", "key", "instances"}. A module in the tree may represent several equal modules; `instances` are
+    the numbers of those that the piece computes, such as "0, 2-27", or "" for a single module.
     """
     return _annotated(module, uses, {module["path"]: None})[0]
 
 
 def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
-    """Return piece key -> its modules, such as model.layers.{0-4}.mlp.gate_proj. module: from `with_pieces`."""
+    """Return the modules that each piece computes, such as model.layers.{0-4}.mlp.gate_proj, by piece key.
+
+    module: from `with_pieces`.
+    """
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for use in module["pieces"] if module["parameters"] else ():
         found[use["key"]][_numbered(module["path"], use["instances"])] = None
@@ -58,7 +64,10 @@ def _numbered(path: str, instances: str) -> str:
 def _annotated(
     module: dict[str, Any], uses: ParameterUses, instances: dict[str, int | None]
 ) -> tuple[dict[str, Any], dict[tuple[str, str], set[int | None]]]:
-    """Return the module with its pieces, and the pieces as sets. instances: path -> number, for each equal module."""
+    """Return the module with its list `pieces`, and the same pieces with the numbers of the instances as sets.
+
+    instances: path -> number of each equal module, None for a single module.
+    """
     found: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for path, number in instances.items():
         for parameter in module["parameters"]:
@@ -85,7 +94,7 @@ def _instances(child: dict[str, Any], parent: str, parents: dict[str, int | None
 
 
 def _ranges(numbers: list[int]) -> str:
-    """ "0, 2-27" for 0, 2, 3, ... 27."""
+    """Format ascending numbers: "0, 2-27" for 0, 2, 3, ... 27."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,6 +1,7 @@
-"""The report of a compiled model as one plain dict: `compiled-engine inspect --json`.
+"""Makes the report of a compiled model, one dict of JSON values, which `compiled-engine inspect --json` prints.
 
-It is read from a folder of the compile cache; nothing is traced or compiled. The engine's metrics cover run time.
+The report is read from a folder of the compile cache; nothing is traced or compiled. The engine's metrics cover run
+time.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Report:
 
 @dataclass(frozen=True)
 class CompiledEntry:
-    """A folder of the compile cache."""
+    """A compiled model's folder, the status of its lookup in the compile cache, and its factors."""
 
     folder: Path
     status: str  # hit, miss (built now and kept) or off (built now, not kept)
@@ -132,7 +133,7 @@ def piece_file(range_name: str, number: int, suffix: str) -> str:
 
 
 def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
-    """Return a pass report without its diff, which is one of the texts."""
+    """Return a pass's report with the file name of its diff in place of the diff."""
     number = [known.name for known in compiled.passes].index(report["name"])
     diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
     lists = {name: list(report[name]) for name in ("near_misses", "notes")}
@@ -178,7 +179,7 @@ def _letters(number: int) -> str:
 
 
 def _range(compiled: CompiledRange) -> dict[str, Any]:
-    """Return a range, its steps, and the names of its texts."""
+    """Return a range as JSON values: bounds, callable, steps, and the names of its texts."""
     name = compiled.name
     return asdict(compiled.compile_range) | {
         "name": name,
@@ -278,7 +279,7 @@ def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
 
 
 def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return why parts of the report are empty or incomplete."""
+    """Return texts that explain why parts of the report are empty or incomplete, by part."""
     notes = {}
     if entry is None:
         notes["compile"] = (

@@ -1,4 +1,4 @@
-"""The sections of the page: what each shows, and why it may be empty."""
+"""The sections of the inspector's page: what each shows, and why it may be empty."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Writes the report as a folder of text files, for comparison with another model, version or machine.
+"""Writes the inspector's report as a folder of text files.
 
-Values that differ between runs (seconds) or places (folders) are in separate files.
+Such folders are compared between models, versions or machines. Values that differ between runs (seconds) or places
+(folders) are in separate files.
 """
 
 from __future__ import annotations

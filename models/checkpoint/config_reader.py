@@ -25,12 +25,12 @@ from compiled_engine.models.checkpoint.pooling_folder import (
     stated_length,
     why_pooling,
 )
-from compiled_engine.models.checkpoint.quantisation_config import MXFP4, SECTION, read_quantisation
+from compiled_engine.models.checkpoint.quantisation_config import SECTION, read_quantisation
 from compiled_engine.models.checkpoint.safetensors_files import find_shards, map_tensors
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
 from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.foreign.description import UnknownArchitectureError
-from compiled_engine.quantisation import HEAD, ONLINE, ROUTER, Quantisation, online
+from compiled_engine.quantisation import HEAD, MXFP4, ONLINE, ROUTER, Quantisation, online
 
 DTYPES = {
     "float32": torch.float32,
@@ -165,18 +165,19 @@ def _quantisation(
     if textbook and fields.section(SECTION).values.get("quant_method") == MXFP4:
         raise ValueError(
             f"{fields.source}: quantization_config with quant_method 'mxfp4' is supported for models that run through "
-            "transformers' code, where it is decoded when it is loaded; allowed: model_impl='transformers'"
+            "transformers' code; allowed: model_impl='transformers'"
         )
     stated = read_quantisation(fields, path)
     if asked is None:
         if ignore:
             raise ValueError(f"quantization_ignore is {ignore!r}, but quantization is None; allowed: ()")
         return stated
-    if SECTION in fields or stated is not None:
-        method = MXFP4 if stated is None else stated.method
-        if method == asked and not ignore:  # the option repeats the checkpoint's own method
+    if stated is not None:
+        if stated.method == asked and not ignore:  # the option repeats the checkpoint's own method
             return stated
-        raise ValueError(f"quantization is {asked!r}, but {path} is quantised already, with {method}; allowed: None")
+        raise ValueError(
+            f"quantization is {asked!r}, but {path} is quantised already, with {stated.method}; allowed: None"
+        )
     if asked not in ONLINE:
         raise ValueError(
             f"quantization is {asked!r}, but {path} is not quantised; allowed: None, or {_one_of_online()}, which "

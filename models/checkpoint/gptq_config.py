@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.packed_weights import AWQ, GPTQ, GPTQ_V2, NAMES
+from compiled_engine.models.checkpoint.packed_weights import AWQ, GPTQ, GPTQ_V2, INTEGERS, NAMES
 from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
 # Fields that GPTQModel lets `dynamic` change for modules.
@@ -43,7 +43,7 @@ def read_awq(config: JsonFields, instead: str) -> Quantisation:
     config = config.replaced(version=str(config.values.get("version") or "gemm").lower())
     config.one_of("version", ("gemm",), instead=instead)
     config.require_values(instead, backend="autoawq", zero_point=True)
-    _require_four(config, "bits" if "bits" in config else "w_bit", instead)
+    _bits(config, "bits" if "bits" in config else "w_bit", (4,), instead)
     columns = _group_size(config, "group_size" if "group_size" in config else "q_group_size")
     scheme = LinearScheme(Rounding("uint4", 1, columns), None)
     named = config.texts("modules_to_not_convert") if config.values.get("modules_to_not_convert") else []
@@ -53,16 +53,16 @@ def read_awq(config: JsonFields, instead: str) -> Quantisation:
 
 
 def _scheme_of_gptq(fields: JsonFields, instead: str) -> LinearScheme:
-    _require_four(fields, "bits", instead)
+    element = INTEGERS[_bits(fields, "bits", (4, 8), instead), fields.boolean("sym", True)]
     columns = _group_size(fields, "group_size")
-    element = "int4" if fields.boolean("sym", True) else "uint4"
     reordered = fields.boolean("desc_act", False) and columns > 0
     return LinearScheme(Rounding(element, 1, columns), None, reordered)
 
 
-def _require_four(fields: JsonFields, name: str, instead: str) -> None:
+def _bits(fields: JsonFields, name: str, allowed: tuple[int, ...], instead: str) -> int:
     bits: Any = fields.values.get(name)
-    fields.require(name, bits == 4 and type(bits) is int, f"4{instead}")
+    fields.require(name, type(bits) is int and bits in allowed, f"{' or '.join(map(str, allowed))}{instead}")
+    return int(bits)
 
 
 def _group_size(fields: JsonFields, name: str) -> int:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
+from compiled_engine.models.checkpoint.quantisation_config import SETTINGS
 from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files
 from compiled_engine.process.progress import Advance, Progress
 
@@ -43,7 +44,7 @@ TOKENIZER_FILES = (
     *VOCABULARY_FILES,
 )
 CONFIG = "config.json"
-MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *POOLING_FILES, *TOKENIZER_FILES)
+MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *SETTINGS, *POOLING_FILES, *TOKENIZER_FILES)
 # Files of modules after the transformer in sentence-transformers' layout; their weights are small.
 _OF_MODULES = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 

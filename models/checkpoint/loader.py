@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scale
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
+from compiled_engine.models.checkpoint.nvfp4 import read_nvfp4
 from compiled_engine.models.checkpoint.packed_weights import PackedWeight, read_packed
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
@@ -29,6 +31,7 @@ from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.passes.framework.parameter import (
     BUFFER,
     CODES,
+    COLUMNS,
     INPUT_SCALE,
     KV_SCALES,
     QUANTISED,
@@ -37,7 +40,7 @@ from compiled_engine.passes.framework.parameter import (
     Parameter,
 )
 from compiled_engine.process.progress import Progress
-from compiled_engine.quantisation import LinearScheme
+from compiled_engine.quantisation import ELEMENTS, LinearScheme
 
 log = logging.getLogger("compiled_engine")
 
@@ -88,7 +91,9 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
-    tensors, packed = read_packed(tensors, config.quantisation, config.path)
+    tensors, packed = read_nvfp4(tensors, config.quantisation, config.path)
+    tensors, of_words = read_packed(tensors, config.quantisation, config.path)
+    packed |= of_words
     if config.merged_adapter is not None:
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
@@ -205,10 +210,9 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
 
 # Random weights, for running a model's shape without its checkpoint.
 
-STANDARD_DEVIATION = 0.02
-CODES_DEVIATION, INPUT_SCALE_SIZE = 64.0, 0.02
-# Of four bits: the deviation of codes that are all equally likely, and the smaller of the two zero points.
-INTEGERS_DEVIATION, ZERO = 4.6, 7
+STANDARD_DEVIATION, INPUT_SCALE_SIZE = 0.02, 0.02
+# The smallest of three exponents of MXFP4.
+EXPONENT = 126 + round(math.log2(STANDARD_DEVIATION / ELEMENTS["mxfp4"].deviation))
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -233,19 +237,23 @@ def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ran
                 target.normal_(mean, STANDARD_DEVIATION, generator=generator)
                 continue
             shape = target.shape if leaf.shard is None else leaf.shard.whole
-            rounding = LinearScheme.parse(leaf.scheme).weight if leaf.scheme else None
-            is_integer = rounding is not None and rounding.is_integer
-            dtype = torch.float32 if leaf.role in QUANTISED and target.dtype != torch.uint8 else target.dtype
-            whole = torch.empty(shape, dtype=dtype, device=target.device)
-            if leaf.role == ZEROS:
-                whole.random_(ZERO, ZERO + 2, generator=generator)
-            elif leaf.role == CODES and is_integer:
-                whole.random_(256, generator=generator)
+            element = LinearScheme.parse(leaf.scheme).weight.format if leaf.scheme else ELEMENTS["e4m3"]
+            in_fp32 = leaf.role in QUANTISED and target.dtype.is_floating_point
+            whole = torch.empty(shape, dtype=torch.float32 if in_fp32 else target.dtype, device=target.device)
+            if leaf.role == COLUMNS:
+                whole.copy_(torch.arange(shape[1]))
+            elif leaf.role == ZEROS:
+                middle = 2 ** (element.bits - 1)
+                whole.random_(middle - 1, middle + 1, generator=generator)
+            elif leaf.role == SCALES and not in_fp32:
+                whole.random_(EXPONENT, EXPONENT + 3, generator=generator)
+            elif leaf.role == CODES and not in_fp32:
+                least = torch.iinfo(target.dtype).min
+                whole.random_(least, least + 256, generator=generator)
             elif leaf.role == CODES:
-                whole.normal_(0.0, CODES_DEVIATION, generator=generator)
+                whole.normal_(0.0, element.deviation, generator=generator)
             elif leaf.role in (SCALES, INPUT_SCALE):
-                deviation = INTEGERS_DEVIATION if is_integer else CODES_DEVIATION
-                size = STANDARD_DEVIATION / deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
+                size = STANDARD_DEVIATION / element.deviation if leaf.role == SCALES else INPUT_SCALE_SIZE
                 whole.uniform_(0.5 * size, 1.5 * size, generator=generator)
             else:
                 whole.normal_(mean, STANDARD_DEVIATION, generator=generator)

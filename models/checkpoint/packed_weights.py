@@ -1,15 +1,16 @@
 """Integer weights that a checkpoint packs into words of 32 bits: check them, and unpack them to the engine's layout.
 
-Four layouts, named by Quantisation.layout, of a linear with N outputs and K inputs in G groups of columns:
+Four layouts, named by Quantisation.layout, of a linear with N outputs and K inputs in G groups of columns; a word holds
+C codes, eight of four bits or four of 8 bits:
 
-- pack-quantized (compressed-tensors): weight_packed [N, K / 8], weight_scale [N, G], weight_zero_point [N / 8, G],
+- pack-quantized (compressed-tensors): weight_packed [N, K / C], weight_scale [N, G], weight_zero_point [N / C, G],
   weight_g_idx [K], weight_shape [2]. Zero points are packed along the rows.
-- gptq: qweight [K / 8, N], scales [G, N], qzeros [G, N / 8], g_idx [K]. Zero points are stored less one.
+- gptq: qweight [K / C, N], scales [G, N], qzeros [G, N / C], g_idx [K]. Zero points are stored less one.
 - gptq_v2: the same with the zero points themselves.
 - awq: qweight [K, N / 8], scales [G, N], qzeros [G, N / 8]. The eight codes of a word are in the order of AWQ_ORDER.
 
-A word holds its first code in the lowest four bits. Sources: the packing functions of compressed-tensors
-(pack_to_int32), GPTQModel (BaseQuantLinear, convert_gptq_v1_to_v2_format) and AutoAWQ (WQLinear_GEMM).
+A word holds its first code in the lowest bits. Sources: the packing functions of compressed-tensors (pack_to_int32),
+GPTQModel (BaseQuantLinear, convert_gptq_v1_to_v2_format) and AutoAWQ (WQLinear_GEMM).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from compiled_engine.passes.framework.rounding import pack, unpack
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 PACKED, GPTQ, GPTQ_V2, AWQ = "pack-quantized", "gptq", "gptq_v2", "awq"
-# Codes in a word of 32 bits, and the bits of a code.
-CODES, BITS = 8, 4
+# Element format of codes of so many bits, without (True) or with zero points.
+INTEGERS = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
+# Bits of a word.
+WORD = 32
 # Of AWQ: the column of a word's eight that each four bits hold, from the lowest on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_FOUR_BITS = Rounding("int4", 1, 0)
 
 
 class Names(NamedTuple):
@@ -58,29 +60,31 @@ class PackedWeight:
 
     words: torch.Tensor
     layout: str
+    rounding: Rounding
     num_columns: int
     columns: torch.Tensor | None  # [K], the weight's column for each column of the codes; None for the same
 
     @property
     def stored(self) -> torch.Tensor | None:
         """The codes as `to` returns them, if the checkpoint stores them so; otherwise None."""
-        return self._bytes_of(self.words) if self.layout == PACKED and self.columns is None else None
+        as_stored = self.layout == PACKED and self.columns is None and self.rounding.dtype == torch.uint8
+        return self._bytes_of(self.words) if as_stored else None
 
     def _bytes_of(self, by_rows: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of words of eight neighbouring columns, which are those of the engine's layout."""
-        return by_rows.view(torch.uint8)[:, : self.num_columns // 2]
+        """Return the bytes of words of neighbouring columns, which are those of the engine's layout."""
+        return by_rows.view(torch.uint8)[:, : self.num_columns // self.rounding.format.per_byte]
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """Return the codes in the engine's layout, uint8 [N, K / 2], unpacked on the device."""
+        """Return the codes in the engine's layout, see Rounding.stored, unpacked on the device."""
         words = self.words.to(device)
         if self.layout == AWQ:
-            codes_NB = pack(_unpacked(words, _places(AWQ_ORDER)).t().contiguous(), _FOUR_BITS)
+            codes_NB = pack(_unpacked(words, self.rounding.format.bits, AWQ_ORDER).t().contiguous(), self.rounding)
         else:
             codes_NB = self._bytes_of(words if self.layout == PACKED else words.t().contiguous())
-        if self.columns is None:
-            return codes_NB
-        codes_NK = unpack(codes_NB, _FOUR_BITS)
-        return pack(codes_NK[:, self.columns.to(device)], _FOUR_BITS)
+        if self.columns is not None:
+            codes_NB = pack(unpack(codes_NB, self.rounding)[:, self.columns.to(device)], self.rounding)
+        # A word holds signed codes of 8 bits plus 128.
+        return codes_NB if self.rounding.dtype == torch.uint8 else (codes_NB ^ 128).view(torch.int8)
 
 
 def read_packed(
@@ -107,8 +111,8 @@ def read_packed(
                 found[name] = tensor
             continue
         scheme = quantisation.scheme_of(module)
-        if scheme is None or not scheme.weight.is_integer:
-            reason = quantisation.why_not(module) if scheme is None else f"the rules ask for {scheme.weight}"
+        if scheme is None or not scheme.weight.is_integer or scheme.inputs is not None:
+            reason = quantisation.why_not(module) if scheme is None else f"the rules ask for {scheme}"
             problems.append(f"{name} is packed, but {reason}")
             continue
         if f"{module}.weight" in tensors:
@@ -136,6 +140,16 @@ class _Linear:
     names: Names
     parts: Mapping[str, torch.Tensor | None]  # by the last part of the name
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.scheme.weight.format.bits
+
+    @property
+    def per_word(self) -> int:
+        """Codes in a word."""
+        return WORD // self.bits
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of `read_packed` for this linear. Raises ValueError if they contradict each other."""
         num_rows, num_columns = self._sizes()
@@ -143,7 +157,7 @@ class _Linear:
         rows, groups = rounding.grid(num_rows, num_columns)
         scales = self._part(self.names.scales, (groups, rows) if by_group else (rows, groups))
         found = {
-            f"{self.module}.weight": torch.empty((num_rows, num_columns), dtype=torch.uint8, device="meta"),
+            f"{self.module}.weight": torch.empty((num_rows, num_columns), dtype=rounding.dtype, device="meta"),
             f"{self.module}.{self.names.scales}": scales.t() if by_group else scales,
         }
         zeros = self._zeros(num_rows, groups)
@@ -156,7 +170,7 @@ class _Linear:
 
     def codes(self) -> PackedWeight:
         words = self._part(self.names.words)
-        return PackedWeight(words, self.layout, self._sizes()[1], self._columns())
+        return PackedWeight(words, self.layout, self.scheme.weight, self._sizes()[1], self._columns())
 
     def _part(self, kind: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return one of the tensors, which must exist, of this shape and dtype."""
@@ -176,14 +190,14 @@ class _Linear:
             raise ValueError(f"{self.module}.{self.names.words} must have two dimensions, got {list(words.shape)}")
         first, second = words.shape
         if self.layout == AWQ:
-            return second * CODES, first
+            return second * self.per_word, first
         if self.layout != PACKED:
-            return second, first * CODES
+            return second, first * self.per_word
         assert self.names.shape is not None
         num_rows, num_columns = self._part(self.names.shape, (2,)).tolist()
-        if num_columns % 2:
+        if num_columns % self.scheme.weight.format.per_byte:
             raise ValueError(f"{self.module}.{self.names.shape} must have an even number of columns, got {num_columns}")
-        self._part(self.names.words, (num_rows, -(-num_columns // CODES)))
+        self._part(self.names.words, (num_rows, -(-num_columns // self.per_word)))
         return num_rows, num_columns
 
     def _zeros(self, num_rows: int, num_groups: int) -> torch.Tensor | None:
@@ -194,19 +208,24 @@ class _Linear:
                 if self.parts[kind] is not None:
                     raise ValueError(f"{self.module}.{kind} must not exist, as symmetric is true")
                 return None
-            words = self._part(kind, (-(-num_rows // CODES), num_groups), torch.int32)
-            return _unpacked(words.t(), tuple(range(CODES))).t()[:num_rows].contiguous()
-        words = self._part(kind, (num_groups, -(-num_rows // CODES)), torch.int32)
-        order = _places(AWQ_ORDER) if self.layout == AWQ else tuple(range(CODES))
-        zeros = _unpacked(words, order)[:, :num_rows].t().contiguous()
+            words = self._part(kind, (-(-num_rows // self.per_word), num_groups), torch.int32)
+            return _unpacked(words.t(), self.bits).t()[:num_rows].contiguous()
+        words = self._part(kind, (num_groups, -(-num_rows // self.per_word)), torch.int32)
+        order = AWQ_ORDER if self.layout == AWQ else None
+        zeros = _unpacked(words, self.bits, order)[:, :num_rows].t().contiguous()
+        most, middle = 2**self.bits - 1, 2 ** (self.bits - 1)
         if self.layout == GPTQ:
-            if has_zeros and int(zeros.max()) == 2**BITS - 1:
-                # The writers subtract one from 0 and 16 alike.
-                raise ValueError(f"{self.module}.{kind} must hold zero points less one, from 0 to 14, got 15")
+            if has_zeros and int(zeros.max()) == most:
+                # The writers subtract one from 0 and from the number after the largest code alike.
+                raise ValueError(
+                    f"{self.module}.{kind} must hold zero points less one, from 0 to {most - 1}, got {most}"
+                )
             zeros += 1
-        if not has_zeros and (zeros != 2 ** (BITS - 1)).any():
-            other = int(zeros[zeros != 2 ** (BITS - 1)][0])
-            raise ValueError(f"{self.module}.{kind} must hold the zero point 8 alone, as sym is true, got {other}")
+        if not has_zeros and (zeros != middle).any():
+            other = int(zeros[zeros != middle][0])
+            raise ValueError(
+                f"{self.module}.{kind} must hold the zero point {middle} alone, as sym is true, got {other}"
+            )
         return zeros
 
     def _columns(self) -> torch.Tensor | None:
@@ -227,15 +246,15 @@ class _Linear:
         return columns.int()
 
 
-def _unpacked(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
-    """Return the codes of words [R, C], uint8 [R, 8 C]. places: where in a word, in fours of bits, each code is."""
-    found = torch.empty((*words.shape, CODES), dtype=torch.uint8, device=words.device)
-    in_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, CODES // 2))
-    for code, place in enumerate(places):
-        found[..., code] = in_bytes[..., place // 2] >> BITS * (place % 2) & 15
+def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the codes of words [R, W], one a byte, uint8 [R, W * codes in a word].
+
+    order: the code that each place of a word holds, from the lowest bits on; None for the codes one by one.
+    """
+    per_word = WORD // bits
+    found = torch.empty((*words.shape, per_word), dtype=torch.uint8, device=words.device)
+    in_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, WORD // 8))
+    for place in range(per_word):
+        in_byte = in_bytes[..., place * bits // 8] >> place * bits % 8
+        found[..., order[place] if order else place] = in_byte & 2**bits - 1
     return found.flatten(1)
-
-
-def _places(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the place of each code, for the code of each place."""
-    return tuple(order.index(code) for code in range(len(order)))

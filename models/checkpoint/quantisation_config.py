@@ -1,6 +1,6 @@
-"""Convert quantization_config of config.json to rules: compressed-tensors, with FP8 values or integers of four bits,
-DeepSeek's fp8 and modelopt; GPTQ and AWQ are in gptq_config.py. Rules can also be written in the format of
-compressed-tensors."""
+"""Convert quantization_config of config.json to rules: compressed-tensors, DeepSeek's fp8 and modelopt.
+
+GPTQ and AWQ are in gptq_config.py. Rules can also be written in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,35 @@ from typing import Any
 
 from compiled_engine.models.checkpoint.gptq_config import read_awq, read_gptq
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.packed_weights import PACKED
-from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
+from compiled_engine.models.checkpoint.nvfp4 import NVFP4
+from compiled_engine.models.checkpoint.packed_weights import INTEGERS, PACKED
+from compiled_engine.quantisation import HEAD, LINEAR, MXFP4, ROUTER, LinearScheme, Quantisation, Rounding, Rule
 
 SECTION = "quantization_config"
 # Fields of that section that list module names.
 MODULE_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-# Has no rules: it is decoded while it is loaded.
-MXFP4 = "mxfp4"
+# Files beside config.json with the same settings, which older writers used -> their quant_method, unless they state it.
+SETTINGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Fields of these files that decide what is read, with their other names.
+_DECIDING: tuple[tuple[str, ...], ...] = (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",))
+_DECIDING += (("zero_point",), ("version",), ("checkpoint_format",), ("quant_algo",))
 _INSTEAD = (
-    ": a checkpoint in FP8, or in four bits of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
+    ": a checkpoint in FP8, or with integers of compressed-tensors, GPTQ or AWQ, or one in bfloat16 with "
     "quantization='fp8'"
 )
-_TOKEN = Rounding("e4m3", 1, 0)
+_TOKEN = _CHANNELS = Rounding("e4m3", 1, 0)
 _STATIC = Rounding("e4m3", 0, 0, static=True)
-_CHANNELS = Rounding("e4m3", 1, 0)
 _TENSOR = Rounding("e4m3", 0, 0)
+_NVFP4 = LinearScheme(Rounding("e2m1", 1, 16), None)
+_INT8 = LinearScheme(Rounding("int8", 1, 0), Rounding("int8", 1, 0))
+# GPT-OSS's: its experts, without fields of its own.
+_EXPERTS = Rule((r"re:.*\.experts\.\d+\.",), "mxfp4 1x32")
 _BLOCKS = LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128))
-# Formats of compressed-tensors, with the default first, and that of a checkpoint whose groups state their own.
-_FORMATS, _MIXED = ("float-quantized", "naive-quantized", PACKED), "mixed-precision"
+# Types of the 8-bit numbers in formats of compressed-tensors, with the default format and type first.
+_TYPES = {"float-quantized": ("float",), "naive-quantized": ("float", "int"), "int-quantized": ("int",)}
+_ELEMENTS = {"float": "e4m3", "int": "int8"}
+# All formats, and that of a checkpoint whose groups state their own.
+_FORMATS, _MIXED = (*_TYPES, PACKED, NVFP4), "mixed-precision"
 # Orders of columns for calibration -> whether the columns of a group are then not neighbours.
 _ORDERS = {"none": False, "false": False, "weight": False, "static": False}
 _ORDERS |= {"true": True, "group": True, "dynamic": True}
@@ -40,33 +50,62 @@ _PRESETS = {
     "FP8_BLOCK": _BLOCKS,
     "W4A16": LinearScheme(Rounding("int4", 1, 128), None),
     "W4A16_ASYM": LinearScheme(Rounding("uint4", 1, 128), None),
+    "NVFP4": _NVFP4,
+    "NVFP4A16": _NVFP4,
+    "W8A8": _INT8,
+    "INT8": _INT8,
+    "W8A16": LinearScheme(Rounding("int8", 1, 128), None),
 }
 _MODELOPT = {
     "FP8": LinearScheme(_TENSOR, _STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(_CHANNELS, _TOKEN),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
 }
 
 
 def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
-    """Return a checkpoint's rules; None if it is not quantised or in MXFP4.
+    """Return a checkpoint's rules; None if it is not quantised.
 
     fields: config.json. Raises ValueError, naming the field, the value and what is allowed, for other formats.
     """
-    config = fields.section(SECTION)
-    beside = folder / "hf_quant_config.json"
-    if SECTION not in fields and beside.is_file():
-        section = JsonFields.from_file(beside).section("quantization")
-        return _modelopt(section)
-    if SECTION not in fields or config.values.get("quant_method") == MXFP4:
+    config = find_settings(fields, folder)
+    if config is not None and any(config.values.get(name) for name in ("load_in_4bit", "load_in_8bit")):
+        config = config.replaced(quant_method="bitsandbytes")  # which older writers left out
+    if config is None:
         return None
     readers = {
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "modelopt": _modelopt,
+        MXFP4: lambda config: Quantisation(MXFP4, (_EXPERTS,), ()),
         "gptq": lambda config: read_gptq(config, _INSTEAD),
         "awq": lambda config: read_awq(config, _INSTEAD),
     }
-    return readers[config.one_of("quant_method", readers, instead=f", {MXFP4}{_INSTEAD}")](config)
+    return readers[config.one_of("quant_method", readers, instead=_INSTEAD)](config)
+
+
+def find_settings(fields: JsonFields, folder: Path) -> JsonFields | None:
+    """Return quantization_config of config.json, or what a file of SETTINGS says in its place; None without either.
+
+    fields: config.json. Raises ValueError, naming file, field and values, if both exist and contradict each other.
+    """
+    config = fields.section(SECTION)
+    for name, method in SETTINGS.items():
+        if not (folder / name).is_file():
+            continue
+        beside = JsonFields.from_file(folder / name)
+        if "quantization" in beside:
+            beside = beside.section("quantization")
+        if SECTION not in fields:
+            return beside.replaced(quant_method=beside.values.get("quant_method") or method)
+        for names in _DECIDING:
+            found, stated = ([each.values[name] for name in names if name in each] for each in (beside, config))
+            if found and stated and str(found[0]).lower() != str(stated[0]).lower():
+                raise ValueError(
+                    f"{beside.source}: {names[0]} is {found[0]!r}, but {SECTION} of config.json says {stated[0]!r}"
+                )
+    return config if SECTION in fields else None
 
 
 def _compressed_tensors(config: JsonFields) -> Quantisation:
@@ -77,16 +116,14 @@ def _compressed_tensors(config: JsonFields) -> Quantisation:
     for name, value in config.section("config_groups").values.items():
         if name in _PRESETS and isinstance(value, list):
             rules.append(Rule(tuple(map(str, value)), str(_PRESETS[name])))
-            formats.add(PACKED if _PRESETS[name].weight.is_integer else _FORMATS[0])
+            formats.add(_format_of(_PRESETS[name]))
             continue
         group = config.section("config_groups").section(name)
         form = _format(group, _FORMATS) if "format" in group or stated == _MIXED else stated
         formats.add(form)
         group.require("output_activations", not group.values.get("output_activations"), "null")
-        if form == PACKED:
-            scheme = _integers(group)
-        else:
-            scheme = LinearScheme(_weights(group.section("weights")), _inputs(group))
+        readers = {PACKED: _integers, NVFP4: _nvfp4}
+        scheme = readers[form](group) if form in readers else _in_8_bits(group, _TYPES[form])
         rules.append(Rule(tuple(group.texts("targets")), str(scheme)))
     some = "an object of at least one group, or empty together with kv_cache_scheme"
     config.require("config_groups", bool(rules or config.values.get("kv_cache_scheme")), some)
@@ -102,42 +139,52 @@ def _integers(group: JsonFields) -> LinearScheme:
     """Return the scheme of a group of packed weights; their inputs are not rounded."""
     group.require("input_activations", not group.values.get("input_activations"), f"null{_INSTEAD}")
     weights = group.section("weights")
-    weights.require_values(_INSTEAD, num_bits=4, type="int", dynamic=False)
+    weights.require_values(_INSTEAD, type="int", dynamic=False)
+    bits = weights.values.get("num_bits", 8)
+    weights.require("num_bits", bits in (4, 8), f"4 or 8{_INSTEAD}")
     strategy = weights.one_of("strategy", ("group", "channel"), "group", instead=_INSTEAD)
     columns = weights.integer("group_size") if strategy == "group" else 0
-    weights.require("group_size", columns % 2 == 0, "an even number")
+    weights.require("group_size", bits == 8 or columns % 2 == 0, "an even number")
     order = str(weights.values.get("actorder")).lower()
     weights.require("actorder", order in _ORDERS, "null, weight, static, group or dynamic")
     reordered = bool(columns) and _ORDERS[order]
-    element = "int4" if weights.boolean("symmetric", True) else "uint4"
+    element = INTEGERS[bits, weights.boolean("symmetric", True)]
     return LinearScheme(Rounding(element, 1, columns), None, reordered)
 
 
-def _weights(fields: JsonFields) -> Rounding:
-    _require_e4m3(fields)
-    strategy = fields.one_of("strategy", ("tensor", "channel", "block"), "tensor", instead=_INSTEAD)
-    if strategy == "block":
-        return Rounding("e4m3", *_block(fields, "block_structure"))
-    return _TENSOR if strategy == "tensor" else _CHANNELS
+def _nvfp4(group: JsonFields) -> LinearScheme:
+    """Return the scheme of a group of weights in NVFP4; their inputs are not rounded, whatever the group says."""
+    weights = group.section("weights")
+    weights.require_values(_INSTEAD, num_bits=4, type="float", strategy="tensor_group", symmetric=True, dynamic=False)
+    weights.require_values(_INSTEAD, group_size=_NVFP4.weight.columns)
+    return _NVFP4
 
 
-def _inputs(group: JsonFields) -> Rounding | None:
+def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
+    """Return the scheme of a group of weights with a byte for each number, of one of these types."""
+    weights = group.section("weights")
+    stated = weights.one_of("type", types, types[0], instead=_INSTEAD)
+    weights.require_values(_INSTEAD, num_bits=8, symmetric=True)
+    strategy = weights.one_of("strategy", ("tensor", "channel", "block"), "tensor", instead=_INSTEAD)
+    tiles = {"tensor": (0, 0), "channel": (1, 0)}
+    rows, columns = tiles[strategy] if strategy in tiles else _block(weights, "block_structure")
+    return LinearScheme(Rounding(_ELEMENTS[stated], rows, columns), _inputs(group, stated))
+
+
+def _inputs(group: JsonFields, stated: str) -> Rounding | None:
+    """Return the rounding of inputs, whose numbers must be of the type `stated` of the weights."""
     if group.values.get("input_activations") is None:
         return None
-    fields = group.section("input_activations")
-    _require_e4m3(fields)
+    fields, element = group.section("input_activations"), _ELEMENTS[stated]
+    fields.require_values(_INSTEAD, num_bits=8, type=stated, symmetric=True)
     strategy, dynamic = fields.text("strategy", "tensor"), fields.values.get("dynamic", False)
     if (strategy, dynamic) == ("token", True):
-        return _TOKEN
+        return Rounding(element, 1, 0)
     if (strategy, dynamic) == ("tensor", False):
-        return _STATIC
+        return Rounding(element, 0, 0, static=True)
     if (strategy, dynamic) == ("group", True):
-        return Rounding("e4m3", 1, fields.integer("group_size"))
+        return Rounding(element, 1, fields.integer("group_size"))
     raise fields.error("strategy", f"token or group if dynamic is true, tensor if it is false (it is {dynamic!r})")
-
-
-def _require_e4m3(fields: JsonFields) -> None:
-    fields.require_values(_INSTEAD, num_bits=8, type="float", symmetric=True)
 
 
 def _block(fields: JsonFields, name: str) -> tuple[int, int]:
@@ -168,6 +215,8 @@ def _fp8(config: JsonFields) -> Quantisation:
 
 def _modelopt(config: JsonFields) -> Quantisation:
     algorithm = config.one_of("quant_algo", _MODELOPT, instead=_INSTEAD)
+    if _MODELOPT[algorithm] == _NVFP4:
+        config.require_values(_INSTEAD, group_size=_NVFP4.weight.columns)
     named = [*_list(config, "exclude_modules"), *_list(config, "ignore")]
     ignore = tuple(f"re:{fnmatch.translate(name)}" for name in named) or (HEAD, ROUTER)
     return Quantisation("modelopt", (Rule((LINEAR,), str(_MODELOPT[algorithm])),), ignore)
@@ -198,11 +247,20 @@ def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
     }
 
 
+def _format_of(scheme: LinearScheme) -> str:
+    """Return the format of compressed-tensors that holds such weights."""
+    if scheme == _NVFP4:
+        return NVFP4
+    if not scheme.weight.is_integer:
+        return _FORMATS[0]
+    return PACKED if scheme.inputs is None else "int-quantized"
+
+
 def _group(rule: Rule) -> dict[str, Any]:
     scheme = LinearScheme.parse(rule.scheme)
     weights = _arguments(scheme.weight, of_inputs=False)
     return {
-        "format": PACKED if scheme.weight.is_integer else _FORMATS[0],
+        "format": _format_of(scheme),
         "input_activations": None if scheme.inputs is None else _arguments(scheme.inputs, of_inputs=True),
         "output_activations": None,
         "targets": list(rule.targets),
@@ -221,7 +279,7 @@ def _arguments(rounding: Rounding, *, of_inputs: bool) -> dict[str, Any]:
         "block_structure": [rows, columns] if strategy == "block" else None,
         "dynamic": of_inputs and not rounding.static,
         "group_size": columns if strategy == "group" else None,
-        "num_bits": 4 if rounding.is_integer else 8,
+        "num_bits": rounding.format.bits,
         "observer": None if of_inputs and not rounding.static else "minmax",
         "observer_kwargs": {},
         "strategy": strategy,

@@ -28,9 +28,9 @@ from compiled_engine.models.checkpoint.file_names import PICKLE_PATTERNS, name_s
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.linear_names import require_linears
 from compiled_engine.models.checkpoint.match_tensors import match_tensors
-from compiled_engine.models.checkpoint.packed_weights import CODES
+from compiled_engine.models.checkpoint.packed_weights import WORD
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
-from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors
+from compiled_engine.models.checkpoint.quantisation_config import SECTION, as_compressed_tensors, find_settings
 from compiled_engine.models.checkpoint.safetensors_files import (
     INDEX,
     find_shards,
@@ -68,9 +68,9 @@ class QuantisePlan:
 def require_unquantised(path: Path) -> None:
     """Raise ValueError for a folder whose weights are already quantised, or that has no config.json."""
     fields = JsonFields.from_file(path / "config.json")
-    beside = path / "hf_quant_config.json"
-    if SECTION in fields or beside.is_file():
-        method = fields.section(SECTION).values.get("quant_method", beside.name)
+    stated = find_settings(fields, path)
+    if stated is not None:
+        method = stated.values.get("quant_method")
         raise ValueError(
             f"model is {str(path)!r}, which is quantised already, with {method}; allowed: a checkpoint in float32, "
             "bfloat16 or float16"
@@ -110,7 +110,7 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
             kept[module] = rules.why_not(module)
         elif reason is not None:
             kept[module] = reason
-        elif (obstacle := _obstacle(module, tensors[f"{module}{_WEIGHT}"], scheme)) is not None:
+        elif (obstacle := _obstacle(tensors[f"{module}{_WEIGHT}"], scheme)) is not None:
             kept[module] = obstacle
         else:
             schemes[file_names[id(tensors[f"{module}{_WEIGHT}"])]] = scheme
@@ -157,13 +157,11 @@ def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _obstacle(module: str, weight: torch.Tensor, scheme: LinearScheme) -> str | None:
-    """Return why the format cannot hold a weight, or the engine would decode it; None if it is quantised."""
+def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
+    """Return why the format cannot hold a weight; None if it is quantised."""
     columns = scheme.weight.columns
     if not scheme.weight.is_integer:
         return None
-    if matches(EXPERTS, module):
-        return "experts are not computed in four bits"
     return f"its {weight.shape[1]} columns are no multiple of {columns}" if weight.shape[1] % columns else None
 
 
@@ -231,7 +229,7 @@ def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> 
     num_rows, num_columns = shape
     grid = scheme.weight.grid(num_rows, num_columns)
     if scheme.weight.is_integer:
-        words = num_rows, -(-num_columns // CODES)
+        words = num_rows, -(-num_columns * scheme.weight.format.bits // WORD)
         return {
             f"{name}_packed": Described("I32", words, 4 * math.prod(words)),
             f"{name}{_SCALES}": Described("BF16", grid, 2 * math.prod(grid)),

@@ -33,14 +33,16 @@ def supported_version() -> str:
 
 
 def causal_lm_name(config: PreTrainedConfig) -> str | None:
-    """Return transformers' causal language model class for a configuration; None if it has none."""
+    """Return the name of transformers' causal language model for a configuration; None if there is none."""
     mapping: Any = AutoModelForCausalLM._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
 
 def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return transformers' classes for a configuration without a head and as a classifier: the Auto class by the name
-    of the class that it builds."""
+    """Return transformers' Auto classes for the model of a configuration without a head and as a classifier.
+
+    The keys are the names of the classes that the Auto classes build.
+    """
     found: dict[str, Any] = {}
     for auto in (AutoModel, AutoModelForSequenceClassification):
         mapping: Any = auto._model_mapping
@@ -51,7 +53,7 @@ def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the values of buffers created on the meta device, on the CPU.
+    """Give buffers that were created on the meta device their values, on the CPU.
 
     transformers does the same after construction on the meta device: `_init_weights` recomputes rotary frequencies.
     """
@@ -66,8 +68,10 @@ def fill_buffers(model: PreTrainedModel) -> None:
 
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return a pattern for unused tensors in checkpoints: names that transformers declares, and buffers in old
-    checkpoints that the model computes itself."""
+    """Return a pattern for the names of tensors in checkpoints that the model does not use.
+
+    These are the names that transformers declares, and buffers in old checkpoints that the model computes itself.
+    """
     declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
 
@@ -84,11 +88,10 @@ class Conversions:
         self._known = dict.fromkeys(names, True)
 
     def target(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """Look up a checkpoint's tensor: its name in the model, its converter if any, and the source pattern that it
-        matches.
+        """Return a checkpoint tensor's name in the model, its converter, and the source pattern that it matches.
 
-        Tensors with the same name and converter are converted together; the pattern identifies the tensor among the
-        converter's sources.
+        Without a converter, these are the name, None and "". Tensors with the same name in the model and the same
+        converter are converted together; the pattern identifies the tensor among the converter's sources.
         """
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
@@ -101,5 +104,5 @@ def in_natural_order(names: Iterable[str]) -> list[str]:
 
 
 def operations_of(converter: Any) -> list[Any]:
-    """Return a converter's operations, in order."""
+    """Return the operations of a weight converter, in order."""
     return list(converter.operations)

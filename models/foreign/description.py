@@ -31,12 +31,12 @@ could see a half-initialised module."""
 
 
 class UnknownArchitectureError(ValueError):
-    """transformers' own code has no model of that name."""
+    """Raised for an architecture that transformers' own code does not have."""
 
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """A parameter, or a buffer with its values."""
+    """The description of a parameter, or of a buffer with its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class Skeleton(nn.Module):
 
 
 def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Path | None:
-    """Return the path of the description; None without a cache folder."""
+    """Return the path of the file with the model's description; None without a cache folder."""
     if cache_dir is None:
         return None
     source = [path.read_bytes() for path in sorted(_SOURCE.glob("*.py"))]
@@ -102,7 +102,7 @@ def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | Non
 
 
 def transformers_version() -> str:
-    """Return the installed version, without importing the package."""
+    """Return the installed version of transformers, without importing the package."""
     return version_of("transformers")
 
 
@@ -119,7 +119,10 @@ def _digest(text: str) -> str:
 
 
 def write_file(path: Path | None, text: str) -> None:
-    """Write a digest and the text atomically. A failure is only logged: the text is computed again next time."""
+    """Write a digest and the text atomically; without a path, write nothing.
+
+    A failure is only logged: the text is computed again next time.
+    """
     if path is None:
         return
     try:

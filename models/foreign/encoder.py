@@ -61,8 +61,10 @@ class Encoder(nn.Module):
         return output[0].squeeze(0)
 
     def _counted(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Count positions as RoBERTa: padding tokens, which may also occur within a text, are skipped and all have the
-        position before the first."""
+        """Return positions counted as in RoBERTa: padding tokens are skipped.
+
+        Padding tokens may also occur within a text; all have the position one below that of a text's first token.
+        """
         padding = self.first_position - 1
         is_padding_T = (input_ids_T == padding).to(positions_T.dtype)
         places_T = torch.arange(positions_T.shape[0], dtype=positions_T.dtype, device=positions_T.device)
@@ -74,11 +76,11 @@ class Encoder(nn.Module):
 
 
 class Classifier(Encoder):
-    """An encoder with its head, which computes in fp32."""
+    """An encoder with a classification head, which computes in fp32."""
 
     @property
     def heads(self) -> list[nn.Module]:
-        """Modules that run on pooled hidden states."""
+        """The modules that run on pooled hidden states."""
         return _heads(self.model)
 
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,10 @@ class Classifier(Encoder):
 
 
 class Base:
-    """Mixin for the base model's class: with hand_on=True, forward returns its input embeddings as its output."""
+    """Mixin for the base model's class.
+
+    With hand_on=True, forward returns its input embeddings as hidden states, and the pooler's output from them.
+    """
 
     pooler: Any
 
@@ -98,7 +103,10 @@ class Base:
 
 
 class HandedOn:
-    """Base model output for the classifier's code: hidden states, and the pooler's output from them."""
+    """The base model's output in the form that the classifier's code expects.
+
+    It has hidden states, and the pooler's output from them.
+    """
 
     hidden_states = attentions = cross_attentions = cache = past_key_values = None
 
@@ -111,7 +119,10 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """Mixin for the class of a base model's pooler: it runs as part of the head only, not in the base model."""
+    """Mixin for the class of a base model's pooler, which then runs as part of the head only.
+
+    In the base model it returns None.
+    """
 
     def forward(self, hidden_states: torch.Tensor, *, in_head: bool = False) -> Any:
         return super().forward(hidden_states) if in_head else None  # type: ignore[misc]

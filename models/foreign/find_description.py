@@ -15,7 +15,7 @@ log = logging.getLogger("compiled_engine")
 
 
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Describe the model of a config.json: from the file if it exists, otherwise with transformers.
+    """Return the description of the model of a config.json: from its file, or made with transformers.
 
     Raises ValueError for a model that cannot be run, or without a supported version of transformers.
     """

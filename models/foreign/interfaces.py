@@ -20,8 +20,8 @@ from compiled_engine.recurrence.sequences import Sequences
 class Step:
     """A step's arguments for attention, shared by all attention modules of a model; the model's forward sets them.
 
-    Keyword arguments would be simpler, but not all families pass them on to their attention. Sliding windows are
-    constant. rows_R: see recurrence.sequences; None without recurrences.
+    Keyword arguments would be simpler, but not all families pass them on to their attention. sliding_windows: by layer,
+    the same in every step. rows_R: see recurrence.sequences; None without recurrences.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:
@@ -31,7 +31,7 @@ class Step:
         self.rows_R: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
-        """Return the step's requests in the form that recurrences take."""
+        """Return the step's requests as recurrences take them: state rows, query starts and context lengths."""
         assert self.inputs is not None
         assert self.rows_R is not None
         return Sequences(self.rows_R, self.inputs.query_start_loc_R1, self.inputs.seq_lens_R)
@@ -43,16 +43,16 @@ NAME = "compiled_engine"
 
 
 class UnknownExpertsError(ValueError):
-    """Experts that are not plain gated MLPs; the message names the difference."""
+    """Raised for experts that are not gated MLPs as the engine computes them; the message names the difference."""
 
 
 def all_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return [T, D] from tokens [T, D] and the chosen experts and weights [T, X]; `module` holds the experts'
-    parameters.
+    """Return the weighted sum of the experts' outputs, [T, D], for tokens [T, D].
 
-    Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
+    `module` holds the experts' parameters. top_k_index, top_k_weights: the experts chosen for each token and their
+    weights, [T, X]. Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
     """
     _require_known(module)
     gate_up, down = module.gate_up_proj, module.down_proj
@@ -71,8 +71,10 @@ def all_experts(
 
 
 def experts_by_columns(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (module, name) of expert weights with the shape [E, in, out]. The kernels need the memory order [E, out,
-    in]."""
+    """Yield (module, parameter name) of expert weights with the shape [E, in, out].
+
+    The kernels need the memory order [E, out, in].
+    """
     for module in model.modules():
         if getattr(module, "is_transposed", False) and hasattr(module, "gate_up_proj"):
             yield from ((module, name) for name in ("gate_up_proj", "down_proj"))
@@ -107,10 +109,10 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend: q, k, v are [1, heads, T, d], the result is [1, T, heads, d].
+    """Compute the engine's attention: q, k, v are [1, heads, T, d]; returns ([1, T, heads, d], None).
 
-    `module` has `step` and its layer number, `layer_idx`. Other arguments were checked when the model was observed. The
-    window is the observed mask's, since no mask is created here.
+    `module` has `step` and its layer number, `layer_idx`. The arguments in `others` do not affect the result, which was
+    checked when the model was observed. The window is that of the observed mask, since no mask is created here.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -139,7 +141,10 @@ def attend_packed(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each text, otherwise as `attend`; `module` has `step` and `packed_window`."""
+    """Compute attention within each text, without a KV cache; arguments and result as in `attend`.
+
+    `module` has `step` and `packed_window`.
+    """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     own: Any = module

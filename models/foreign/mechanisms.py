@@ -46,8 +46,10 @@ _COUNTS = "create_position_ids_from_input_ids"
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the position of a text's first token: one after the padding position if the model has one (RoBERTa), else
-    0."""
+    """Return the position of a text's first token.
+
+    It is one after the padding position if the model has one (RoBERTa), otherwise 0.
+    """
     for name, module in model.named_modules():
         is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
         if is_padded and name.rpartition(".")[2] == "position_embeddings":
@@ -56,7 +58,10 @@ def first_position(model: nn.Module) -> int:
 
 
 def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
-    """Name the mechanisms that the model needs and the engine lacks. model: None if it could not be built."""
+    """Return the names of the mechanisms that the model needs and the engine lacks.
+
+    model: None if it could not be built.
+    """
     modules = [] if model is None else _outside_recurrences(model)
     classes = {type(module).__name__ for module in modules}
     found = [text for pattern, text in _MODULES if any(re.search(pattern, name) for name in classes)]

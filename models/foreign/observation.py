@@ -45,12 +45,12 @@ _POSITIONS = 1 << 20  # masks are evaluated up to this position
 
 
 class UnsupportedModelError(ValueError):
-    """The engine cannot guarantee transformers' results for this model."""
+    """Raised for a model for which the engine cannot guarantee transformers' results."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer's attention, as called."""
+    """A layer's attention, as the model called it."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int
@@ -67,7 +67,7 @@ _NO_ATTENTION = LayerAttention(0, 0, 0, None, 0.0, False)
 
 @dataclass(frozen=True)
 class Observation:
-    """Findings about a model."""
+    """The findings of `observe` about a model."""
 
     attention: tuple[LayerAttention, ...]  # by layer
     modules: tuple[nn.Module, ...]  # attention modules of the layers that have attention
@@ -79,17 +79,19 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class _Mask:
-    """A mask that transformers would have created. It is evaluated only when a layer uses it, since it may stay
-    unused."""
+    """A mask that transformers would have created.
+
+    Its function is evaluated only when a layer uses the mask, since a mask may stay unused.
+    """
 
     tensor: torch.Tensor
     function: Callable[..., Any]
 
     @cached_property
     def sight(self) -> tuple[int | None, bool]:
-        """Visible keys on each side of a query (None: all), and whether all later keys are hidden.
+        """The sliding window (None: all keys are visible), and whether the mask is causal.
 
-        Raises UnsupportedModelError.
+        Raises UnsupportedModelError for any other mask.
         """
         return _sight_of(self.function)
 
@@ -306,8 +308,10 @@ def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
 
 
 def _sight_of(mask_function: Callable[..., Any]) -> tuple[int | None, bool]:
-    """Return a mask's sliding window or None, and whether it is causal. Raises UnsupportedModelError for other
-    masks."""
+    """Return a mask's sliding window (None: all keys are visible), and whether the mask is causal.
+
+    Raises UnsupportedModelError for any other mask.
+    """
     keys = torch.arange(_POSITIONS + 2)
 
     def seen_by(query: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Replace the recurrence functions that transformers' modules call by the engine's.
+"""Replaces the recurrence functions that transformers' modules call by the engine's.
 
 transformers' model files call each recurrence through a function: `causal_conv1d_fn` for short convolutions,
-`torch_chunk_gated_delta_rule` for gated delta nets. A module that calls one of them gets a subclass whose forward is
-the same code with other functions under these names.
+`torch_chunk_gated_delta_rule` for gated delta nets. A module that calls one of them gets a subclass of its class. The
+subclass's forward is the same code, in which these names refer to the engine's functions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NAMES = {"causal_conv1d_fn": "convolve", "torch_chunk_gated_delta_rule": "apply
 
 
 class StepFunctions:
-    """Implements Functions for a step: calls the ops on the modules' states."""
+    """Implements Functions for a step of the engine, by calls of the engine's ops on the modules' states."""
 
     def __init__(self, step: Step) -> None:
         self.module: Any = None
@@ -98,7 +98,7 @@ class StepFunctions:
 
 
 def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose forward calls these functions."""
+    """Return a subclass of `theirs` whose forward calls `functions` in place of transformers' functions."""
     code = inspect.unwrap(theirs.forward)
     assert isinstance(code, FunctionType)
     # Without __name__ Dynamo looks globals up in this dictionary instead of in the module of that name.
@@ -116,7 +116,7 @@ def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of each module that calls one of the functions."""
+    """Yield path and module of each module that calls one of the recurrence functions."""
     for path, module in model.named_modules():
         forward = inspect.unwrap(type(module).forward)
         if isinstance(forward, FunctionType) and not _NAMES.keys().isdisjoint(forward.__code__.co_names):
@@ -124,7 +124,10 @@ def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, type[nn.Module]]:
-    """Make modules call these functions. Returns the modules' previous classes."""
+    """Make the model's recurrent modules call `functions`, by a change of their classes.
+
+    Returns the previous class of each of these modules.
+    """
     before = {module: type(module) for _, module in recurrent_modules(model)}
     mixed = {theirs: _class_with(functions, theirs) for theirs in dict.fromkeys(before.values())}
     for module, theirs in before.items():
@@ -134,7 +137,7 @@ def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, typ
 
 @contextmanager
 def functions_used(model: nn.Module, functions: Functions) -> Iterator[None]:
-    """Make modules call these functions within a `with` block."""
+    """Make the model's recurrent modules call `functions` inside a `with` block."""
     before = use_functions(model, functions)
     try:
         yield

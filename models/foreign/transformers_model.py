@@ -1,5 +1,4 @@
-"""Run causal language models of transformers with the engine's calling convention: their own code, the engine's
-attention.
+"""Runs causal language models with transformers' code, and with the engine's calling convention and attention.
 
 A step uses only the arithmetic of transformers' modules. Positions, KV caches and attention inputs are arguments; there
 is no mask and no cache object, and the batch dimension of one is removed from the graph by the passes.
@@ -35,7 +34,7 @@ _OWN_ATTENTION = "its attention does not go through transformers' AttentionInter
 
 
 class CausalLM:
-    """Mixin in front of the family's class, with the engine's forward and logits.
+    """Mixin before the family's class, with the engine's forward and logits.
 
     `step` holds the arguments of attention. For layers_path, layer_signatures and layers_in_tuple see `Observation`.
     """
@@ -56,7 +55,7 @@ class CausalLM:
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the final norm.
 
-        Writes this step's keys and values into kv_caches, and the states of recurrences. rows_R: see
+        Writes this step's keys and values into kv_caches, and updates the states of recurrences in place. rows_R: see
         recurrence.sequences.
         """
         self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
@@ -74,7 +73,10 @@ class CausalLM:
 
 
 class Decoder:
-    """Mixin for the family's decoder class: with hand_on=True, forward returns its input embeddings as its output."""
+    """Mixin for the family's decoder class.
+
+    With hand_on=True, forward computes nothing and returns its input embeddings as hidden states.
+    """
 
     def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
         if hand_on:
@@ -83,7 +85,10 @@ class Decoder:
 
 
 class TextAngles:
-    """Mixin for rotary embeddings with three-dimensional positions, which are equal for text."""
+    """Mixin for rotary embeddings that take three positions per token (for time, height and width).
+
+    In text the three are equal.
+    """
 
     inv_freq: torch.Tensor
     attention_scaling: float
@@ -104,8 +109,10 @@ class OrderedHeads:
     head_v_dim: int
 
     def fix_query_key_value_ordering(self, mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor) -> list[torch.Tensor]:
-        """Split the fused projections, which are interleaved by key head, into q, k, v, z (per head) and b, a; [1, T,
-        ...] each."""
+        """Split the fused projections, which are interleaved by key head.
+
+        Returns q, k, v, z (per head), b and a, [1, T, ...] each.
+        """
         group, batch = self.num_v_heads // self.num_k_heads, mixed_ba.shape[:2]
         width = group * self.head_v_dim
         by_head = mixed_qkvz.view(*batch, self.num_k_heads, 2 * self.head_k_dim + 2 * width)
@@ -121,7 +128,7 @@ class OrderedHeads:
 
 
 class HandedOn:
-    """Decoder output for the family's own code: hidden states only."""
+    """The decoder's output in the form that the family's own code expects: hidden states only."""
 
     cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
     shared_kv_states = None
@@ -158,10 +165,11 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
 
 
 def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Observation]:
-    """Build the model on the meta device, with its buffers on the CPU, and return it with the observation of it.
+    """Build the model on the meta device, with its buffers on the CPU, and return it with its observation.
 
     An architecture that is no causal LM becomes an encoder if its attention is bidirectional, and otherwise the causal
-    LM with the same decoder. Raises UnsupportedModelError, with the name, for a model that the engine cannot run.
+    LM with the same decoder. Raises UnsupportedModelError, with the model's name, for a model that the engine cannot
+    run.
     """
     whole = read_hf_config(config_json)
     stated = json.loads(config_json)["architectures"][0]
@@ -283,7 +291,7 @@ def _require_head_alone(model: Any) -> None:
 
 
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
-    """Build and describe the model. Raises as `build_foreign_model`."""
+    """Build the model and return its description. Raises as `build_foreign_model`."""
     model, observation = build_foreign_model(config_json, dtype)
     inner, token_types, before = model, 0, 0
     if isinstance(model, Encoder):

@@ -1,5 +1,7 @@
-"""Placements of a checkpoint's tensors in a transformers model: read from a file beside the description, or
-computed."""
+"""Finds the placements of a checkpoint's tensors in a transformers model.
+
+They are read from a file beside the model's description, or computed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
     """Set the attribute `packed` on modules with packed parameters, as textbook modules have it.
 
     qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up, in experts too; in_proj_qkv and conv1d of
-    a gated delta net those of its q, k and v. Equal log-probabilities verify that a family splits them like this.
+    a gated delta net those of its q, k and v. Comparisons of log-probabilities verify that a family splits them like
+    this.
     """
     fields = {} if config.transformers is None else json.loads(config.transformers.config)
     for path, module in model.named_modules():

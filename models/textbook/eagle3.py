@@ -1,9 +1,11 @@
-"""EAGLE-3 draft head (Li, Wei, Zhang and Zhang, "EAGLE-3: scaling up inference acceleration of large language models
-via training-time test", 2025): one decoder layer that drafts from the target model's hidden states.
+"""The EAGLE-3 draft head: one decoder layer that drafts from the target model's hidden states.
+
+Method: Li, Wei, Zhang and Zhang, "EAGLE-3: scaling up inference acceleration of large language models via training-time
+test", 2025.
 
 At each position the layer reads a feature vector and the embedding of the next token. The features are computed from
-the inputs of some of the target model's layers. For positions that the target model has not computed yet, they are the
-head's own hidden state.
+the inputs of some of the target model's layers. For positions that the target model has not computed yet, the head's
+own hidden states serve as features.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ FEATURES = "features_TD"
 
 
 def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the draft head's additional step input, one vector per token, which the host writes. Empty without a
-    head."""
+    """Return the step tensor that a draft head reads besides the usual ones: one feature vector per token.
+
+    Empty without a head.
+    """
     return () if model.head is None else (StepTensor(FEATURES, ("tokens", model.hidden_size), model.dtype),)
 
 

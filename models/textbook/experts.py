@@ -36,8 +36,11 @@ class Experts(nn.Module):
         return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
-        """Yield, for each tensor in a checkpoint: its name, the parameter that contains it, and its place there as
-        (start, end) of each dimension. Names are relative to this module."""
+        """Yield (name, parameter, place) of each tensor in a checkpoint.
+
+        parameter: the one that contains the tensor. place: (start, end) of each dimension in it. Names are relative to
+        this module.
+        """
         _, D, I = self.down_proj.shape  # noqa: E741
         for expert in range(self.down_proj.shape[0]):
             one = expert, expert + 1

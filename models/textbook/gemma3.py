@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of q and k, and separate rotary frequencies for sliding-window layers."""
+"""Gemma 3 (text): Gemma 2 with norms of q and k; sliding-window layers have a second set of rotary frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head of a pooling model: linear layers after the pooling, in fp32."""
+"""The head of a pooling model: linear layers after the pooling, in fp32."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.experts.experts_gate import Gate, match_gate
-from compiled_engine.passes.experts.experts_op import experts
+from compiled_engine.passes.experts.experts_op import TOKEN_COUNTS, experts
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import (
     arg,
@@ -36,7 +36,7 @@ from compiled_engine.passes.linear.linears import ExpertsLinear, experts_linear_
 
 class Experts(GraphPass):
     name = "experts"
-    kernel_token_counts = (1, 64, 1024)
+    kernel_token_counts = TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Expect a match for each router: a scatter of weights to the places of a top-k choice."""
@@ -81,20 +81,21 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
             **{"top_k": routing.top_k, "renormalise": routing.renormalise, "chosen_TX": routing.chosen},
             **{"activation": gate.activation, "alpha": gate.alpha, "limit": gate.limit},
             "interleaved": gate.interleaved,
-            **_codes_of(gate_up.weight, "gate_up_END", "gate_up_scales_ERC", "gate_up_scheme"),
-            **_codes_of(down.weight, "down_EDI", "down_scales_ERC", "down_scheme"),
+            **_codes_of(gate_up.weight, "gate_up_END", "gate_up"),
+            **_codes_of(down.weight, "down_EDI", "down"),
         }
         fused = emit_named(graph, experts, arguments)
     total.replace_all_uses_with(fused)
     return [Replacement(total.name, fused)]
 
 
-def _codes_of(weight: fx.Node, codes: str, scales: str, scheme: str) -> dict[str, Any]:
-    """Return the op's arguments, under these names, for a quantised weight; empty for a plain one."""
+def _codes_of(weight: fx.Node, codes: str, prefix: str) -> dict[str, Any]:
+    """Return the op's arguments, under names with this prefix, for a quantised weight; empty for a plain one."""
     if not is_call(weight, experts_weight):
         return {}
-    arguments = named(weight)
-    return {codes: arguments["codes_ENK"], scales: arguments["scales_ERC"], scheme: arguments["scheme"]}
+    found = named(weight)
+    beside = {f"{prefix}_{name}": found[name] for name in ("scales_ERC", "zeros_ERC", "scheme")}
+    return {codes: found["codes_ENK"], **beside}
 
 
 def _known_routing(weights: Any, chosen: Any) -> _Routing | None:

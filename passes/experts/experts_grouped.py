@@ -12,7 +12,53 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts.experts_gate import gate_of_experts
+from compiled_engine.passes.experts.experts_packed import packed_product
 from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
+
+
+@triton.jit
+def _product(
+    x_ptr_T: tl.tensor,
+    w_ptr_N: tl.tensor,
+    scales_ptr_N: tl.tensor,
+    K: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> tl.tensor:
+    """Return the products of rows of x and of a weight, fp32 [T, N].
+
+    Arguments ending in _T or _N point to each row's first element. scales_ptr_N: of 8-bit weights, or None.
+    """
+    TOKENS: tl.constexpr = x_ptr_T.shape[0]
+    ROWS: tl.constexpr = w_ptr_N.shape[0]
+    # Tensor cores need 64 rows on the left: tokens if there are as many, otherwise rows of the weight.
+    ROWS_FIRST: tl.constexpr = TOKENS < 64
+    CODED: tl.constexpr = scales_ptr_N is not None
+    BY_STEP: tl.constexpr = CODED and TILE_COLUMNS > 0
+    k_K = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        column_K = k + k_K
+        if K % BLOCK_K == 0:
+            w_NK = tl.load(w_ptr_N[:, None] + column_K[None, :])
+            x_TK = tl.load(x_ptr_T[:, None] + column_K[None, :])
+        else:
+            w_NK = tl.load(w_ptr_N[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
+            x_TK = tl.load(x_ptr_T[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
+        if CODED:
+            w_NK = w_NK.to(x_TK.dtype)
+        left, right = (w_NK, x_TK) if ROWS_FIRST else (x_TK, w_NK)
+        if BY_STEP:
+            scale_N = tl.load(scales_ptr_N + k // TILE_COLUMNS)
+            product = tl.dot(left, tl.trans(right), input_precision="ieee")
+            acc += product * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
+        else:
+            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    y_TN = tl.trans(acc) if ROWS_FIRST else acc
+    if CODED and not BY_STEP:
+        y_TN *= tl.load(scales_ptr_N)[None, :]
+    return y_TN
 
 
 @quick_launches
@@ -21,6 +67,7 @@ def grouped_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
@@ -41,6 +88,9 @@ def grouped_kernel(
     NUM_STAGES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ZERO: tl.constexpr,
+    UNIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One of the experts' two products: program (rows, block) computes ROWS weight rows for a block of pairs.
@@ -51,8 +101,9 @@ def grouped_kernel(
         results times the pairs' weights.
     sorted_ptr: int32 [S], the sorted pairs; blocks_ptr: int32 [blocks, 4], see place_kernel; weights_ptr: float32 [S],
         by pair.
-    scales_ptr: float32 scales of 8-bit weights, one per TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K,
-        or 0 for whole rows); None for other weights.
+    scales_ptr: scales of codes, one per TILE_ROWS rows and TILE_COLUMNS columns (a multiple of BLOCK_K, or 0 for whole
+        rows); None for other weights.
+    zeros_ptr, PACKED, ZERO, UNIT: of codes of four bits, see packed_product; TILE_ROWS is then 1.
     ACTIVATION, ALPHA, LIMIT, INTERLEAVED: see Gate. TOKENS: the most pairs of a block.
     """
     if DEPENDENT_LAUNCH:
@@ -63,8 +114,6 @@ def grouped_kernel(
         return
     first = tl.load(blocks_ptr + 4 * tl.program_id(1) + 1)
     count = tl.load(blocks_ptr + 4 * tl.program_id(1) + 2)
-    # Tensor cores need 64 rows on the left: tokens if there are as many, otherwise rows of the weight.
-    ROWS_FIRST: tl.constexpr = TOKENS < 64
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     NUM_OUTPUTS: tl.constexpr = NUM_ROWS // 2 if GATED else NUM_ROWS
     # Past the end the last token repeats.
@@ -77,35 +126,30 @@ def grouped_kernel(
         row_N = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), NUM_ROWS - 1)
     else:
         row_N = weight_rows(tl.program_id(0) * OUTPUTS, NUM_OUTPUTS, ROWS, GATED)
-    w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
     CODED: tl.constexpr = scales_ptr is not None
-    BY_STEP: tl.constexpr = CODED and TILE_COLUMNS > 0
     if CODED:
         BLOCKS: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS if TILE_COLUMNS > 0 else 1
         scale_row_N = expert * ((NUM_ROWS + TILE_ROWS - 1) // TILE_ROWS) + row_N // TILE_ROWS
         scale_ptr_N = scales_ptr + scale_row_N * BLOCKS
-    k_K = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        column_K = k + k_K
-        if K % BLOCK_K == 0:
-            w_NK = tl.load(w_row_ptr_N[:, None] + column_K[None, :])
-            x_TK = tl.load(x_row_ptr_T[:, None] + column_K[None, :])
-        else:
-            w_NK = tl.load(w_row_ptr_N[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
-            x_TK = tl.load(x_row_ptr_T[:, None] + column_K[None, :], mask=(column_K < K)[None, :], other=0.0)
-        if CODED:
-            w_NK = w_NK.to(x_TK.dtype)
-        left, right = (w_NK, x_TK) if ROWS_FIRST else (x_TK, w_NK)
-        if BY_STEP:
-            scale_N = tl.load(scale_ptr_N + k // TILE_COLUMNS)
-            product = tl.dot(left, tl.trans(right), input_precision="ieee")
-            acc += product * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
-        else:
-            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-    y_TN = tl.trans(acc) if ROWS_FIRST else acc
-    if CODED and not BY_STEP:
-        y_TN *= tl.load(scale_ptr_N)[None, :]
+    else:
+        scale_ptr_N = None
+    if PACKED != "":
+        y_TN = packed_product(
+            x_row_ptr_T,
+            w_ptr + (expert * NUM_ROWS + row_N) * (K // 2),
+            scale_ptr_N,
+            None if zeros_ptr is None else zeros_ptr + scale_row_N * BLOCKS,
+            K,
+            TILE_COLUMNS,
+            PACKED,
+            ZERO,
+            UNIT,
+            BLOCK_K,
+            NUM_STAGES,
+        )
+    else:
+        w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
+        y_TN = _product(x_row_ptr_T, w_row_ptr_N, scale_ptr_N, K, TILE_COLUMNS, BLOCK_K, NUM_STAGES)
     if bias_ptr is not None:
         y_TN += tl.load(bias_ptr + expert * NUM_ROWS + row_N).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty

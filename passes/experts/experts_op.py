@@ -1,12 +1,13 @@
 """The op of a mixture of experts, from the router's logits to the weighted sum: reference, tiles and launch.
 
-A single token has its own kernels. More tokens are sorted by expert on the device, and each program takes a tile of one
-expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks). Grids depend on shapes alone, so
-nothing waits for the device and every launch can be captured.
+A single token has its own kernels, except with codes of four bits. More tokens are sorted by expert on the device, and
+each program takes a tile of one expert's tokens, so every expert in use is read once (Gale et al. 2022, MegaBlocks).
+Grids depend on shapes alone, so nothing waits for the device and every launch can be captured.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,13 +24,13 @@ from compiled_engine.passes.experts.experts_one_token import (
 )
 from compiled_engine.passes.experts.experts_routing import place_kernel, route_kernel
 from compiled_engine.passes.framework.op_library import define_op
-from compiled_engine.passes.framework.rounding import decode
-from compiled_engine.passes.linear.experts_codes import constants_of
+from compiled_engine.passes.linear.experts_codes import columns_of, constants_of, decoded
 from compiled_engine.passes.norm import rms_norm
-from compiled_engine.quantisation import Rounding
 
 # Up to these token counts, tiles are those for few, or for some tokens. The choice depends on shapes and dtype alone.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
+# Token counts after which tiles change.
+TOKEN_COUNTS = (1, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,30 @@ def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, wid
     if num_tokens <= SOME_TOKENS:
         return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
     return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
+
+
+def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
+    """Choose tiles for codes of four bits, by the mean number of an expert's tokens at the next of TOKEN_COUNTS.
+
+    share: of the experts, those that a token chooses. by_exponents: scales of MXFP4.
+
+    Few tokens are bound by decoding, so a block mostly has all of an expert's. Two warps take small products, in which
+    a thread decodes four bytes at once; more warps take those of 64 rows.
+    """
+    per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
+    if dtype == torch.float32:
+        return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
+    if num_tokens == 1:  # smaller blocks, to occupy every multiprocessor
+        return GroupedTiles(tokens=8, rows=32, block_k=128, num_warps=2, num_stages=6)
+    if per_expert <= 4:
+        return GroupedTiles(tokens=8, rows=64, block_k=128, num_warps=2, num_stages=4)
+    if per_expert <= 10:
+        return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=2, num_stages=4)
+    if per_expert <= 64:
+        return GroupedTiles(tokens=64, rows=128, block_k=128, num_warps=8, num_stages=3)
+    if per_expert <= 192 or not by_exponents:
+        return GroupedTiles(tokens=128, rows=128, block_k=128, num_warps=8, num_stages=3)
+    return GroupedTiles(tokens=256, rows=128, block_k=64, num_warps=8, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -106,6 +131,8 @@ def reference(
     down_scales_ERC: torch.Tensor | None = None,
     gate_up_scheme: str = "",
     down_scheme: str = "",
+    gate_up_zeros_ERC: torch.Tensor | None = None,
+    down_zeros_ERC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return for each token the sum of its top_k experts' outputs times their probabilities, plus the residual: [T, D].
 
@@ -113,7 +140,7 @@ def reference(
     gate_up_END: rows of gate and up, ordered by `interleaved`; activation, alpha, limit: see `Gate`.
     norm_weight_D: norm x first, see rms_norm.
     chosen_TX: the experts of each token; logits_TE then holds their weights, [T, top_k].
-    Scales and schemes: of quantised weights, see experts_codes.
+    Scales, schemes and zero points: of quantised weights, see experts_codes.
 
     Steps whose argument is None are left out. The chosen experts are read on the host.
     """
@@ -130,8 +157,10 @@ def reference(
     for expert in chosen_TX.unique().tolist():
         token_P, slot_P = torch.where(chosen_TX == expert)
         bias_N, bias_D = (None if bias is None else bias[expert] for bias in (gate_up_bias_EN, down_bias_ED))
-        hidden_PI = gate(_linear(x_TD[token_P], expert, gate_up_END, gate_up_scales_ERC, gate_up_scheme, bias_N))
-        y_PD = _linear(hidden_PI, expert, down_EDI, down_scales_ERC, down_scheme, bias_D)
+        gate_up = gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC
+        hidden_PI = gate(_linear(x_TD[token_P], expert, gate_up, gate_up_scheme, bias_N))
+        down = down_EDI, down_scales_ERC, down_zeros_ERC
+        y_PD = _linear(hidden_PI, expert, down, down_scheme, bias_D)
         out_TD.index_add_(0, token_P, (y_PD * weights_TX[token_P, slot_P, None]).float())
     out = out_TD.to(x_TD.dtype)
     return out if residual_TD is None else residual_TD + out
@@ -140,41 +169,67 @@ def reference(
 def _linear(
     x_PK: torch.Tensor,
     expert: int,
-    weight_ENK: torch.Tensor,
-    scales_ERC: torch.Tensor | None,
+    weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute one expert's linear, with quantised weights in fp32, rounded once at the end."""
-    if scales_ERC is None:
-        return torch.nn.functional.linear(x_PK, weight_ENK[expert], bias_N)
-    weight_NK = decode(weight_ENK[expert], scales_ERC[expert], Rounding.parse(scheme))
+    """Compute one expert's linear, with quantised weights in fp32, rounded once at the end.
+
+    weight: of all experts, with scales and zero points.
+    """
+    weight_NK, scales_RC, zeros_RC = (None if part is None else part[expert] for part in weight)
+    assert weight_NK is not None
+    if scales_RC is None:
+        return torch.nn.functional.linear(x_PK, weight_NK, bias_N)
+    weight_NK = decoded(weight_NK, scales_RC, zeros_RC, scheme)
     bias = None if bias_N is None else bias_N.float()
     return torch.nn.functional.linear(x_PK.float(), weight_NK, bias).to(x_PK.dtype)
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """The experts' weights, and the constexprs of the kernels that read them."""
+class _Weight:
+    """A weight of all experts, and the constexprs of the kernels that read it."""
 
-    gate_up_END: torch.Tensor
-    down_EDI: torch.Tensor
-    gate_up_scales_ERC: torch.Tensor | None
-    down_scales_ERC: torch.Tensor | None
-    gate_up_tiles: dict[str, Any]  # tiles of quantised weights that share a scale
-    down_tiles: dict[str, Any]
-    gate_up_bias_EN: torch.Tensor | None
-    down_bias_ED: torch.Tensor | None
+    values: torch.Tensor  # or codes
+    scales_ERC: torch.Tensor | None
+    zeros_ERC: torch.Tensor | None
+    bias_EN: torch.Tensor | None
+    num_columns: int
+    codes: dict[str, Any]
+
+    @staticmethod
+    def of(
+        values: torch.Tensor,
+        scales_ERC: torch.Tensor | None,
+        zeros_ERC: torch.Tensor | None,
+        bias_EN: torch.Tensor | None,
+        scheme: str,
+    ) -> _Weight:
+        num_columns = columns_of(values, scheme)
+        return _Weight(values, scales_ERC, zeros_ERC, bias_EN, num_columns, constants_of(scheme, num_columns))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.values, self.scales_ERC, self.zeros_ERC, self.bias_EN
+
+    @property
+    def tiles(self) -> dict[str, Any]:
+        """The constexprs of kernels that do not decode four bits."""
+        return {name: self.codes[name] for name in ("TILE_ROWS", "TILE_COLUMNS")}
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(self.codes["PACKED"])
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The experts' weights, and constexprs of all kernels."""
+
+    gate_up: _Weight
+    down: _Weight
     route: dict[str, Any]
     gate: dict[str, Any]
-
-    @property
-    def gate_up(self) -> tuple[Any, ...]:
-        return self.gate_up_END, self.gate_up_scales_ERC, self.gate_up_bias_EN, self.gate_up_tiles
-
-    @property
-    def down(self) -> tuple[Any, ...]:
-        return self.down_EDI, self.down_scales_ERC, self.down_bias_ED, self.down_tiles
 
 
 def launch(
@@ -200,6 +255,8 @@ def launch(
     down_scales_ERC: torch.Tensor | None = None,
     gate_up_scheme: str = "",
     down_scheme: str = "",
+    gate_up_zeros_ERC: torch.Tensor | None = None,
+    down_zeros_ERC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `reference` with the kernels. Weights and biases must be contiguous."""
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
@@ -208,10 +265,10 @@ def launch(
     num_experts = gate_up_END.shape[0]
     route = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "BLOCK_E": next_power_of_2(num_experts)}
     gate = {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "INTERLEAVED": interleaved}
-    codes = gate_up_scales_ERC, down_scales_ERC, constants_of(gate_up_scheme), constants_of(down_scheme)
-    biases = gate_up_bias_EN, down_bias_ED
-    weights = _Weights(gate_up_END, down_EDI, *codes, *biases, route | {"RENORMALISE": renormalise}, gate)
-    if x_TD.shape[0] == 1:
+    gate_up = _Weight.of(gate_up_END, gate_up_scales_ERC, gate_up_zeros_ERC, gate_up_bias_EN, gate_up_scheme)
+    down = _Weight.of(down_EDI, down_scales_ERC, down_zeros_ERC, down_bias_ED, down_scheme)
+    weights = _Weights(gate_up, down, route | {"RENORMALISE": renormalise}, gate)
+    if x_TD.shape[0] == 1 and not gate_up.is_packed and not down.is_packed:
         return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     if norm_weight_D is not None:
         x_TD = rms_norm.launch(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
@@ -226,7 +283,7 @@ def _one_token(
     residual_1D: torch.Tensor | None,
     chosen_X: torch.Tensor | None,
 ) -> torch.Tensor:
-    hidden_size, width, top_k = x_1D.shape[1], weights.down_EDI.shape[2], weights.route["TOP_K"]
+    hidden_size, width, top_k = x_1D.shape[1], weights.down.num_columns, weights.route["TOP_K"]
     norm_weight_D, eps, norm_offset = norm
     options = dependent_launch(x_1D.device)
     hidden_XI = x_1D.new_empty((top_k, width))
@@ -238,9 +295,9 @@ def _one_token(
     tiles = one_token_tiles(hidden_size, gate_up=True)
     one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
         x_1D,
-        weights.gate_up_END,
-        weights.gate_up_scales_ERC,
-        weights.gate_up_bias_EN,
+        weights.gate_up.values,
+        weights.gate_up.scales_ERC,
+        weights.gate_up.bias_EN,
         norm_weight_D,
         hidden_XI,
         chosen_X,
@@ -250,9 +307,9 @@ def _one_token(
         NORM=norm_weight_D is not None,
         OFFSET=norm_offset,
         ROWS=tiles.rows,
-        BLOCK_K=max(tiles.block_k, weights.gate_up_tiles["TILE_COLUMNS"]),
+        BLOCK_K=max(tiles.block_k, weights.gate_up.codes["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
-        **weights.gate_up_tiles,
+        **weights.gate_up.tiles,
         **weights.gate,
         **options,
     )
@@ -260,9 +317,9 @@ def _one_token(
     tiles = one_token_tiles(width, gate_up=False)
     one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
         hidden_XI,
-        weights.down_EDI,
-        weights.down_scales_ERC,
-        weights.down_bias_ED,
+        weights.down.values,
+        weights.down.scales_ERC,
+        weights.down.bias_EN,
         chosen_X,
         weights_X,
         residual_1D,
@@ -271,9 +328,9 @@ def _one_token(
         WIDTH=width,
         TOP_K=top_k,
         ROWS=tiles.rows,
-        BLOCK_K=max(tiles.block_k, weights.down_tiles["TILE_COLUMNS"]),
+        BLOCK_K=max(tiles.block_k, weights.down.codes["TILE_COLUMNS"]),
         num_warps=tiles.num_warps,
-        **weights.down_tiles,
+        **weights.down.tiles,
         **options,
     )
     return out_1D
@@ -287,10 +344,14 @@ def _grouped(
     given_TX: torch.Tensor | None,
 ) -> torch.Tensor:
     num_tokens, hidden_size = x_TD.shape
-    route, width = weights.route, weights.down_EDI.shape[2]
+    route, width = weights.route, weights.down.num_columns
     num_experts, top_k, block_e = route["NUM_EXPERTS"], route["TOP_K"], route["BLOCK_E"]
-    tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
     num_pairs = num_tokens * top_k
+    if weights.gate_up.is_packed or weights.down.is_packed:
+        by_exponents = all(each.codes["PACKED"] == "e2m1" for each in (weights.gate_up, weights.down))
+        tiles = packed_tiles(num_tokens, x_TD.dtype, top_k / num_experts, by_exponents)
+    else:
+        tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
     # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)
@@ -340,15 +401,13 @@ def _grouped(
         **options,
     }
     products = (
-        (x_TD, *weights.gate_up, hidden_SI, hidden_size, 2 * width, True),
-        (hidden_SI, *weights.down, y_SD, width, hidden_size, False),
+        (x_TD, weights.gate_up, hidden_SI, hidden_size, 2 * width, True),
+        (hidden_SI, weights.down, y_SD, width, hidden_size, False),
     )
-    for left, right, scales, bias, of_codes, out, k, num_rows, gated in products:
+    for left, right, out, k, num_rows, gated in products:
         grouped_kernel[(cdiv(num_rows, tiles.rows), num_blocks)](
             left,
-            right,
-            scales,
-            bias,
+            *right.tensors,
             out,
             sorted_S,
             blocks_B4,
@@ -357,8 +416,8 @@ def _grouped(
             K=k,
             NUM_ROWS=num_rows,
             GATED=gated,
-            BLOCK_K=min(tiles.block_k, of_codes["TILE_COLUMNS"] or tiles.block_k),
-            **of_codes,
+            BLOCK_K=_step(tiles, right),
+            **right.codes,
             **shared,
         )
     block_d = min(next_power_of_2(hidden_size), 1024)
@@ -375,6 +434,13 @@ def _grouped(
         **options,
     )
     return out_TD
+
+
+def _step(tiles: GroupedTiles, weight: _Weight) -> int:
+    """Return the columns of a step of grouped_kernel, which ends with a tile unless scales are exponents."""
+    if weight.codes["PACKED"] == "e2m1":
+        return tiles.block_k
+    return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)
 
 
 @cache
@@ -395,7 +461,8 @@ experts = define_op(
     'Tensor? down_bias_ED, int top_k, bool renormalise, str activation="silu", float alpha=0.0, float limit=0.0, '
     "bool interleaved=False, Tensor? norm_weight_D=None, float eps=0.0, float norm_offset=0.0, bool norm_wide=False, "
     "Tensor? residual_TD=None, Tensor? chosen_TX=None, Tensor? gate_up_scales_ERC=None, "
-    'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="") -> Tensor',
+    'Tensor? down_scales_ERC=None, str gate_up_scheme="", str down_scheme="", '
+    "Tensor? gate_up_zeros_ERC=None, Tensor? down_zeros_ERC=None) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

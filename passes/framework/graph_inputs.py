@@ -18,7 +18,7 @@ from compiled_engine.passes.framework.parameter import Parameter
 
 @dataclass(frozen=True)
 class Source:
-    """The run-time source of a graph input that is not a parameter."""
+    """The source, at run time, of a graph input that is not a parameter."""
 
     kind: str  # "argument", "size" or, in a pipeline stage, "received"
     name: str  # the forward argument, see StepTensor, or the value received from the previous stage (received.0, ...)
@@ -54,7 +54,7 @@ def parameter_of(placeholder: fx.Node) -> Parameter:
 
 
 def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
-    """Add an input for a parameter to the graph, after its other inputs."""
+    """Add an input for a parameter, after the graph's other inputs, and return it."""
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.placeholder(re.sub(r"\W", "_", parameter.name))
@@ -66,7 +66,7 @@ def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
 
 
 def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
-    """Set the shards of the graph's parameters. shards: by parameter name."""
+    """Set the shard in the description of each of the graph's parameters. shards: by parameter name."""
     for node in graph.find_nodes(op="placeholder"):
         if is_parameter(node):
             node.meta["source"] = parameter_of(node).divided(shards)

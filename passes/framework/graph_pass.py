@@ -86,7 +86,7 @@ class GraphPass(Protocol):
     def step_tensors(self) -> tuple[StepTensor, ...]:
         """Return the step tensors that the pass reads in addition to those of every forward.
 
-        They exist wherever the pass is enabled; `graph_inputs.argument` finds their inputs in the graph.
+        These tensors exist wherever the pass is enabled; `graph_inputs.argument` finds their inputs in the graph.
         """
         return ()
 
@@ -95,7 +95,7 @@ class GraphPass(Protocol):
     def keep(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Receive the kept parameters of the model's graphs, by name, once they are allocated.
 
-        They start as zeros and keep their memory, so the pass may write them now and between steps.
+        These tensors start as zeros and stay at their addresses, so the pass may write them now and between steps.
         """
         return  # without a body it would have to be there in every pass
 

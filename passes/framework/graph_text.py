@@ -13,7 +13,7 @@ CONTEXT_LINES = 2
 
 
 def graph_text(graph: fx.Graph) -> list[str]:
-    """Return `name: dtype[shape] = op(arguments)` for each node; inputs show their source."""
+    """Return a line `name: dtype[shape] = op(arguments)` for each node; lines of inputs show their source."""
     return [_line(node) for node in graph.nodes]
 
 

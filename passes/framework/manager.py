@@ -20,7 +20,7 @@ from compiled_engine.passes.framework.verifier import copy_of, verify_rewrites
 
 
 class ContractError(RuntimeError):
-    """An enabled pass matched less often than its contract requires."""
+    """Raised if an enabled pass matched less often than its contract requires."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,10 @@ def _run(
     device: torch.device,
     verify: bool,
 ) -> tuple[PassReport, list[str]]:
-    """Return the report, and the text of the rewritten graph. text: of the graph before."""
+    """Run a pass, and return its report and the text of the rewritten graph.
+
+    text: the text of the graph before the pass.
+    """
     before = copy_of(graph) if verify else None
     start = time.perf_counter()
     result = graph_pass.run(graph)

@@ -54,7 +54,7 @@ def named(call: fx.Node) -> dict[str, Any]:
 
 
 def change(call: fx.Node, **arguments: Any) -> None:
-    """Replace arguments of a call, given by their schema names."""
+    """Replace some arguments of a call, given by their schema names, in place."""
     call.args, call.kwargs = _in_order(call.target, named(call) | arguments), {}
 
 
@@ -77,7 +77,10 @@ def is_call(node: object, *targets: Callable[..., Any]) -> bool:
 
 
 def through_cast(node: Any) -> Any:
-    """Return the value before a dtype conversion, or the node itself: bf16 graphs have casts that fp32 graphs lack."""
+    """Return the value before a dtype conversion, or the node itself if it is none.
+
+    bf16 graphs have conversions that fp32 graphs lack.
+    """
     return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
 
 
@@ -86,7 +89,10 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def user_through_cast(node: fx.Node) -> fx.Node | None:
-    """Return the only user, looking through a dtype conversion."""
+    """Return the only user of a value; if that is a dtype conversion, the only user of the conversion.
+
+    Returns None if there is no user, or more than one.
+    """
     user = only_user(node)
     if user is not None and is_call(user, aten._to_copy.default):
         return only_user(user)
@@ -100,7 +106,7 @@ def other_factor(product: fx.Node, factor: object) -> Any:
 
 
 def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """Return both orders of a product's operands, or an empty list for other nodes."""
+    """Return a product's operands in both orders, [(left, right), (right, left)]; [] for any other node."""
     if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
         return []
     left, right = product.args
@@ -108,7 +114,7 @@ def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """Insert a call at the graph's insertion point, and compute its fake value."""
+    """Insert a call at the graph's insertion point, with its fake value, and return it."""
     node = graph.call_function(target, args)
     values = fx.map_arg(args, lambda argument: argument.meta["val"])
     with fake_mode_of(values):
@@ -117,7 +123,7 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 
 def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
-    """`emit` with arguments by schema name; missing ones take their defaults.
+    """Insert a call as `emit` does, with arguments by schema name; missing arguments take their defaults.
 
     Names that the op does not have are ignored, so arguments of another op can be passed on.
     """

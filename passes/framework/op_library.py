@@ -122,13 +122,14 @@ def declaration_of(op: object) -> OpDeclaration:
 
 
 def references() -> dict[OpOverload, Callable[..., Any]]:
-    """Return the references of all ops that have one."""
+    """Return the reference implementation of each op that has one."""
     return {op: declared.reference for op, declared in _DECLARED.items() if declared.reference is not None}
 
 
 def implementation(op: OpOverload, device_type: str) -> Callable[..., Any]:
     """Return the function that generated Python calls for an op on a device type.
 
-    Bypasses torch's dispatcher for ops made by `define_op` or declared with a `call`; others are returned as they are.
+    For an op made by `define_op`, or declared with a `call`, the function bypasses torch's dispatcher. Any other op is
+    returned itself.
     """
     return declaration_of(op).call or op.py_kernels.get(_KEYS[device_type], op)

@@ -32,6 +32,8 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     # Quantise a weight while it is loaded; operand: its scheme.
     "codes": rounding.weight_codes,
     "scales": rounding.weight_scales,
+    # Put packed codes into the order that the kernels of experts read.
+    "halves": lambda codes, unit: rounding.in_halves(codes, int(unit)),
     # Repeat each row this many times, for scales of smaller tiles.
     "repeat_rows": lambda tensor, count: tensor.repeat_interleave(int(count), 0),
     "the_same": rounding.the_same,

@@ -40,7 +40,7 @@ class MeasuredProduct:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The measured profile of one GPU model."""
+    """The measurements of one GPU model: gains of passes and fastest tiles of kernels."""
 
     device: str
     # Pass name -> {tokens: microseconds that the pass saves in a step}, the smallest over all measured shapes.
@@ -52,7 +52,10 @@ class DeviceProfile:
     products: tuple[MeasuredProduct, ...] = ()  # where Hopper's kernel for many tokens is fastest
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
-        """Return the measured loss of a pass in the range; None if it is faster or was not measured."""
+        """Return the measured loss of a pass in the range, as text.
+
+        Returns None if the pass is faster, if the loss is within the noise, or if the pass was not measured.
+        """
         measured = {
             tokens: gain for tokens, gain in self.gains_us.get(pass_name, {}).items() if tokens in compile_range
         }

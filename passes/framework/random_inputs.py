@@ -30,12 +30,16 @@ MOST_CONTEXT = 24
 
 
 class RandomInputs:
-    """A random batch. A name always has the same value, so both sides of a rewrite read equal numbers."""
+    """Random values for a graph's inputs.
+
+    An input's value depends on its name alone, so both sides of a rewrite read equal numbers.
+    """
 
     def __init__(self, graph: fx.Graph, num_tokens: int, device: torch.device, scale: float):
-        """Make a batch of decodes, then one prompt with the remaining tokens; the first token is not cached.
+        """Make a batch of up to two decodes and one prompt with the remaining tokens.
 
-        scale: of embeddings, matrices and biases; if small, hidden states are so small that a norm's eps matters.
+        With more than one token, the first is not written to the KV cache. scale: of embeddings, matrices and biases;
+        if small, hidden states are so small that a norm's eps matters.
         """
         self._scale = scale
         self._generator = torch.Generator(device="cpu").manual_seed(num_tokens)
@@ -78,7 +82,9 @@ class RandomInputs:
             value = self._normal(shape, torch.float32)
             if parameter.role == COLUMNS:  # the same, so that linears may be merged
                 value = torch.arange(shape[1] - 1, -1, -1).view(shape)
-            elif parameter.torch_dtype == torch.uint8:  # packed codes, all patterns; zero points of four bits
+            elif parameter.role == SCALES and parameter.torch_dtype == torch.uint8:  # exponents plus 127
+                value = 117 + self._integers(8, value.numel()).view(shape)
+            elif parameter.torch_dtype in (torch.uint8, torch.int8):  # codes, all patterns; zero points of four bits
                 value = self._integers(16 if parameter.role == ZEROS else 256, value.numel()).view(shape)
             elif parameter.role == CODES:
                 largest = torch.finfo(parameter.torch_dtype).max
@@ -101,7 +107,10 @@ class RandomInputs:
         return torch.randn(sizes, generator=self._generator).to(self._device, dtype)
 
     def _cache(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return normal keys and values; those of 8 bits are rounded as the writing kernels do."""
+        """Return a KV cache of normally distributed keys and values.
+
+        A cache of 8 bits holds their codes, as the writing kernels compute them.
+        """
         if not is_coded(dtype):
             return self._normal(shape, dtype)
         cache = torch.zeros(tuple(int(size) for size in shape), dtype=dtype, device=self._device)

@@ -1,11 +1,14 @@
 """Quantisation to codes with scales and back: the formula that loader, references and kernels share.
 
 A tile's scale, in fp32, is its largest magnitude over the element type's largest value; a code is the value over its
-scale, rounded. A tile of zeros has a small scale, never zero. Scales of integer codes are searched, since a smaller
-scale that clips the largest values often has the smaller error.
+scale, rounded. A tile of zeros has a small scale, never zero. Scales of codes in four bits are searched, since a
+smaller scale that clips the largest values often has the smaller error.
 """
 
 from __future__ import annotations
+
+import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,9 @@ import torch.nn.functional as F
 from compiled_engine.quantisation import LinearScheme, Rounding
 
 SMALLEST_MAXIMUM = 2.0**-24
-# Scales that are tried for integer codes, relative to that of the largest magnitude.
+# Most columns of a unit of `in_halves`: 16 bytes, the most that a thread reads at once.
+MOST_UNIT = 32
+# Scales that are tried for codes in four bits, relative to that of the largest magnitude.
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
 # Rows of tiles that are searched at once, to save memory.
 _SEARCHED_ROWS = 1024
@@ -23,7 +28,7 @@ _REORDERED_ROWS = 4096
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the scales [R, C] in fp32, one per tile."""
     tiles_RrCc = _tiles(values_NK, rounding)
-    if rounding.is_integer:
+    if rounding.format.zero is not None:
         return torch.cat([_searched(part, rounding) for part in tiles_RrCc.split(_SEARCHED_ROWS)])
     largest_RC = tiles_RrCc.float().abs().amax((1, 3))
     # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, which rounds twice.
@@ -68,20 +73,50 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
         return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
-    return scaled_NK.clamp(-rounding.largest, rounding.largest).to(rounding.dtype)
+    assert not rounding.format.values, rounding
+    scaled_NK = scaled_NK.clamp(-rounding.largest, rounding.largest)
+    return (scaled_NK.round() if rounding.is_integer else scaled_NK).to(rounding.dtype)
 
 
 def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dequantise codes, [N, K] or packed, to fp32 values [N, K]. zeros_RC: zero points, for formats with them."""
-    values_NK = unpack(codes_NK, rounding).float()
+    return dequantise(unpack(codes_NK, rounding), scales_RC, rounding, zeros_RC)
+
+
+def dequantise(
+    codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Do the same for codes that are not packed."""
+    values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
         values_NK -= spread(zeros_RC, rounding, *values_NK.shape)
     elif rounding.format.zero is not None:
         values_NK -= rounding.format.zero
-    return values_NK * spread(scales_RC, rounding, *values_NK.shape)
+    return values_NK * spread(scale_values(scales_RC), rounding, *values_NK.shape)
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Return stored scales in fp32. uint8: exponents plus 127; 255 is NaN."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    exponents = scales.float()
+    return torch.where(exponents == 255, torch.nan, torch.exp2(exponents - 127))
+
+
+def values_of(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return the value in fp32 of each code that is not packed, before zero points and scales."""
+    if not rounding.format.values:
+        return codes.float()
+    return _table(rounding.format.values, codes.device)[codes.int()]
+
+
+# A tensor cannot be made of Python numbers while a CUDA graph is captured; a run before it fills the cache.
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)
 
 
 def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
@@ -96,6 +131,10 @@ def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return packed codes one by one, [..., K]."""
     if rounding.format.per_byte == 1:
         return codes
+    return _unpacked(codes)
+
+
+def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
@@ -120,6 +159,27 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
     pairs = words.contiguous().view(torch.uint8).view(len(words), -1, 16, 4).transpose(2, 3)
     singly = torch.stack((pairs & 15, pairs >> 4), 3).view(len(words), -1)
     return singly[:, 0::2] | singly[:, 1::2] << 4
+
+
+def unit_of(rounding: Rounding, num_columns: int) -> int:
+    """Return the columns of a unit of `in_halves`, which ends where tiles end."""
+    return math.gcd(MOST_UNIT, rounding.columns, num_columns)
+
+
+def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
+    """Return packed codes [E, N, K / 2] in the order that the kernels of experts read: in each unit of columns, the low
+    bits of the bytes hold the first half, and the high bits the second."""
+    found = torch.empty_like(codes_ENB)
+    for codes_NB, out_NB in zip(codes_ENB, found, strict=True):  # one by one, to save memory
+        first, second = _unpacked(codes_NB).unflatten(-1, (-1, 2, unit // 2)).unbind(-2)
+        out_NB.copy_((first | second << 4).flatten(-2))
+    return found
+
+
+def from_halves(codes_NB: torch.Tensor, unit: int) -> torch.Tensor:
+    """Return codes [N, K / 2] of `in_halves` one by one and in the order of the columns, [N, K]."""
+    units = codes_NB.unflatten(-1, (-1, unit // 2))
+    return torch.cat((units & 15, units >> 4), -1).flatten(-2)
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:

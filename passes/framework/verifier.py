@@ -1,10 +1,10 @@
 """Verifies a pass: runs each rewritten region before and after on random inputs and compares both with an fp32 oracle.
 
 The graph before the pass runs once as a whole. Each replacement then defines a region: from the replaced value back to
-values that both graphs share, where both sides start from the recorded numbers. Values that kept their name but are
-computed from something else, which the pass did not report, are checked too. Everything runs twice, with ordinary
-weights and with tiny ones, where a norm's eps matters. The oracle is the original region in fp32 without casts to
-narrower dtypes; the rewrite's error may be about as large as the original's.
+values that both graphs share, where both sides start from the recorded numbers. A value that kept its name but has
+other inputs, which the pass did not report, is checked too. Everything runs twice, with ordinary weights and with tiny
+ones, where a norm's eps matters. The oracle is the original region in fp32 without casts to narrower dtypes; the
+rewrite's error may be about as large as the original's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Values = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Run:
-    """The graph before the pass, executed once."""
+    """The values of the graph before the pass, from one execution on random inputs."""
 
     inputs: RandomInputs
     values: Values
@@ -48,7 +48,7 @@ class _Run:
 
 
 class VerificationError(RuntimeError):
-    """A rewrite computes a different result than the code it replaced."""
+    """Raised if a rewrite computes a different result than the code it replaced."""
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
@@ -87,7 +87,10 @@ def verify_rewrites(
 
 
 def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return unreported nodes whose values must be equal, after -> before: calls with changed arguments, results."""
+    """Return unreported nodes whose values must be equal, after -> before.
+
+    These are calls with changed arguments, and the results of the graph.
+    """
     kept = {new: old for new, old in same.items() if new.op == "call_function" and new.name == old.name}
     changed = {
         new: old
@@ -106,7 +109,10 @@ def _arguments(node: fx.Node, same: dict[fx.Node, fx.Node]) -> Any:
 def _check_inputs_and_writes(
     name: str, before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]
 ) -> None:
-    """Check what comparing values cannot show: inputs with another source, and added or removed writes."""
+    """Check what comparing values cannot show: inputs with another source, and added or removed writes.
+
+    Raises VerificationError if there are any.
+    """
     for new, old in same.items():
         if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
             raise VerificationError(f"pass {name}: input {new.name} has another source than before")
@@ -119,7 +125,10 @@ def _check_inputs_and_writes(
 
 
 def run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple[fx.Node, fx.Node], torch.Tensor]]:
-    """Return all values of the graph, and each mutated tensor as it was before: (tensor, mutating op) -> value."""
+    """Return all values of the graph, and a copy of each mutated tensor from before the op that mutates it.
+
+    The copies are by (tensor, mutating op).
+    """
     values: Values = {}
     snapshots = {}
     for node in graph.nodes:
@@ -194,7 +203,7 @@ def run_call(node: fx.Node, values: Values) -> Any:
 
 
 def mutated(node: fx.Node) -> dict[str, fx.Node]:
-    """Return the tensors that a call writes to, by schema name."""
+    """Return the tensors that a call writes to, by their names in the op's schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     arguments = node.target._schema.arguments
@@ -208,7 +217,11 @@ def mutated(node: fx.Node) -> dict[str, fx.Node]:
 def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
-    """Return the tensors to compare: the values, unless the call only writes, and outer tensors that regions write."""
+    """Return (description, old node, new node) of each tensor to compare.
+
+    These are the values of both nodes, unless the old node is a call that writes to its inputs, and the tensors from
+    outside the regions that the regions write to.
+    """
     written, rewritten = (
         {name: node for call in inner for name, node in mutated(call).items() if node not in inner}
         for inner in (old_inner, new_inner)
@@ -220,7 +233,7 @@ def _results(
 
 
 def _widened(value: Any) -> Any:
-    """Convert to fp32, except 8-bit codes, which kernels multiply as they are."""
+    """Convert a tensor to fp32. 8-bit codes, which kernels multiply as they are, and other values stay unchanged."""
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in ULPS else value
 
 

@@ -23,7 +23,7 @@ from compiled_engine.passes.norm.norms import norm_of
 
 
 def layer_stack(names: Iterable[str]) -> str:
-    """Return the path of a model's layers: the one with the most different numbers after it in parameter names.
+    """Return the path of a model's layers: the path that the most different numbers follow in parameter names.
 
     Empty if no name has a number.
     """
@@ -111,9 +111,9 @@ def _stack(graph: fx.Graph) -> str:
 
 
 def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
-    """Return values computed in layers before this one that later layers or the graph's end read.
+    """Return the values computed in layers before this one that this layer, or what is computed after it, reads.
 
-    Values computed from `aux_hidden_state` count as part of its layer.
+    Ops that read `aux_hidden_state` count as part of this layer.
     """
     numbered = re.compile(rf"{re.escape(path)}\.(?P<number>\d+)\.")
     early: set[fx.Node] = set()

@@ -1,6 +1,7 @@
-"""Forms: a value as a view of another one, its core, with dimensions permuted and dimensions of size one added.
+"""Describes a value as a form: a view of another value, its core.
 
-`normalise_layout` follows values through a graph as forms, which removes batch dimensions of one and transpositions.
+The view permutes the core's dimensions, and adds dimensions of size one. `normalise_layout` follows values through a
+graph as forms, which removes batch dimensions of one and transpositions.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Form:
 
     @classmethod
     def of(cls, value: fx.Node) -> Form:
-        """Return the value as its own core."""
+        """Return the form of a value that is its own core."""
         fake = value.meta["val"]
         return cls(value, tuple(range(fake.dim())) if isinstance(fake, torch.Tensor) else ())
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The core's dimensions in the value's order."""
+        """The core's dimensions in the order in which the value has them."""
         return tuple(dim for dim in self.dims if dim is not None)
 
     @property
@@ -58,7 +59,7 @@ def unsqueezed(form: Form, dim: int) -> Form:
 
 
 def squeezed(form: Form, dim: int) -> Form | None:
-    """Remove a dimension of size one; None if it is one of the core's."""
+    """Return the form without this dimension of size one; None if it is a dimension of the core."""
     dim %= form.rank
     return Form(form.core, (*form.dims[:dim], *form.dims[dim + 1 :])) if form.dims[dim] is None else None
 
@@ -68,9 +69,10 @@ def permuted(form: Form, order: Sequence[int]) -> Form:
 
 
 def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tuple[int | None, ...]] | None:
-    """Convert a value's reshape to one of its core: the core's new sizes (None if unchanged), and the new dims.
+    """Convert a reshape of the value to the shape `wanted` into a reshape of its core.
 
-    Returns None if it would merge dimensions that are not adjacent in the core.
+    Returns the core's new shape (None if it does not change) and the dims of the new form. Returns None if the reshape
+    would merge dimensions that are not adjacent in the core, or if symbolic sizes leave open how dimensions correspond.
     """
     new_of: dict[int, list[int]] = {}  # first core dimension of a group -> the value's new dimensions from it
     merged: set[int] = set()
@@ -106,7 +108,10 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
 
 
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]] | None:
-    """Pair the smallest groups of dimensions with equal element counts, from the left; None if sizes leave it open."""
+    """Pair the smallest groups of old and new dimensions with equal element counts, from the left.
+
+    Returns None if symbolic sizes leave the groups open.
+    """
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -133,7 +138,10 @@ def _product(shape: Sequence[Size], places: list[int]) -> Size:
 
 
 def _is_less(left: Size, right: Size) -> bool:
-    """Return whether the left product must grow first: it is smaller, or only the right one has a symbolic size."""
+    """Return whether the left group is the one to extend.
+
+    It is if its product is smaller, or if only the right product has a symbolic size.
+    """
     return left < right if isinstance(left, int) and isinstance(right, int) else isinstance(left, int)
 
 

@@ -25,7 +25,7 @@ _BY_DIMENSION = {
 
 
 class LayoutOps:
-    """Follows ops through forms.
+    """Emits ops on the cores of their inputs, and returns the forms of their results.
 
     form: returns a value's form. ordered: converts a form to one with an ordered core. view: emits a view of a core.
     """
@@ -141,7 +141,10 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
-        """Return the core with its dimensions in this order, with ones inserted after its first where it lacks some."""
+        """Return the core with its dimensions in this order.
+
+        Dimensions that it lacks are added with size one, except those before its first, which broadcasting adds.
+        """
         own = [place[position] for position in order if position in place]
         if own != sorted(own):
             core = self.view(aten.permute.default, core, own)
@@ -169,7 +172,10 @@ def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
 
 
 def _says_nothing(node: fx.Node, name: str) -> bool:
-    """Return whether a conversion's keyword names a property that the value already has, as `type_as` does."""
+    """Return whether a conversion's keyword names a property that the value already has.
+
+    Conversions by `type_as` have such keywords.
+    """
     if not is_call(node, aten._to_copy.default):
         return False
     return name == "layout" or (name == "device" and node.kwargs[name] == arg(node, 0).meta["val"].device)

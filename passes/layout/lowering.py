@@ -160,7 +160,10 @@ _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
 def lower(
     graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
 ) -> tuple[PassReport, ...]:
-    """Rewrite a foreign model's graph in place. Raises what `run_passes` raises."""
+    """Run these passes on a foreign model's graph, in place, and return their reports.
+
+    Raises what `run_passes` raises.
+    """
     recurs = any(node.target in VALUES for node in graph.nodes)
     reports: tuple[PassReport, ...] = ()
     for every, verified in ((_FIRST, False), (_THEN, verify)):

@@ -76,7 +76,7 @@ class _Normalisation:
         return Form(core, tuple(None if dim is None else next(places) for dim in form.dims))
 
     def _view(self, target: Any, core: fx.Node, *arguments: Any) -> fx.Node:
-        """Emit a view right after its core, once per distinct view."""
+        """Emit a view right after its core, or return the equal view that was emitted before."""
         key = (target, core, str(arguments))
         if key not in self.views:
             with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
@@ -84,7 +84,7 @@ class _Normalisation:
         return self.views[key]
 
     def _whole(self, value: fx.Node) -> fx.Node:
-        """Return the value in its original layout."""
+        """Return a value with its original layout, which may be emitted as a view of its core."""
         if value not in self.forms:
             return value
         form = self.ordered(self.forms[value])
@@ -124,7 +124,10 @@ class _Normalisation:
         return self.ops.follow(node)
 
     def _expanded(self, node: fx.Node, form: Form) -> Form | None:
-        """Expand the core: dimensions of size one that grow become dimensions of it."""
+        """Emit an expansion of the core: dimensions of size one that grow become dimensions of the core.
+
+        Returns the new form; None for an expansion that adds dimensions, or to a symbolic size.
+        """
         wanted = node.meta["val"].shape
         if len(wanted) != form.rank:
             return None

@@ -44,7 +44,8 @@ def reference(
 
     x_TK, y_TN: input and result of a linear that merges M members with these sizes.
     a_SRK: A, `rank` rows per slot and member. b_SNR: B, [slots, N, rank].
-    ranks_SM: int32, the ranks in use; the others are left out, since multiplying by zeros would let NaN through.
+    ranks_SM: int32, the ranks in use. Rows of A and columns of B beyond them are left out, since multiplying by zeros
+    would let NaN through.
     slots_T: int32, the slot of each token.
     """
     rank, ends = b_SNR.shape[2], list(accumulate(sizes))

@@ -66,9 +66,9 @@ def shrink_kernel(
 ) -> None:
     """Shrink: write z = A x, by split of K, for all members of a merged linear.
 
-    Program (window of tokens, one of TURNS and tile of A's rows, split of K): the window's tokens with the program's
-    slots times BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's rank, and tokens without an
-    adapter, are not written.
+    Program (window of tokens, one of TURNS and tile of A's rows, split of K) multiplies the window's tokens that have
+    one of the program's slots by BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's rank, and
+    tokens without an adapter, are not written.
 
     x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32
         [num_tokens].
@@ -141,10 +141,10 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (BLOCK_T tokens of the slot from its `first` one on, mask of those that exist).
+    """Return (numbers of BLOCK_T tokens with the slot, from its `first` token on; mask of those that exist).
 
-    token_W, own_W: the window's tokens, and whether they have the slot. A window of BLOCK_T tokens is returned as it
-    is.
+    token_W, own_W: the window's tokens, and whether they have the slot. If BLOCK_T is the window's size, both are
+    returned unchanged.
     """
     if BLOCK_T == WINDOW:
         return token_W, own_W
@@ -195,8 +195,8 @@ def expand_kernel(
 ) -> None:
     """Expand: write out = y + B z, where z is summed over the splits of K.
 
-    Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS): the window's tokens with the
-    program's slots. Tokens with slot -1, without an adapter, are copied.
+    Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS) computes these results for the
+    window's tokens that have one of the program's slots. Tokens with slot -1, without an adapter, are copied.
 
     y_ptr, out_ptr: [num_tokens, N]; z_ptr: see shrink_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_kernel.
@@ -273,7 +273,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
-    """Choose the tile sizes. rows: of a slot's A, all members together. rank: the largest that a slot holds."""
+    """Choose the tile sizes. rows: of one slot's A, over all members. rank: the largest rank that a slot holds."""
     most = next((most for most in WINDOWS if num_tokens <= most), None)
     rows, results = min(64, _block(rows)), max(16, MOST_ELEMENTS // _block(rank))
     if dtype == torch.float32:  # no tensor cores, and twice the bytes

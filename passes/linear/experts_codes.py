@@ -1,6 +1,7 @@
-"""Quantised expert weights: 8-bit codes with scales, decoded in kernels' registers or by the op `experts_weight`.
+"""Quantised expert weights: codes of 8 or 4 bits with scales, decoded in kernels' registers or by `experts_weight`.
 
 Inputs of experts are not rounded. This is more accurate, and as fast with few tokens: reading the weights dominates.
+Codes of four bits are in the order of rounding.in_halves.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ import triton
 import triton.language as tl
 
 from compiled_engine.passes.framework.op_library import define_op
-from compiled_engine.passes.framework.rounding import decode
-from compiled_engine.quantisation import Rounding
+from compiled_engine.passes.framework.rounding import decode, dequantise, from_halves, unit_of
+from compiled_engine.quantisation import LinearScheme, Rounding
 
 # Columns per scale: a power of two within these bounds, or whole rows.
 LEAST_COLUMNS, MOST_COLUMNS = 32, 256
-# The first compute capability with conversions of e4m3.
-CAPABILITY = (8, 9)
+# The same of powers of two as scales, which need no step of a product each.
+LEAST_OF_EXPONENTS = 8
+# Least columns of a unit of packed codes: a thread decodes four bytes at once.
+LEAST_UNIT = 8
+# The first compute capabilities with conversions of e4m3, and with arithmetic of bfloat16, for codes of four bits.
+CAPABILITY, PACKED_CAPABILITY = (8, 9), (8, 0)
+# The largest stored scale of mxfp4 that kernels decode, 2^65.
+LARGEST_EXPONENT = 192
 # Last part of a parameter's name -> the projections whose rows it holds.
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -56,37 +63,79 @@ def scaled(
         return tl.reshape(w_NGC * scale_NG[:, :, None], [ROWS, BLOCK_K])
 
 
-def obstacle(rounding: Rounding, device: torch.device) -> str | None:
-    """Return why the kernels do not support these codes, or None. On a CPU, plain torch decodes any in 8 bits."""
-    columns = rounding.columns
-    if rounding.is_integer:
-        return "the kernels of experts do not decode integers"
-    if columns & (columns - 1) or (columns and not LEAST_COLUMNS <= columns <= MOST_COLUMNS):
-        return f"tiles of {columns} columns are no power of two from {LEAST_COLUMNS} to {MOST_COLUMNS}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        return "the GPU has no conversion of FP8"
+def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the kernels do not support these codes of rows of num_columns columns, or None.
+
+    On a CPU, plain torch decodes them.
+    """
+    rounding = scheme.weight
+    columns, is_packed = rounding.columns, rounding.format.per_byte > 1
+    least = LEAST_COLUMNS if rounding.format.scales.is_floating_point else LEAST_OF_EXPONENTS
+    if not is_packed and rounding.element != "e4m3":
+        return f"the kernels of experts do not decode {rounding.element}"
+    if scheme.reordered:
+        return "the columns of each expert are reordered"
+    if columns & (columns - 1) or (columns and not least <= columns <= MOST_COLUMNS):
+        return f"tiles of {columns} columns are no power of two from {least} to {MOST_COLUMNS}"
+    if is_packed and unit_of(rounding, num_columns) < LEAST_UNIT:
+        return f"{num_columns} columns of four bits are no multiple of {LEAST_UNIT}"
+    if not rounding.format.scales.is_floating_point and dtype == torch.float16:
+        return "float16 does not hold the scales"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (
+        PACKED_CAPABILITY if is_packed else CAPABILITY
+    ):
+        return f"the GPU has no {'arithmetic of bfloat16' if is_packed else 'conversion of FP8'}"
     return None
 
 
-def constants_of(scheme: str) -> dict[str, Any]:
-    """Return the constexprs TILE_ROWS and TILE_COLUMNS for a scheme; "" means weights that are not quantised."""
+def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
+    """Return the constexprs of kernels for a scheme of rows of num_columns columns; "" means weights that are not
+    quantised.
+
+    PACKED: "" for none, "e2m1" or "integers"; ZERO: the zero point of all tiles; UNIT: see `unit_of`.
+    """
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
-    return {"TILE_ROWS": rounding.rows, "TILE_COLUMNS": rounding.columns}
+    packed, zero, unit = "", 0, 0
+    if scheme and rounding.format.per_byte > 1:
+        packed = "e2m1" if rounding.format.values else "integers"
+        zero, unit = rounding.format.zero or 0, unit_of(rounding, num_columns)
+    return {"TILE_ROWS": rounding.rows, "TILE_COLUMNS": rounding.columns, "PACKED": packed, "ZERO": zero, "UNIT": unit}
 
 
-def decoded(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return the weights, fp32 [E, N, K], from their codes and scales. scheme: text that Rounding.parse reads."""
+def columns_of(codes: torch.Tensor, scheme: str) -> int:
+    """Return the columns of a weight from its values or codes [..., N, K]."""
+    return codes.shape[-1] * (Rounding.parse(scheme).format.per_byte if scheme else 1)
+
+
+def decoded(
+    codes_NK: torch.Tensor, scales_RC: torch.Tensor, zeros_RC: torch.Tensor | None, scheme: str
+) -> torch.Tensor:
+    """Return an expert's weight, fp32 [N, K], from its codes, scales and zero points. scheme: for Rounding.parse."""
     rounding = Rounding.parse(scheme)
-    return torch.stack([decode(*each, rounding) for each in zip(codes_ENK, scales_ERC, strict=True)])
+    if rounding.format.per_byte == 1:
+        return decode(codes_NK, scales_RC, rounding)
+    codes_NK = from_halves(codes_NK, unit_of(rounding, columns_of(codes_NK, scheme)))
+    return dequantise(codes_NK, scales_RC, rounding, zeros_RC)
 
 
-def _weight(codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, scheme: str, dtype: str) -> torch.Tensor:
-    return decoded(codes_ENK, scales_ERC, scheme).to(getattr(torch, dtype))
+def _weight(
+    codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, zeros_ERC: torch.Tensor | None, scheme: str, dtype: str
+) -> torch.Tensor:
+    zeros = [None] * len(codes_ENK) if zeros_ERC is None else zeros_ERC
+    parts = zip(codes_ENK, scales_ERC, zeros, strict=True)
+    return torch.stack([decoded(*each, scheme) for each in parts]).to(getattr(torch, dtype))
+
+
+def _fake(
+    codes_ENK: torch.Tensor, scales_ERC: torch.Tensor, zeros_ERC: torch.Tensor | None, scheme: str, dtype: str
+) -> torch.Tensor:
+    shape = *codes_ENK.shape[:-1], columns_of(codes_ENK, scheme)
+    return codes_ENK.new_empty(shape, dtype=getattr(torch, dtype))
 
 
 experts_weight = define_op(
-    "experts_weight(Tensor codes_ENK, Tensor scales_ERC, str scheme, str dtype) -> Tensor",
+    "experts_weight(Tensor codes_ENK, Tensor scales_ERC, Tensor? zeros_ERC, str scheme, str dtype) -> Tensor",
     cpu=_weight,
     cuda=_weight,
-    fake=lambda codes_ENK, scales_ERC, scheme, dtype: codes_ENK.new_empty(codes_ENK.shape, dtype=getattr(torch, dtype)),
+    fake=_fake,
 )

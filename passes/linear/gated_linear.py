@@ -1,8 +1,8 @@
 """Fuses a linear and the silu * up of its halves into one op, which is one kernel on Hopper where that is faster.
 
-Why: a separate activation costs a launch and reads the linear's output, twice as wide as the result. The kernels also
-prefetch weights before the preceding norm has ended. small_batch_linear does the same for fewer tokens. The pass runs
-after silu_mul, whose op it absorbs.
+Why: a kernel for the activation alone costs a launch, and reads the linear's output, twice as wide as the result. The
+fused kernels also prefetch weights before the preceding norm has ended. small_batch_linear does the same for fewer
+tokens. The pass runs after silu_mul, whose op it absorbs.
 
 The kernels are chosen at launch: one kernel if the device's profile measured it faster, otherwise the library's product
 and a kernel for the activation.

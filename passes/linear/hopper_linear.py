@@ -1,4 +1,4 @@
-"""Hopper's kernel for linears of up to 128 tokens: tiles, where it is fastest by the device's profile, and launch."""
+"""Hopper's kernel for linears of up to 128 tokens: when to use it (by the device's profile), its tiles, its launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | 
 
 
 def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
-    """Return the rows as TMA copies them, contiguous and starting at multiples of 16 bytes; a copy if they are not."""
+    """Return x with rows that TMA can copy: contiguous, and starting at multiples of 16 bytes.
+
+    This is x itself if its rows are like that, otherwise a copy.
+    """
     if x_TK.stride(1) != 1 or x_TK.stride(0) * x_TK.element_size() % 16 or x_TK.data_ptr() % 16:
         return x_TK.clone(memory_format=torch.contiguous_format)
     return x_TK
@@ -78,7 +81,8 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 class HopperTiles:
     """A program's tile: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up counted together.
 
-    Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns.
+    Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns. With several
+    parts, a product of the tensor cores computes that many parts of K at once, each for fewer rows.
     """
 
     groups: int  # 1 to 3
@@ -91,7 +95,7 @@ class HopperTiles:
 
     @property
     def columns(self) -> int:
-        """Columns of a stage, for 16-bit elements."""
+        """The columns of the weight that a stage holds, for 16-bit elements."""
         return columns_of_boxes(16) * self.parts * self.products
 
     @property
@@ -104,7 +108,7 @@ class HopperTiles:
         return self.groups * self.tokens * (2 * outputs + (256 if self.parts > 1 else 0))
 
     def share_of_busy(self, num_rows: int, num_sms: int) -> float:
-        """Return the average share of busy multiprocessors, with one program each at a time."""
+        """Return the average share of busy multiprocessors, if each runs one program at a time."""
         programs = cdiv(num_rows, 64 // self.parts * self.groups)
         return programs / (cdiv(programs, num_sms) * num_sms)
 
@@ -124,7 +128,10 @@ def registers_for(groups: int, columns: int) -> int:
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
-    """Return `tiles_for` with the device's profile; None if it has no profile or there are more than 128 tokens."""
+    """Return the tiles of a product by the device's profile, see `tiles_for`.
+
+    Returns None if the device has no profile, or for more than 128 tokens.
+    """
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
 
@@ -196,13 +203,13 @@ def hopper_linear(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
+    """Return linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
 
-    Weight and residual are contiguous. K is a multiple of 8, and with several parts or products of 64 times their
-    number; N is a multiple of 8, or of 16 with `gated`; T is at most the tiles' tokens.
+    Weight and residual are contiguous. K is a multiple of 8; with several parts or products, of 64 * parts * products.
+    N is a multiple of 8; with `gated`, of 16. T is at most the tiles' tokens.
 
-    scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
-    and with several parts or products of 128 times their number.
+    scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16;
+    with several parts or products, of 128 * parts * products.
 
     Raises ValueError for gate and up in four parts, which would leave a program too few rows of each.
     """

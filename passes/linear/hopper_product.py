@@ -1,4 +1,4 @@
-"""Hopper's kernel for linears of over 64 tokens: its tiles, where it is fastest by the device's profile, and launch."""
+"""Hopper's kernel for linears of over 64 tokens: when to use it (by the device's profile), its tiles, its launch."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def hopper_product(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute linear(x), [T, N], or with `gated` activation(gate) * up of its halves, [T, N / 2].
+    """Return linear(x), [T, N], or with `gated` activation(gate) * up of the linear's halves, [T, N / 2].
 
-    The weight is contiguous, K a multiple of 8, and N of 8, or of 16 with `gated`.
+    The weight is contiguous. K is a multiple of 8; N is a multiple of 8, or with `gated` of 16.
 
     scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
     and the tiles have two groups and one part of up to 128 tokens.

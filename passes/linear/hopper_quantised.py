@@ -26,6 +26,8 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
     """Return why Hopper's kernels do not support a linear; None if they do."""
     if scheme.inputs is None:
         return "its inputs are not rounded"
+    if scheme.weight.is_integer:
+        return f"its codes are {scheme.weight.element}"
     input_columns = 0 if scheme.inputs.static else scheme.inputs.columns
     if not {scheme.weight.columns, input_columns} <= {0, COLUMNS}:
         return f"its scales are not of {COLUMNS} columns or whole rows ({scheme})"

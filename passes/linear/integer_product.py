@@ -1,4 +1,4 @@
-"""Triton kernels of linears with packed integer codes, whose inputs are not rounded.
+"""Triton kernels of linears with integer codes of four or 8 bits, or codes of e2m1, whose inputs are not rounded.
 
 With few tokens a linear costs the read of its weight, so one kernel decodes the codes in registers before the tensor
 cores multiply them. With many tokens the products dominate: another kernel decodes the whole weight into memory, and
@@ -14,16 +14,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.linear.quantised_product import LEAST_COLUMNS, Tiles, step_of, store_outputs
+from compiled_engine.passes.linear.quantised_product import LEAST_COLUMNS, MOST_COLUMNS, Tiles, step_of, store_outputs
 from compiled_engine.passes.linear.small_batch_linear_tiles import weight_rows
 from compiled_engine.quantisation import LinearScheme
 
+# Element formats of the weights. Kernels read those with zero points as the ones without.
+ELEMENTS = ("int4", "uint4", "int8", "uint8", "e2m1")
+# Columns of the smallest tiles, smaller than a tensor-core product: those of NVFP4.
+FINE_COLUMNS = 16
 # The first compute capability with products of bfloat16.
 CAPABILITY = (8, 0)
 # Most tokens of the kernel that decodes in registers: from here on the products take longer than the decoded weight.
 MOST_TOKENS = 64
-# Bits of 128 in bfloat16 and of 1024 in float16.
-BITS_OF_128, BITS_OF_1024 = tl.constexpr(0x4300), tl.constexpr(0x6400)
+# Bits of 128 in bfloat16, of 1024 in float16, and of 2^23 in float32.
+BITS_OF_128, BITS_OF_1024, BITS_OF_2_23 = tl.constexpr(0x4300), tl.constexpr(0x6400), tl.constexpr(0x4B000000)
+# The code of 0 in formats without zero points, as kernels read codes: those of int8 plus 128.
+_ZEROS = {"int4": 8, "int8": 128}
 # Of the kernel that decodes a weight: rows and bytes of a program.
 _DECODED_ROWS, _DECODED_BYTES = 4, 512
 # Rows of a program that decodes words.
@@ -31,18 +37,65 @@ _WORD_ROWS = 64
 
 
 @triton.jit
-def _values(codes: tl.tensor, zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return codes of up to 7 bits minus their zeros, which is exact in each floating-point dtype.
+def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Return integer codes minus their zeros, or the values of codes of e2m1: exact in each floating-point dtype.
 
-    A conversion from integers is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024, so setting
-    the low bits adds the code.
+    The bits of e2m1 in the place of float16's are a float16 that is too small by 2^14. A conversion from integers is
+    slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32 that of 2^23, so setting the
+    low bits adds the code. Codes of 8 bits do not fit beside 128.
     """
-    if dtype == tl.float32:
-        return codes.to(tl.float32) - zeros.to(tl.float32)
+    if ELEMENT == "e2m1":
+        bits = (codes & 7).to(tl.int16) << 9 | (codes & 8).to(tl.int16) << 12
+        return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(dtype)
+    elif dtype == tl.float32 or (ELEMENT == "int8" and dtype == tl.bfloat16):
+        values = (codes.to(tl.int32) | BITS_OF_2_23).to(tl.float32, bitcast=True)
+        return (values - (zeros.to(tl.int32) | BITS_OF_2_23).to(tl.float32, bitcast=True)).to(dtype)
     else:
         BITS: tl.constexpr = BITS_OF_128 if dtype == tl.bfloat16 else BITS_OF_1024
         values = (codes.to(tl.int16) | BITS).to(dtype, bitcast=True)
         return values - (zeros.to(tl.int16) | BITS).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _scaled(
+    codes: tl.tensor, zeros: tl.tensor, scales: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """Return values times their scales, rounded to `dtype`; scales: None for the values alone."""
+    if scales is None:
+        return _values(codes, zeros, ELEMENT, dtype)
+    else:
+        return (_values(codes, zeros, ELEMENT, tl.float32) * scales).to(dtype)
+
+
+@triton.jit
+def _unsigned(codes: tl.tensor) -> tl.tensor:
+    """Return signed codes plus 128, and others as they are."""
+    if codes.dtype == tl.int8:
+        return codes.to(tl.uint8, bitcast=True) ^ 128
+    else:
+        return codes
+
+
+@triton.jit
+def _of_tiles(
+    ptr: tl.tensor,
+    first_N: tl.tensor,
+    tile: tl.tensor,
+    ROW_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    BYTES: tl.constexpr,
+) -> tl.tensor:
+    """Load values of tiles for a step of BYTES bytes: [N, 1] of one tile, [N, BYTES] of several.
+
+    first_N: of each row of ROW_TILES tiles, the first. The step has TILES tiles from `tile` on.
+    """
+    if TILES == 1:
+        return tl.load(ptr + first_N + tile)[:, None]
+    else:
+        tile_G = tile + tl.arange(0, TILES)
+        values_NG = tl.load(ptr + first_N[:, None] + tile_G[None, :], mask=(tile_G < ROW_TILES)[None, :], other=0)
+        ROWS: tl.constexpr = first_N.shape[0]
+        return tl.reshape(tl.broadcast_to(values_NG[:, :, None], [ROWS, TILES, BYTES // TILES]), [ROWS, BYTES])
 
 
 @quick_launches
@@ -61,6 +114,7 @@ def integer_product_kernel(
     K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    ELEMENT: tl.constexpr,
     ZERO: tl.constexpr,
     SILU_MUL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -72,42 +126,58 @@ def integer_product_kernel(
 ) -> None:
     """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x: [num_tokens, K]; codes: [N, K / 2], a byte has an even column in its low half; scales, zeros: one for each tile,
-    with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual: [num_tokens, num_outputs].
+    x: [num_tokens, K]; codes of ELEMENT: [N, K / PER_BYTE], of two codes in a byte the low half has the even column;
+    scales, zeros: one for each tile, with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual:
+    [num_tokens, num_outputs].
+
+    Scales of tiles of at least BLOCK_K columns multiply the sum of a step. Smaller ones multiply the weight's values,
+    which are then rounded to the dtype of x.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    HALF: tl.constexpr = BLOCK_K // 2
+    PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE
+    ROW_BYTES: tl.constexpr = K // PER_BYTE
+    ROW_TILES: tl.constexpr = (K + TILE_COLUMNS - 1) // TILE_COLUMNS
+    FINE: tl.constexpr = TILE_COLUMNS < K and TILE_COLUMNS < BLOCK_K
+    TILES: tl.constexpr = BLOCK_K // TILE_COLUMNS if FINE else 1
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     first = tl.program_id(0) * OUTPUTS
     row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
     token_T = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     mask_T = token_T < num_tokens
-    column_K, byte_B = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
-    codes_ptr_NB = codes_ptr + row_N.to(tl.int64)[:, None] * (K // 2) + byte_B[None, :]
+    column_K, byte_B = tl.arange(0, BLOCK_K), tl.arange(0, BYTES)
+    codes_ptr_NB = codes_ptr + row_N.to(tl.int64)[:, None] * ROW_BYTES + byte_B[None, :]
     x_ptr_TK = x_ptr + token_T.to(tl.int64)[:, None] * x_stride + column_K[None, :]
-    tile_N = row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS)
+    tile_N = row_N // TILE_ROWS * ROW_TILES
     if DEPENDENT_LAUNCH:
         gdc_wait()
     acc_NT = tl.zeros([ROWS, TOKENS], tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
-            codes_NB = tl.load(codes_ptr_NB + k // 2, eviction_policy="evict_first")
+            codes_NB = tl.load(codes_ptr_NB + k // PER_BYTE, eviction_policy="evict_first")
             x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None], other=0.0)
         else:
-            codes_NB = tl.load(codes_ptr_NB + k // 2, mask=(k // 2 + byte_B < K // 2)[None, :], other=0)
+            mask_B = k // PER_BYTE + byte_B < ROW_BYTES
+            codes_NB = tl.load(codes_ptr_NB + k // PER_BYTE, mask=mask_B[None, :], other=0)
             x_TK = tl.load(x_ptr_TK + k, mask=mask_T[:, None] & (k + column_K < K)[None, :], other=0.0)
-        scale_N = tl.load(scales_ptr + tile_N + k // TILE_COLUMNS)
+        scale_NB = _of_tiles(scales_ptr, tile_N, k // TILE_COLUMNS, ROW_TILES, TILES, BYTES)
         if zeros_ptr is None:
-            zero_N1 = tl.full([1, 1], ZERO, tl.uint8)
+            zero_NB = tl.full([1, 1], ZERO, tl.uint8)
         else:
-            zero_N1 = tl.load(zeros_ptr + tile_N + k // TILE_COLUMNS)[:, None]
-        even_TB, odd_TB = tl.split(tl.reshape(x_TK, [TOKENS, HALF, 2]))
-        product_NT = tl.dot(_values(codes_NB & 15, zero_N1, dtype), tl.trans(even_TB), input_precision="ieee")
-        odd_NB = _values(codes_NB >> 4, zero_N1, dtype)
-        product_NT = tl.dot(odd_NB, tl.trans(odd_TB), product_NT, input_precision="ieee")
-        acc_NT += product_NT * scale_N[:, None]
+            zero_NB = _of_tiles(zeros_ptr, tile_N, k // TILE_COLUMNS, ROW_TILES, TILES, BYTES)
+        own_NB = scale_NB if FINE else None
+        if PER_BYTE == 1:
+            w_NK = _scaled(_unsigned(codes_NB), zero_NB, own_NB, ELEMENT, dtype)
+            product_NT = tl.dot(w_NK, tl.trans(x_TK), input_precision="ieee")
+        else:
+            even_TB, odd_TB = tl.split(tl.reshape(x_TK, [TOKENS, BYTES, 2]))
+            even_NB = _scaled(codes_NB & 15, zero_NB, own_NB, ELEMENT, dtype)
+            product_NT = tl.dot(even_NB, tl.trans(even_TB), input_precision="ieee")
+            odd_NB = _scaled(codes_NB >> 4, zero_NB, own_NB, ELEMENT, dtype)
+            product_NT = tl.dot(odd_NB, tl.trans(odd_TB), product_NT, input_precision="ieee")
+        acc_NT += product_NT if FINE else product_NT * scale_NB
     y_TN = tl.trans(acc_NT)
     store_outputs(y_TN, first, num_outputs, token_T, mask_T, bias_ptr, residual_ptr, out_ptr, SILU_MUL, ACTIVATION)
 
@@ -123,6 +193,7 @@ def decode_kernel(
     K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    ELEMENT: tl.constexpr,
     ZERO: tl.constexpr,
     ROWS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -134,21 +205,26 @@ def decode_kernel(
         gdc_wait()
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     byte_B = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    mask_NB = (row_N < num_rows)[:, None] & (byte_B < K // 2)[None, :]
-    codes_NB = tl.load(codes_ptr + row_N.to(tl.int64)[:, None] * (K // 2) + byte_B[None, :], mask=mask_NB, other=0)
+    PER_BYTE: tl.constexpr = 1 if ELEMENT == "int8" else 2
+    ROW_BYTES: tl.constexpr = K // PER_BYTE
+    mask_NB = (row_N < num_rows)[:, None] & (byte_B < ROW_BYTES)[None, :]
+    codes_NB = tl.load(codes_ptr + row_N.to(tl.int64)[:, None] * ROW_BYTES + byte_B[None, :], mask=mask_NB, other=0)
     tile_NB = (row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS))[:, None]
-    tile_NB += (byte_B // (TILE_COLUMNS // 2))[None, :]
+    tile_NB += (byte_B // (TILE_COLUMNS // PER_BYTE))[None, :]
     scale_NB = tl.load(scales_ptr + tile_NB, mask=mask_NB, other=0.0)
     if zeros_ptr is None:
         zero_NB = tl.full([1, 1], ZERO, tl.uint8)
     else:
         zero_NB = tl.load(zeros_ptr + tile_NB, mask=mask_NB, other=0)
-    even_NB = _values(codes_NB & 15, zero_NB, tl.float32) * scale_NB
-    odd_NB = _values(codes_NB >> 4, zero_NB, tl.float32) * scale_NB
-    column_K = tl.program_id(1) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    if PER_BYTE == 1:
+        w_NK = _scaled(_unsigned(codes_NB), zero_NB, scale_NB, ELEMENT, tl.float32)
+    else:
+        even_NB = _scaled(codes_NB & 15, zero_NB, scale_NB, ELEMENT, tl.float32)
+        w_NK = tl.interleave(even_NB, _scaled(codes_NB >> 4, zero_NB, scale_NB, ELEMENT, tl.float32))
+    column_K = tl.program_id(1) * (PER_BYTE * BYTES) + tl.arange(0, PER_BYTE * BYTES)
     mask_NK = (row_N < num_rows)[:, None] & (column_K < K)[None, :]
     out_ptr_NK = out_ptr + row_N.to(tl.int64)[:, None] * K + column_K[None, :]
-    tl.store(out_ptr_NK, tl.interleave(even_NB, odd_NB).to(out_ptr.dtype.element_ty), mask=mask_NK)
+    tl.store(out_ptr_NK, w_NK.to(out_ptr.dtype.element_ty), mask=mask_NK)
 
 
 @quick_launches
@@ -183,7 +259,7 @@ def decode_words_kernel(
         zero_N = tl.load(zeros_ptr + block * num_rows + row_N, mask=mask_N, other=0)
     out_ptr_NW = out_ptr + row_N.to(tl.int64)[:, None] * K + block * 128 + word_W[None, :]
     for i in tl.static_range(8):
-        values_NW = _values((words_NW >> (4 * i)) & 15, zero_N[:, None], tl.float32) * scale_N[:, None]
+        values_NW = _values((words_NW >> (4 * i)) & 15, zero_N[:, None], "int4", tl.float32) * scale_N[:, None]
         tl.store(out_ptr_NW + 16 * i, values_NW.to(out_ptr.dtype.element_ty), mask=mask_N[:, None])
 
 
@@ -191,9 +267,14 @@ def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str
     """Return why plain torch must compute a linear; None if the kernels can."""
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of bfloat16"
-    if not step_of(scheme):
+    if not columns_of_step(scheme):
         return f"its scales are of columns that are no multiple of {LEAST_COLUMNS} ({scheme})"
     return None
+
+
+def columns_of_step(scheme: LinearScheme) -> int:
+    """Return the columns of a step: several of the smallest tiles, else see step_of; 0 if the kernels do not serve."""
+    return MOST_COLUMNS if scheme.weight.columns == FINE_COLUMNS else step_of(scheme)
 
 
 def choose_tiles(num_tokens: int, num_rows: int) -> Tiles:
@@ -237,12 +318,13 @@ def launch(
         K=k,
         TILE_ROWS=rounding.rows or num_rows,
         TILE_COLUMNS=rounding.columns or k,
-        ZERO=rounding.format.zero or 0,
+        ELEMENT=rounding.element.removeprefix("u"),
+        ZERO=_ZEROS.get(rounding.element, 0),
         SILU_MUL=silu_mul,
         ACTIVATION=activation,
         TOKENS=tiles.tokens,
         ROWS=tiles.rows,
-        BLOCK_K=step_of(scheme),
+        BLOCK_K=columns_of_step(scheme),
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
         enable_fp_fusion=True,
@@ -280,17 +362,19 @@ def decode_weight(
 ) -> torch.Tensor:
     """Return the weight's values [N, K], computed in fp32 and rounded to `dtype`. Pairs of columns share a scale."""
     (num_rows, num_bytes), rounding = codes_NB.shape, scheme.weight
-    out_NK = torch.empty((num_rows, 2 * num_bytes), dtype=dtype, device=codes_NB.device)
+    per_byte = rounding.format.per_byte
+    out_NK = torch.empty((num_rows, per_byte * num_bytes), dtype=dtype, device=codes_NB.device)
     decode_kernel[(cdiv(num_rows, _DECODED_ROWS), cdiv(num_bytes, _DECODED_BYTES))](
         codes_NB,
         scales_RC,
         zeros_RC,
         out_NK,
         num_rows,
-        K=2 * num_bytes,
+        K=per_byte * num_bytes,
         TILE_ROWS=rounding.rows or num_rows,
-        TILE_COLUMNS=rounding.columns or 2 * num_bytes,
-        ZERO=rounding.format.zero or 0,
+        TILE_COLUMNS=rounding.columns or per_byte * num_bytes,
+        ELEMENT=rounding.element.removeprefix("u"),
+        ZERO=_ZEROS.get(rounding.element, 0),
         ROWS=_DECODED_ROWS,
         BYTES=_DECODED_BYTES,
         **dependent_launch(codes_NB.device),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from compiled_engine.passes.framework.graph_inputs import is_parameter
+from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.matching import arg, aten, emit, emit_named, is_call, named
 from compiled_engine.passes.framework.op_library import PLAIN, QUANTISED, QUANTISED_PARAMETERS, declaration_of
+from compiled_engine.passes.framework.parameter import Parameter
 from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.quantisation import LinearScheme
 
@@ -25,7 +26,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 @dataclass(frozen=True)
 class Quantised:
-    """The other tensors of a quantised weight, besides its codes, and the scheme. The tensors are parameters."""
+    """The parameters that a quantised weight has besides its codes, and its scheme."""
 
     scales: fx.Node
     zeros: fx.Node | None
@@ -35,14 +36,14 @@ class Quantised:
 
     @property
     def parameters(self) -> dict[str, fx.Node]:
-        """The existing tensors, by the op's argument names."""
+        """The parameters that are not None, by the op's argument names."""
         found = {"scales_RC": self.scales, "zeros_RC": self.zeros, "input_scale_1": self.input_scale}
         found["columns_1K"] = self.columns
         return {name: node for name, node in found.items() if node is not None}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The op's arguments for the quantised weight."""
+        """The arguments of quantised_linear that describe the weight: its parameters, and the scheme as text."""
         return {**self.parameters, "scheme": str(self.scheme)}
 
 
@@ -65,7 +66,7 @@ class Linear:
 
     @property
     def parameters(self) -> list[fx.Node]:
-        """All operands besides x."""
+        """All operands of the call besides x."""
         beside = self.quantised.parameters.values() if self.quantised else ()
         return [self.weight, *beside, *([] if self.bias is None else [self.bias])]
 
@@ -118,7 +119,10 @@ def _transposed(matrix: object) -> fx.Node | None:
 def emit_linear(
     graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None, quantised: Quantised | None = None
 ) -> fx.Node:
-    """Emit a linear at the graph's insertion point, plain without `quantised`."""
+    """Emit a linear at the graph's insertion point and return it.
+
+    quantised: given if `weight` holds the codes of a quantised weight.
+    """
     if quantised is not None:
         arguments = {"x_TK": x, "codes_NK": weight, "bias_N": bias, "zeros_RC": None, "input_scale_1": None}
         return emit_named(graph, torch.ops.compiled_engine.quantised_linear.default, arguments | quantised.arguments)
@@ -130,7 +134,7 @@ def emit_linear(
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """x @ weight^T + bias for each expert."""
+    """A batched product that computes x @ weight^T + bias for each expert."""
 
     x: fx.Node
     weight: fx.Node  # parameter [E, N, K], or [E, K, N] if transposed, or a call of experts_weight, [E, N, K]
@@ -140,7 +144,10 @@ class ExpertsLinear:
 
 
 def experts_linear_of(value: Any) -> ExpertsLinear | None:
-    """Return the linear of each expert that a batched product computes, with the bias added to it; otherwise None."""
+    """Return the linear of each expert that a value is the result of, otherwise None.
+
+    The value is a batched product, or the sum of a batched product and a bias.
+    """
     bias = None
     if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
         for product, row in (value.args, value.args[::-1]):
@@ -157,8 +164,31 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
     return ExpertsLinear(x, weight, False, bias, matrix) if weight is not None and is_weight else None
 
 
+def is_by_columns(node: fx.Node) -> bool:
+    """Return whether an expert matrix is [E, K, N]: products read it as it is."""
+    return any(is_call(user, aten.bmm.default) for user in node.users)
+
+
+def by_rows(node: fx.Node) -> Parameter:
+    """Return the description of an expert matrix as [E, N, K], in which it is in memory."""
+    weight = parameter_of(node)
+    if not is_by_columns(node):
+        return weight
+    shard = weight.shard
+    if shard is not None:
+        shard = replace(shard, whole=_swapped(shard.whole), dim={None: None, 0: 0, 1: 2, 2: 1}[shard.dim])
+    return replace(weight, shape=_swapped(weight.shape), shard=shard)
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[0], shape[2], shape[1]
+
+
 def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
-    """Return the linear, or the experts' linear without its bias, that a call computes with a weight stored by rows."""
+    """Return the linear, or the experts' linear without its bias, that a call computes; otherwise None.
+
+    An experts' linear is only returned if its weight is a parameter stored as [E, N, K].
+    """
     if not is_call(node, aten.bmm.default):
         return linear_of(node)
     found = experts_linear_of(node)
@@ -166,9 +196,9 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
 
 
 def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:
-    """Count for each value of tokens the weight matrices [N, K] that multiply it; contracts use these counts.
+    """Count the weight matrices [N, K] that multiply each value [T, K]; contracts use these counts.
 
-    counts: whether a parameter is counted. Every op that reads such a matrix and a value of tokens counts, whether
+    counts: returns whether a parameter is counted. Every op that reads such a matrix and a value counts, whether
     `linear_of` recognises it or not. An op that takes weight^T but reads a parameter directly has a matrix [K, N], as
     in GPT-2, and does not count.
     """

@@ -2,10 +2,11 @@
 
 Why: in decode steps a linear costs about the read of its weights plus a launch, and one large matrix uses memory
 bandwidth better than several small ones. Weights are packed before loading: the loader writes each into its slice,
-without copies. silu_mul needs gate and up merged, so these are kept apart from other linears of the same input, such as
-attention's in parallel blocks.
+without copies. silu_mul needs gate and up merged, so gate and up are kept apart from other linears of the same input,
+such as attention's in parallel blocks.
 
-Quantised weights have codes and scales packed. Scales are repeated where row tiles differ, so nothing is rounded again.
+Of quantised weights, codes and scales are packed. Where the weights' tiles differ in rows, scales are repeated, so
+nothing is rounded again.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def _obstacle(group: list[Linear]) -> str | None:
 
 
 def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Split off the two linears of a gated product; returns the groups that have several linears."""
+    """Separate the two linears of a gated product from the other linears of the group.
+
+    Returns those of the resulting groups that have several linears.
+    """
     for gate in group:
         activation: Any = only_user(gate.node)
         product = only_user(activation) if is_call(activation, *ACTIVATIONS) else None
@@ -98,7 +102,7 @@ def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
 
 
 def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Group the linears by weight format and scheme; the rows of their tiles may differ."""
+    """Group the linears by weight format and scheme. Schemes in a group may differ in the rows of their tiles."""
     found: dict[Any, list[Linear]] = defaultdict(list)
     for linear in group:
         scheme = linear.quantised and linear.quantised.scheme
@@ -141,7 +145,10 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Return the merged scales, zeros, input scale and order of columns; None for plain weights."""
+    """Return the merged scales, zero points, input scale and order of columns.
+
+    Returns None for weights that are not quantised.
+    """
     if not group:
         return None
     rows = math.gcd(*(each.scheme.weight.rows for each in group))
@@ -160,7 +167,10 @@ def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | Non
 
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None = None) -> fx.Node:
-    """Insert a placeholder for the parameters concatenated along dimension 0. repeats: of each parameter's rows."""
+    """Insert a placeholder for the parameters concatenated along dimension 0.
+
+    repeats: for each parameter, how often each of its rows is repeated; None for no repetition.
+    """
     members = [parameter_of(parameter) for parameter in parameters]
     name = _packed_name(tuple(member.name for member in members))
     values = [parameter.meta["val"] for parameter in parameters]

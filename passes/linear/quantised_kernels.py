@@ -30,7 +30,7 @@ from compiled_engine.passes.linear.hopper_quantised import (
     why_not_on_hopper,
 )
 from compiled_engine.passes.linear.quantised_product import Scaling
-from compiled_engine.passes.linear.round_inputs import CAPABILITY, capability_of
+from compiled_engine.passes.linear.round_inputs import capability_of, why_no_products
 from compiled_engine.passes.linear.silu_mul import launch as silu_mul_launch
 from compiled_engine.passes.norm import rms_norm
 from compiled_engine.quantisation import LinearScheme
@@ -74,14 +74,12 @@ def choose(
     """
     if in_words:
         return Choice(HOPPER_INTEGERS if num_tokens <= hopper_integers.MOST_TOKENS else DECODED)
-    if scheme.weight.is_integer:
+    if scheme.inputs is None and scheme.weight.element in integer_product.ELEMENTS:
         obstacle = integer_product.why_not_by_kernels(capability, scheme)
         if obstacle is not None:
             return Choice(TORCH, obstacle)
         return Choice(INTEGERS if num_tokens <= integer_product.MOST_TOKENS else DECODED)
-    if capability < CAPABILITY:
-        return Choice(TORCH, f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8")
-    reason = why_not_by_kernels(k, scheme)
+    reason = why_no_products(capability, scheme.weight) or why_not_by_kernels(k, scheme)
     if reason is not None:
         return Choice(TORCH, reason)
     is_hopper, many = capability[0] == 9, num_tokens > MOST_FEW
@@ -112,6 +110,8 @@ def library_obstacle(k: int, num_rows: int, scheme: LinearScheme, dtype: torch.d
     """Return why torch._scaled_mm does not support a linear; None if it does."""
     if scheme.inputs is None:
         return "its inputs are not rounded"
+    if scheme.weight.is_integer:
+        return "it multiplies no integers"
     if (scheme.weight.rows, scheme.weight.columns) != (1, 0) or (scheme.inputs.columns and not scheme.inputs.static):
         return f"its scales are not of whole rows ({scheme})"
     if k % 16 or num_rows % 16:

@@ -1,8 +1,9 @@
 """Triton kernel of a quantised linear for any number of tokens, on tensor cores.
 
-Tensor cores sum 8-bit products with fewer bits, so the products of each step of columns are added in fp32. Block scales
-are applied there, row scales at the end. The kernel runs where Hopper's faster kernels do not: other GPUs, sizes that
-TMA cannot copy, inputs that are not rounded.
+Tensor cores sum products of e4m3 with fewer bits, so the products of each step of columns are added in fp32. Products
+of int8 are summed exactly, in int32. Block scales are applied to the sum of a step, row scales at the end. The kernel
+runs where Hopper's faster kernels do not: other GPUs, integers, sizes that TMA cannot copy, inputs that are not
+rounded.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def quantised_product_kernel(
     EVEN: tl.constexpr = K % BLOCK_K == 0
     BY_STEP: tl.constexpr = TILE_COLUMNS < K or INPUT_COLUMNS < K
     ROUNDED: tl.constexpr = input_scales_ptr is not None
+    INTEGERS: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    SUM: tl.constexpr = tl.int32 if INTEGERS and not BY_STEP else tl.float32
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     first = tl.program_id(0) * OUTPUTS
     row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
@@ -135,7 +138,7 @@ def quantised_product_kernel(
     scales_ptr_N = scales_ptr + row_N // TILE_ROWS * ((K + TILE_COLUMNS - 1) // TILE_COLUMNS)
     if DEPENDENT_LAUNCH:
         gdc_wait()
-    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
+    acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], SUM)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if EVEN:
             w_NK = tl.load(w_ptr_NK + k, eviction_policy="evict_first")
@@ -147,18 +150,20 @@ def quantised_product_kernel(
             w_NK = w_NK.to(x_TK.dtype)
         left, right = (w_NK, x_TK) if ROWS_FIRST else (x_TK, w_NK)
         if BY_STEP:
-            product = tl.dot(left, tl.trans(right), input_precision="ieee")
+            product = tl.dot(left, tl.trans(right), input_precision="ieee").to(tl.float32)
             scale_N = tl.load(scales_ptr_N + k // TILE_COLUMNS)
             if ROUNDED:
                 scales_ptr_T = input_scales_ptr + k // INPUT_COLUMNS * input_stride + token_T
                 scale_T = tl.load(scales_ptr_T, mask=mask_T, other=0.0)
                 product *= scale_T[None, :] if ROWS_FIRST else scale_T[:, None]
             acc += product * (scale_N[:, None] if ROWS_FIRST else scale_N[None, :])
+        elif INTEGERS:
+            acc = tl.dot(left, tl.trans(right), acc, out_dtype=tl.int32)
         elif ROUNDED:
             acc = tl.dot(left, tl.trans(right), acc, max_num_imprecise_acc=BLOCK_K)
         else:
             acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-    y_TN = tl.trans(acc) if ROWS_FIRST else acc
+    y_TN = (tl.trans(acc) if ROWS_FIRST else acc).to(tl.float32)
     if not BY_STEP:
         y_TN *= tl.load(scales_ptr_N)[None, :]
         if ROUNDED:

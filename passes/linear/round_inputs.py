@@ -36,8 +36,10 @@ MOST_COLUMNS = 1 << 16
 FEW_TOKENS, PART_COLUMNS, LEAST_PART = 1024, 4096, 1024
 # Tokens of the products' smallest and largest tiles.
 LEAST_TILE, MOST_TILE = 8, 128
-# The first compute capability with e4m3.
-CAPABILITY = (8, 9)
+# The first compute capability whose tensor cores multiply codes, by element format.
+CAPABILITIES = {"e4m3": (8, 9), "int8": (8, 0)}
+# Adding 1.5 * 2^23 to a float32 of a smaller magnitude leaves no fraction: it rounds to the nearest, ties to even.
+_WITHOUT_FRACTION = tl.constexpr(12582912.0)
 
 # Cached, as asking costs the host more than a lookup.
 capability_of = cache(torch.cuda.get_device_capability)
@@ -51,7 +53,22 @@ def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.con
     scale: a scalar, or one scale per value.
     """
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    clamped = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if dtype == tl.int8:
+        clamped = (clamped + _WITHOUT_FRACTION) - _WITHOUT_FRACTION
+    return clamped.to(dtype)
+
+
+@triton.jit
+def magnitude(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return |x| for the scale of codes in `dtype`; for integers, which have no NaN, infinity in place of NaN.
+
+    Products with an infinite scale are NaN.
+    """
+    if dtype == tl.int8:
+        return tl.where(tl.abs(x) <= float("inf"), tl.abs(x), float("inf"))
+    else:
+        return tl.abs(x)
 
 
 @triton.jit
@@ -94,7 +111,7 @@ def store_rounded(
     elif static_ptr is not None:
         scale_G = tl.load(static_ptr + tl.zeros_like(offset_G))
     else:
-        scale_G = scale_of(tl.max(tl.abs(x_GC), 1), LARGEST, SMALLEST)
+        scale_G = scale_of(tl.max(magnitude(x_GC, codes_ptr.dtype.element_ty), 1), LARGEST, SMALLEST)
     codes_GC = rounded(x_GC, scale_G[:, None], LARGEST, codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + token * K + column_K, tl.reshape(codes_GC, [GROUPS * COLUMNS]), mask=column_K < K)
     if row_scale is None:
@@ -216,7 +233,8 @@ def round_parts_kernel(
     elif WHOLE:
         largest_P = tl.zeros([PART], tl.float32)
         for first in tl.static_range(0, K, PART):
-            largest_P = tl.maximum(largest_P, tl.abs(_part_of_row(x_ptr, first, K, PART, ACTIVATION)))
+            x_P = _part_of_row(x_ptr, first, K, PART, ACTIVATION)
+            largest_P = tl.maximum(largest_P, magnitude(x_P, codes_ptr.dtype.element_ty))
         row_scale = scale_of(tl.max(largest_P, 0), LARGEST, SMALLEST)
         tl.store(scales_ptr + token, row_scale)
     for first in tl.static_range(0, K, PART):
@@ -313,10 +331,15 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
     """Return why plain torch must round rows of k columns on a device; None if the kernels can round them."""
-    capability = capability_of(device) if device.type == "cuda" else CAPABILITY
-    if capability < CAPABILITY:
-        return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of FP8"
-    return columns_obstacle(k, rounding)
+    missing = None if device.type != "cuda" else why_no_products(capability_of(device), rounding)
+    return columns_obstacle(k, rounding) if missing is None else missing
+
+
+def why_no_products(capability: tuple[int, int], rounding: Rounding) -> str | None:
+    """Return why a GPU cannot multiply such codes; None if it can."""
+    if capability >= CAPABILITIES[rounding.element]:
+        return None
+    return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of {rounding.element}"
 
 
 def launch(

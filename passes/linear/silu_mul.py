@@ -1,6 +1,7 @@
-"""Computes silu(gate) * up, or gelu(gate) * up, in one kernel that reads both halves of one linear in place.
+"""Computes silu(gate) * up, or gelu(gate) * up, in one kernel that reads gate and up from one linear's result.
 
-Why: one pass over the model's widest activation, one launch. For few tokens, small_batch_linear absorbs the op.
+Why: the model's widest activation is read once, and there is one launch. For few tokens, small_batch_linear absorbs the
+op.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FEW_TOKENS = 128
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return activation(gate), rounded to the dtype, times up. Both and the result are fp32."""
+    """Return activation(gate), rounded to the dtype, times up. gate, up and the result are fp32."""
     if ACTIVATION == "silu":
         activated = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
@@ -57,7 +58,7 @@ def silu_mul_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """activation(gate) * up: program (token, block of BLOCK columns).
+    """Write activation(gate) * up. Program (token, block of BLOCK columns).
 
     gate_up_ptr: [T, 2 * WIDTH], gate and up of each row; out_ptr: [T, WIDTH].
     """
@@ -74,14 +75,14 @@ def silu_mul_kernel(
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply silu, gelu, or gelu_tanh, the tanh approximation of gelu."""
+    """Apply an activation by name: silu, gelu, or gelu_tanh (the tanh approximation of gelu)."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def reference(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Return the activation of the left half of each row, times the right half."""
+    """Return the activation of the left half of each row, times the right half: [T, 2 I] -> [T, I]."""
     gate_TI, up_TI = gate_up_TI2.chunk(2, dim=-1)
     return activate(gate_TI, activation) * up_TI
 

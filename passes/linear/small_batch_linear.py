@@ -1,5 +1,7 @@
-"""Turns each linear of a small batch into one kernel that reads the weight at memory bandwidth, fused with its
-neighbours: the norm before it, and the silu * up or residual add after it. Experts are fused in the same way.
+"""Turns each linear of a small batch into one kernel that reads the weight at memory bandwidth.
+
+The kernel also computes the linear's neighbours: the norm before it, and the silu * up or residual add after it.
+Experts are fused in the same way.
 
 Why: with few tokens a linear costs the read of its weight; most of a decode step is the overhead of general matrix
 products and of the launches around them. The pass runs last, as it absorbs the ops of residual_rms_norm and silu_mul.
@@ -77,9 +79,10 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """Absorb norms that only linears read into these linears, and the sum before a norm into the linear before it.
+    """Move each norm that only linears read into these linears, and the sum before the norm into the linear before it.
 
-    Returns replacements: of sums that no linear could absorb, by separate additions, and of experts that changed.
+    The experts op counts as a linear. Returns replacements, old value -> new value: a sum that no linear could take
+    becomes an addition, and an experts op that changed is emitted anew.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -128,7 +131,10 @@ def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> boo
 def _take_in_norm(
     linears: dict[fx.Node, _Fused], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
 ) -> None:
-    """Make the user of a norm compute it. norm: the arguments of the norm's op."""
+    """Make `user`, a linear or the experts op, compute the norm of its input itself.
+
+    norm: the arguments of the norm's op.
+    """
     x, weight = norm["x_TD"], norm["weight_D"]
     how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}
     if user in linears:
@@ -147,7 +153,10 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 
 
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Replace the linear's result by the op. new: earlier replacements, old value -> new value."""
+    """Emit the op in place of the linear and its fused neighbours, and return it.
+
+    new: earlier replacements, old value -> new value.
+    """
     arguments = {
         "x_TK": new.get(fused.x, fused.x),
         "weight_NK": fused.linear.weight,

@@ -29,7 +29,7 @@ def finish(
 ) -> None:
     """Finish a product and store it: activation(y) * up, or residual + y, rounded where the textbook code rounds.
 
-    y, up: float32; offsets, mask, residual: of their shape, offsets into out_ptr.
+    y, up: float32. offsets (into out_ptr), mask and residual have their shape.
     SILU_MUL: use `up`. RESIDUAL: use `residual`, which callers load along with the product's operands if tokens are
         few, to avoid a wait at the end.
     """
@@ -54,7 +54,7 @@ def rows_of(
 ) -> tl.tensor:
     """Load [N, BLOCK_K] of the weight: the rows row_N, from column k on; zeros beyond the weight's edges.
 
-    w_ptr: [num_rows, K]. The weight is read once, so it is evicted first.
+    w_ptr: [num_rows, K]. Each element is read once, so caches may evict it first.
     """
     column_K = k + tl.arange(0, BLOCK_K)
     pointers_NK = w_ptr + row_N[:, None].to(tl.int64) * K + column_K[None, :]

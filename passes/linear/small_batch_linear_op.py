@@ -59,8 +59,8 @@ class Tiles:
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
     """Return the tiles of a [num_tokens, k] x [num_rows, k] product. silu_mul: num_rows counts gate and up together.
 
-    They were measured on the device with this name. For other devices they follow a rule found on an NVIDIA H200, with
-    less than 100 KiB of shared memory.
+    The tiles are those measured on the device with this name. Where nothing was measured, they follow a rule found on
+    an NVIDIA H200, which needs less than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -125,7 +125,7 @@ def on_cpu(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """Compute `reference`, in C++ if there is a kernel."""
+    """Compute `reference`, by the C++ kernel if it supports the case."""
     before = x_TK, weight_NK, bias_N, norm_weight_K, eps, residual_TM
     out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
     return reference(*before, silu_mul, activation, norm_offset, norm_wide) if out_TM is None else out_TM

@@ -27,7 +27,10 @@ WIDTH = gl.constexpr(8)
 def _asked_for(  # type: ignore[no-untyped-def]
     tiles, w_ptr, offsets_GKN, step: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Return the tiles, with the weight tile of a step appended if the step exists. Its load is issued, not awaited."""
+    """Return the tiles, with the weight tile of a step appended if the step exists.
+
+    The tile's load is issued, but not awaited.
+    """
     if step < STEPS:
         tiles = tiles + (gl.load(w_ptr + (offsets_GKN + step * STEP), eviction_policy="evict_first"),)  # noqa: RUF005
     return tiles

@@ -18,9 +18,10 @@ from compiled_engine.passes.linear.small_batch_linear_gemv import finish
 
 @triton.jit
 def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
-    """Return the weight's ROWS rows for the outputs from `first` on; past the last output, the last row repeats.
+    """Return the indices of the weight's ROWS rows for the outputs from `first` on.
 
-    With SILU_MUL the weight has num_outputs rows of gate, then as many of up; here each gate row precedes its up row.
+    Past the last output, the last row repeats. With SILU_MUL the weight has num_outputs rows of gate, then as many of
+    up; here each gate row precedes its up row.
     """
     row_N = tl.arange(0, ROWS)
     if SILU_MUL:
@@ -31,7 +32,10 @@ def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SI
 
 @triton.jit
 def _ask_into_l2(ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Prefetch num_bytes from ptr on into the L2 cache, by one thread and without waiting; both are multiples of 16."""
+    """Prefetch num_bytes from ptr on into the L2 cache, by one thread and without waiting.
+
+    ptr and num_bytes are multiples of 16.
+    """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -151,7 +155,7 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store a split's partial sums [TOKENS, ROWS]; return whether this split is the last of its tile.
+    """Store a split's partial sums [TOKENS, ROWS]; return whether this split is the last of its tile to finish.
 
     partial_ptr_TN: pointers to the partial sums of the tile's first split. counter_ptr: int32, 0 before and after the
     launch.
@@ -211,8 +215,8 @@ def few_tokens_kernel(
 ) -> None:
     """Linear fused with its neighbours, see small_batch_linear_op.reference, for a few tokens.
 
-    Program (rows, split, tokens): ROWS rows of the weight times TOKENS tokens, over one of SPLIT_K parts of K. The last
-    split of a tile to finish adds the others' sums and writes the results.
+    Program (rows, split, tokens) multiplies ROWS rows of the weight by TOKENS tokens, over one of SPLIT_K parts of K.
+    The last split of a tile to finish adds the sums of all its splits and writes the results.
 
     x_ptr: [num_tokens, K], rows x_stride apart; w_ptr: [N, K]; bias_ptr: [N]; norm_weight_ptr: [K].
     residual_ptr, out_ptr: [num_tokens, num_outputs].

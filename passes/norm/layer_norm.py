@@ -1,7 +1,8 @@
-"""Fuses LayerNorm, and the residual add before it if there is one, into one kernel that returns both results.
+"""Fuses LayerNorm, and the residual add before it if there is one, into one kernel that returns norm and sum.
 
-Why: as with residual_rms_norm, both read and write the hidden state. Inductor finds the same fusion, but its kernel
-cannot start before the previous one has ended, which is most of its time in small batches.
+Why: as with residual_rms_norm, the add and the norm each read and write the hidden state. Inductor finds the same
+fusion, but its kernel cannot start before the previous one has ended, and this wait is most of its time in small
+batches.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def layer_norm_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """LayerNorm of x, or of x plus a residual: program (token) writes a row of the norm, and of the sum.
+    """Write LayerNorm of x, or of x plus a residual; with a residual, also the sum. Program (token) writes a row.
 
     x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr, bias_ptr: [HIDDEN_SIZE].
     residual_ptr, weight_ptr and bias_ptr may be None; without a residual, sum_ptr is not written.
@@ -84,7 +85,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (LayerNorm(x + residual) * weight + bias, x + residual).
 
-    Without weight or bias that operation is left out; without a residual the sum is empty.
+    Without a weight there is no multiplication, and without a bias no addition. Without a residual the first result is
+    of x, and the second is empty.
     """
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     normed_TD = torch.nn.functional.layer_norm(total_TD, (x_TD.shape[-1],), weight_D, bias_D, eps)
@@ -160,7 +162,7 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the LayerNorm that this root belongs to, which is computed op by op; None if there is none."""
+    """Fuse the LayerNorm, computed op by op, that this rsqrt belongs to; None if it belongs to no LayerNorm."""
     scaled: Any = only_user(rsqrt)
     centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
     if not is_deviation(centred) or centred.meta["val"].dim() != 2:

@@ -33,7 +33,7 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """(eps, offset, wide)."""
+        """The fields (eps, offset, wide)."""
         return self.eps, self.offset, self.wide
 
 
@@ -153,7 +153,7 @@ def _is_from_mean(value: Any, wide: fx.Node) -> bool:
 
 
 def is_deviation(value: Any) -> bool:
-    """Return whether the value is a difference, like that from the mean in a LayerNorm."""
+    """Return whether the value is a difference; in a norm it is the difference from the mean, as in LayerNorm."""
     return is_call(value, aten.sub.Tensor)
 
 

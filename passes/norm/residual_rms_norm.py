@@ -1,7 +1,9 @@
-"""Fuses a residual add and the RMSNorm after it into one kernel that returns both; includes a norm of the added value.
+"""Fuses a residual add and the RMSNorm after it into one kernel, which returns the norm and the sum.
 
-Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch. Inductor finds the same
-fusion with two loops over the row; this kernel keeps the row in registers. Gemma norms the added value. For few tokens,
+An RMSNorm of the value that is added to the residual, as in Gemma, becomes part of the kernel too.
+
+Why: the add and the norm each read and write the hidden state, so one kernel halves the traffic and saves a launch.
+Inductor finds the same fusion with two loops over the row; this kernel keeps the row in registers. For few tokens,
 small_batch_linear absorbs both ops.
 """
 
@@ -50,10 +52,10 @@ def residual_rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Add the residual to x and norm the sum: program (token) writes a row of both.
+    """Add the residual to x and norm the sum. Program (token) writes a row of the sum and a row of the norm.
 
     x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr: [HIDDEN_SIZE]. inner_weight_ptr:
-    [HIDDEN_SIZE], norm x with it before the addition; or None. OFFSET, WIDE: see rms_norm.normed.
+    [HIDDEN_SIZE], x is normed with it before the addition; or None. OFFSET, WIDE: see rms_norm.normed.
     """
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
@@ -87,7 +89,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (RMSNorm(x + residual) * (offset + weight), x + residual), [T, D] each.
 
-    inner_weight_D: norm x with this weight before the addition. offset, wide: of both norms, see rms_norm.
+    inner_weight_D: x is normed with this weight before the addition, unless it is None. offset, wide: of both norms,
+    see rms_norm.reference.
     """
     if inner_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, inner_weight_D, eps, offset, wide)
@@ -153,7 +156,7 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the RMSNorm that this root belongs to and the addition before it; None if there is no such norm."""
+    """Fuse the RMSNorm that this rsqrt belongs to and the addition before it; None if there is no such norm."""
     scaled: Any = user_through_cast(rsqrt)
     if not is_call(scaled, aten.mul.Tensor):
         return None
@@ -188,7 +191,11 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
 def _with_inner_norm(
     total: fx.Node, x: fx.Node, residual: fx.Node, norm: Norm
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """Return (x, residual, inner weight): if an addend is a norm like that of the sum, x is that norm's input."""
+    """Return (x, residual, inner weight), where x is the input of the addend's norm, if there is one.
+
+    An addend's norm counts if its eps, offset and rounding are those of the sum's norm. Without one, the inner weight
+    is None.
+    """
     for normed, other in ((x, residual), (residual, x)):
         inner = norm_of(normed)
         if inner is not None and not inner.centred and only_user(normed) is total and inner.how == norm.how:

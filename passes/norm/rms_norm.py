@@ -1,4 +1,4 @@
-"""Replaces RMSNorms that do not follow a residual sum by one kernel: a model's first norm, and any that remain.
+"""Replaces each RMSNorm that does not follow a residual sum by one kernel: a model's first norm, and any that remain.
 
 Why: the norm is one read and one write of the hidden state. Inductor generates an equivalent kernel; with the pass, the
 first piece has no pointwise op left and needs no compilation.
@@ -40,7 +40,7 @@ def normed(
 ) -> tl.tensor:
     """Return RMSNorm(x) * (weight + OFFSET) of a row, in `dtype`. x_K, weight_K: fp32, zeros from K on.
 
-    WIDE: round once, after the weight; otherwise also before it.
+    WIDE: round once, after the multiplication by the weight; otherwise also before it.
     """
     normed_K = x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / K + eps)
     if not WIDE:
@@ -64,7 +64,7 @@ def rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """RMSNorm(x) * (weight + OFFSET): program (token) computes a row, rounded where the model rounds.
+    """Write RMSNorm(x) * (weight + OFFSET), rounded where the model rounds. Program (token) computes a row.
 
     x_ptr: [T, K], rows x_stride apart; weight_ptr: [K]; out_ptr: [T, K], contiguous. OFFSET, WIDE: see `normed`.
     BLOCK_K: K rounded up to a power of two.
@@ -89,7 +89,8 @@ def reference(
 ) -> torch.Tensor:
     """Return RMSNorm(x) * (offset + weight) over the last dimension of x, with the norm in fp32 as in the models.
 
-    wide: multiply by the weight in fp32 and round after it (Gemma), otherwise round before it (Llama).
+    wide: multiply by the weight in fp32 and round the product (Gemma); otherwise round before the multiplication
+    (Llama).
     """
     x_fp32 = x.float()
     normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)

@@ -56,15 +56,15 @@ def all_reduce_residual_rms_norm_kernel(
     LARGEST: tl.constexpr = 0.0,
     SMALLEST: tl.constexpr = 0.0,
 ) -> None:
-    """All-reduce a row, add the residual and norm the sum: program (token) writes a row of both.
+    """All-reduce a row, add the residual and norm the sum. Program (token) writes a row of the sum and of the norm.
 
-    It writes the row to the other ranks' buffers, waits for theirs, and adds them in the same order on all ranks, which
-    launch the kernel together.
+    The program writes this rank's row to the other ranks' buffers, waits for their rows, and adds all rows in an order
+    that is the same on all ranks. All ranks launch the kernel together.
 
     x_ptr: [T, D], this rank's part; residual_ptr, normed_ptr, sum_ptr: [T, D]; weight_ptr: [D].
     addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
-    scales_ptr: if not None, normed_ptr receives codes and scales_ptr their scales; these and the following arguments
-        are those of store_rounded.
+    scales_ptr: if not None, normed_ptr receives codes and scales_ptr their scales. scales_ptr, static_ptr and the
+        arguments after scales_ptr are those of store_rounded.
     """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
@@ -129,7 +129,10 @@ def reference(
 def launch(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel if the rows fit the group's push buffer, otherwise with separate ones."""
+    """Compute `reference` with one kernel if the rows fit the group's push buffer.
+
+    Otherwise the group's all-reduce runs first, then the kernel of residual_rms_norm.
+    """
     pushed = current_group().pushed
     if pushed is not None and pushed.takes(x_TD):
         return push(pushed, x_TD, residual_TD, weight_D, eps)
@@ -139,7 +142,10 @@ def launch(
 def push(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with a kernel. All ranks launch it together, with equally many rows."""
+    """Compute `reference` with one kernel, which exchanges rows through the push buffer.
+
+    All ranks launch it together, with the same number of rows.
+    """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
         return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
@@ -205,7 +211,10 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `reference`'s first result as codes [T, D] and scales [C, T], and its second; see round_inputs."""
+    """Return (codes [T, D], scales [C, T], total [T, D]).
+
+    Codes and scales are those of `reference`'s first result, see round_inputs; total is its second result.
+    """
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 
@@ -217,7 +226,10 @@ def rounded_launch(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rounded_reference` with one kernel if the rows fit the push buffer, otherwise with separate ones."""
+    """Compute `rounded_reference` with one kernel if the rows fit the group's push buffer.
+
+    Otherwise the group's all-reduce runs first, then `round_inputs.sum_launch`.
+    """
     pushed, parsed = current_group().pushed, round_inputs.rounding_of(rounding)
     by_kernel = round_inputs.why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is None
     if by_kernel and pushed is not None and pushed.takes(x_TD):
@@ -234,7 +246,10 @@ def push_rounded(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `push` with codes and scales in place of the normed rows. Rows are never sent as tagged words."""
+    """Compute the results of `push`, with codes and scales in place of the normed rows.
+
+    Rows are never sent as tagged words.
+    """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     num_tokens, hidden_size = x_TD.shape
     parsed = round_inputs.rounding_of(rounding)

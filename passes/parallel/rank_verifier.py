@@ -75,10 +75,10 @@ def verify_ranks(
 
 
 class _Rank:
-    """One rank's view: slices of the undivided graph's recorded values, and calls of the sharded graph that it runs.
+    """One rank's part of the verification: slices of the undivided graph's values, and calls of the sharded graph.
 
-    sums: name of an all-reduce in the sharded graph, and the undivided graph's node with the same result. computed:
-    nodes of the sharded graph whose values are no slices of recorded ones, so that the rank computes them. packed: see
+    sums: name of an all-reduce in the sharded graph -> the undivided graph's node with the same result. computed: nodes
+    of the sharded graph whose values are not slices of recorded values, so that the rank computes them. packed: see
     `_packed_values`.
     """
 
@@ -99,7 +99,10 @@ class _Rank:
         self._computed, self._packed = computed, packed
 
     def slice(self, node: fx.Node) -> Any:
-        """Return the rank's slice of a recorded value, or its part of a sum."""
+        """Return the rank's value of a node: its slice of the recorded value, or a part of a sum, which it computes.
+
+        Raises VerificationError for a node without a counterpart in the undivided graph.
+        """
         if node in self._computed:
             return self.compute(node)
         original = self._sums.get(node.name) or self._originals.get(node.name)
@@ -151,7 +154,10 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the values between a product with a sharded input and the all-reduce: each rank has a part of the sum."""
+    """Return the values between a product with a sharded input and its all-reduce. sums: the all-reduces.
+
+    Each rank has a part of such a value; the parts add up to the value.
+    """
     found: set[fx.Node] = set()
     for node in sums:
         before = node.all_input_nodes[:1]
@@ -164,7 +170,10 @@ def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Linear | ExpertsLinear]:
-    """Return the products whose last dimension consists of sections that are sharded separately."""
+    """Return the products whose last dimension consists of several sections, by node.
+
+    Each section is divided among all ranks.
+    """
     found = {}
     for node in graph.nodes:
         product = product_of(node)
@@ -199,19 +208,22 @@ def _packed_values(
 
 
 def _total(shard: Shard) -> int:
-    """Return the rows or columns of all sections."""
+    """Return the length of all sections of a shard together."""
     return sum(section.length for section in shard.sections)
 
 
 def _is_comparable(node: fx.Node) -> bool:
-    """Return whether a call's values are tensors that depend only on its arguments."""
+    """Return whether a call's values can be compared.
+
+    The call must return tensors and write to none, and no other call may write to its results.
+    """
     is_call = node.op == "call_function" and not mutated(node)
     is_call = is_call and all(isinstance(value, torch.Tensor) for value in _each(node.meta.get("val")))
     return is_call and not any(mutated(user) and node in mutated(user).values() for user in node.users)
 
 
 def _each(value: Any) -> Sequence[Any]:
-    """Return the parts of a value with several, such as a split's; otherwise the value alone."""
+    """Return the items of a value that is a sequence, such as a split's result; otherwise the value alone."""
     return value if isinstance(value, list | tuple) else (value,)
 
 

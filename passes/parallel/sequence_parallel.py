@@ -2,8 +2,8 @@
 
 Why: an all-reduce moves as many bytes as a reduce-scatter and an all-gather. Between these two each rank holds its own
 rows, so the residual add and the norm read and write only a share (Korthikanti et al., 2022, arXiv:2205.05198). The
-residual stays sharded from one norm to the next: it has the shape of all rows, but only a rank's own are valid. Norms
-whose sum has other readers are left as they are.
+residual stays sharded from one norm to the next: the tensor has the shape of all rows, but only the rank's own rows are
+valid. A norm is left as it is if its sum with the residual has other readers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _NORM = torch.ops.compiled_engine.residual_rms_norm.default
 
 
 class SequenceParallel(GraphPass):
-    """The pass, enabled by the option `sequence_parallel=True` only."""
+    """Divides the norms of sums after an all-reduce among the ranks, by rows.
+
+    Enabled by the option `sequence_parallel=True` only.
+    """
 
     name = "sequence_parallel"
     requires = ("tensor_parallel", "residual_rms_norm")
@@ -61,7 +64,10 @@ class SequenceParallel(GraphPass):
 
 
 def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the rank's partial sum and the residual if the norm is of their sum, otherwise None."""
+    """Return the rank's part of the all-reduced value, and the residual, if the call norms their sum.
+
+    Otherwise return None.
+    """
     if is_call(norm, _SUMMED):
         return arg(norm, 0), arg(norm, 1)
     if not is_call(norm, _NORM):

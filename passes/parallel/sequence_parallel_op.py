@@ -46,15 +46,15 @@ def sequence_parallel_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Exchange a row, add the residual and norm the sum: program (token), whose rank `token % num_ranks` owns the row.
+    """Exchange a row, add the residual and norm the sum. Program (token); rank `token % num_ranks` owns the row.
 
-    The owner adds the parts of all ranks, and writes the normed row to all ranks; the others send their part and
-    receive it. All ranks launch the kernel together.
+    The owner adds the parts of all ranks, and writes the normed row to all ranks. Each other rank sends its part to the
+    owner and receives the normed row. All ranks launch the kernel together.
 
     x_ptr: [T, D], this rank's parts; normed_ptr: [T, D], the results.
-    residual_ptr, sum_ptr: [T, D], of which only own rows are read and written.
-    weight_ptr: [D]; inner_weight_ptr: [D], norm the reduced row with it before the addition; or None. OFFSET, WIDE: see
-        rms_norm.normed.
+    residual_ptr, sum_ptr: [T, D]; only the rows that this rank owns are read and written.
+    weight_ptr: [D]; inner_weight_ptr: [D], the reduced row is normed with it before the addition; or None. OFFSET,
+        WIDE: see rms_norm.normed.
     addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
     """
     if DEPENDENT_LAUNCH:
@@ -124,7 +124,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the results of residual_rms_norm for the sum of x over ranks, [T, D] each.
 
-    Of residual_TD only this rank's rows are read. The second result has these rows, and NaN in the others.
+    Only this rank's rows of residual_TD are read. The second result is valid in these rows, and NaN in the other
+    ranks'.
     """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)
@@ -145,8 +146,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `reference` with kernels that depend on the number of tokens and on the group's push buffer.
 
-    Other ranks' rows of the second result are valid if tokens are few, otherwise uninitialised. All ops of a step have
-    equally many tokens, so their ranks own the same rows.
+    The second result's rows of other ranks are valid for fewer than LEAST_TOKENS tokens, otherwise uninitialised. All
+    ops of a step have the same number of tokens, so that a rank owns the same rows in all of them.
     """
     group, num_tokens = current_group(), x_TD.shape[0]
     norm = weight_D, eps, offset, wide, inner_weight_D

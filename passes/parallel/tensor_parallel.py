@@ -49,9 +49,10 @@ vocabulary_part = define_op(
 
 
 class TensorParallel(GraphPass):
-    """The pass for a model with these shards.
+    """Inserts the all-reduces that a sharded model needs.
 
-    shards: of all parameters, see `parallel.shards`. whole: the undivided model's graph, needed by `verify` alone.
+    Also replaces a sharded embedding by a lookup in this rank's rows. shards: of each parameter, by name, see
+    `parallel.shards`. whole: the graph of the unsharded model, only for `verify`.
     """
 
     name = "tensor_parallel"
@@ -61,7 +62,7 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect two matches per layer, one for each product with a sharded input, and one for a sharded embedding.
+        """Expect a match for each weight sharded along its input, two per layer, and one for a sharded embedding.
 
         The embedding counts only in graphs that look up token ids.
         """
@@ -83,8 +84,8 @@ class TensorParallel(GraphPass):
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         """Return the node whose value must be all-reduced because of `node`; None if there is none.
 
-        It is a linear with a sharded input, the sum over experts after such a product, or the lookup in this rank's
-        rows that this method puts in the place of a sharded embedding.
+        It is a linear with a sharded input, or the sum over experts after such a product. For a sharded embedding, it
+        is the lookup in this rank's rows, which this method inserts in its place.
         """
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
@@ -110,7 +111,10 @@ class TensorParallel(GraphPass):
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:
-    """Return the weighted sum over experts after their second product, of which each rank has a part, or None."""
+    """Return the weighted sum over experts that follows their second product; None if there is none.
+
+    Each rank has a part of the sum.
+    """
     weighted = only_user(product)
     total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
     is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]
@@ -118,7 +122,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert the all-reduce of a node for all its users."""
+    """Insert an all-reduce of a node's value, let all users of the node read its result, and return it."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)

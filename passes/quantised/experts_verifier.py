@@ -16,13 +16,25 @@ from torch import fx
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import PassResult
-from compiled_engine.passes.framework.matching import is_call, named
-from compiled_engine.passes.framework.parameter import CODES, SCALES, Parameter, compute
+from compiled_engine.passes.framework.matching import aten, is_call, named, only_user
+from compiled_engine.passes.framework.parameter import CODES, SCALES, ZEROS, Parameter, compute
 from compiled_engine.passes.framework.rounding import retile
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.experts_codes import experts_weight, projections_of
-from compiled_engine.passes.quantised.quantise_verifier import at_each_element, random_codes, random_values, rounded
+from compiled_engine.passes.linear.linears import by_rows, is_by_columns
+from compiled_engine.passes.quantised.quantise_verifier import (
+    at_each_element,
+    nearest_integers,
+    random_codes,
+    random_values,
+    random_zeros,
+    rounded,
+    scale_of_each,
+    values_of_codes,
+)
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+
+Sizes = tuple[int, int]
 
 
 @torch.no_grad()
@@ -31,26 +43,30 @@ def verify_experts(
 ) -> int:
     """Check all replacements and return their number. Raises VerificationError with the matrix and the error."""
     originals = {node.name: node for node in before.nodes}
-    weights = {parameter_of(node).name: parameter_of(node) for node in filter(is_parameter, before.nodes)}
+    weights = {parameter_of(node).name: by_rows(node) for node in filter(is_parameter, before.nodes)}
     for replacement in result.replacements:
         old, new = originals[replacement.before], replacement.after
         name = f"pass quantise_experts: {new.name}, which replaced {replacement.before},"
         if not is_call(new, experts_weight):
             raise VerificationError(f"{name} is no matrix of codes")
-        arguments, weight = named(new), parameter_of(old)
-        parts = arguments["codes_ENK"], arguments["scales_ERC"]
+        arguments, weight, by_columns = named(new), by_rows(old), is_by_columns(old)
+        parts = [arguments[part] for part in ("codes_ENK", "scales_ERC", "zeros_ERC") if arguments[part] is not None]
         if not all(map(is_parameter, parts)):
             raise VerificationError(f"{name} reads what is no parameter")
         if arguments["dtype"] != weight.dtype:
             raise VerificationError(f"{name} is decoded to {arguments['dtype']} instead of {weight.dtype}")
-        if {user.name for user in new.users} != {user.name for user in old.users}:
+        read = only_user(new) if by_columns else new
+        if read is None or (by_columns and not (is_call(read, aten.transpose.int) and read.args[1:] == (1, 2))):
+            raise VerificationError(f"{name} is not read by columns")
+        if {user.name for user in read.users} != {user.name for user in old.users}:
             raise VerificationError(f"{name} is read by others")
         for rank in range(num_ranks):
             checkpoint = _Checkpoint(quantisation, weights, rank, num_ranks, device)
             expected = checkpoint.stands_for(weight)
             try:
-                codes, scales = (compute(parameter_of(part), checkpoint.read) for part in parts)
-                found = new.target(codes, scales, arguments["scheme"], "float32")  # type: ignore[operator]
+                codes, scales, *zeros = (compute(parameter_of(part), checkpoint.read) for part in parts)
+                zero = zeros[0] if zeros else None
+                found = new.target(codes, scales, zero, arguments["scheme"], "float32")  # type: ignore[operator]
                 error = float((found - expected).abs().max())
             except RuntimeError as problem:
                 raise VerificationError(f"{name} cannot be computed: {problem}") from problem
@@ -74,35 +90,44 @@ class _Checkpoint:
         if self.quantisation.is_online:
             parts, tile = len(projections_of(weight.name)), self._local(weight)
             matrices = [part for matrix in self.read(weight).float() for part in matrix.chunk(parts)]
+            if tile.is_integer:
+                return torch.cat([nearest_integers(each, tile) for each in matrices]).view(weight.shape)
             found = [codes.float() * scales for codes, scales in (rounded(each, tile, None) for each in matrices)]
             return torch.cat(found).view(weight.shape)
         tile = self._rounding(weight.name)
-        values = self._stacked(
-            weight.name, lambda codes, scales: codes.float() * at_each_element(scales, tile, *codes.shape)
-        )
-        return self._of_rank(values, weight.shard)
+
+        def values(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, shape: Sizes) -> torch.Tensor:
+            factors = at_each_element(scale_of_each(scales, tile), tile, *shape)
+            return values_of_codes(codes, zeros, tile, shape) * factors
+
+        return self._of_rank(self._stacked(weight.name, values), weight.shard)
 
     def read(self, leaf: Parameter) -> torch.Tensor:
         """Return this rank's part of a parameter that is not packed."""
         name = leaf.name.rpartition(".")[0]
         if leaf.role == CODES:
-            return self._of_rank(self._stacked(name, lambda codes, scales: codes), leaf.shard)
-        if leaf.role == SCALES:
-            stored, kept = self._rounding(name), LinearScheme.parse(leaf.scheme).weight
-            tiled = self._stacked(name, lambda codes, scales: retile(scales, stored, kept, *codes.shape))
-            return self._of_rank(tiled, leaf.shard)
+            return self._of_rank(self._stacked(name, lambda codes, scales, zeros, shape: codes), leaf.shard)
+        if leaf.role in (SCALES, ZEROS):
+            stored, kept, is_zeros = self._rounding(name), LinearScheme.parse(leaf.scheme).weight, leaf.role == ZEROS
+
+            def of_tiles(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, shape: Sizes) -> torch.Tensor:
+                return retile(zeros if is_zeros else scales, stored, kept, *shape)
+
+            return self._of_rank(self._stacked(name, of_tiles), leaf.shard)
         shape = leaf.shape if leaf.shard is None else leaf.shard.whole
         return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
 
-    def _stacked(self, name: str, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Apply `part` to the codes and scales of each projection; an expert's results are stacked."""
+    def _stacked(self, name: str, part: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Apply `part` to the codes, scales, zero points and shape of each projection; an expert's results are
+        stacked."""
         weight, rounding, projections = self.weights[name], self._rounding(name), projections_of(name)
         num_experts, num_rows, k = weight.shape if weight.shard is None else weight.shard.whole
         made = []
         for expert in range(num_experts):
             for projection in projections:
-                shape = num_rows // len(projections), k
-                made.append(part(*random_codes(f"{name} {expert} {projection}", shape, rounding, self.device)))
+                shape, matrix = (num_rows // len(projections), k), f"{name} {expert} {projection}"
+                codes, scales = random_codes(matrix, shape, rounding, self.device)
+                made.append(part(codes, scales, random_zeros(matrix, shape, rounding, self.device), shape))
         return torch.cat(made).unflatten(0, (num_experts, -1))
 
     def _rounding(self, name: str) -> Rounding:

@@ -86,7 +86,9 @@ class Quantise(GraphPass):
             most = MOST_BEFORE_CODES if many.kernel in (HOPPER_CODES, DECODED) else MOST_FEW
             kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
-        return f"{module}: {scheme}; {source}; {nbytes:,} bytes; {kernels}"
+        # Formats of this element may state how inputs are rounded, which is not done.
+        alone = "; weights alone, inputs are not rounded" if scheme.weight.element == "e2m1" else ""
+        return f"{module}: {scheme}{alone}; {source}; {nbytes:,} bytes; {kernels}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
         """Compare each linear, on each rank, with the checkpoint's own layout; see quantise_verifier."""
@@ -148,7 +150,7 @@ def _rewrite(graph: fx.Graph, linear: Linear, scheme: LinearScheme, is_online: b
             for each in (codes, scales)
         )
     elif weight.shard is not None:
-        codes = replace(codes, shard=_shard_of_tiles(weight.shard, 1, scheme.weight.format.per_byte))
+        codes = replace(codes, shard=shard_of_tiles(weight.shard, 1, scheme.weight.format.per_byte))
         scales = replace(scales, shard=scales_shard(weight.shard, scheme))
     with graph.inserting_before(linear.weight):
         nodes = [_placeholder(graph, each, like) for each in (codes, scales)]
@@ -176,10 +178,10 @@ def scales_shard(shard: Shard, scheme: LinearScheme) -> Shard:
 
     Tiles must end where the shard does.
     """
-    return _shard_of_tiles(shard, scheme.weight.rows, scheme.weight.columns)
+    return shard_of_tiles(shard, scheme.weight.rows, scheme.weight.columns)
 
 
-def _shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
+def shard_of_tiles(shard: Shard, rows: int, columns: int) -> Shard:
     """Return the shard of a matrix that has an element for each tile of the weight."""
     grid = Rounding("", rows, columns).grid(*shard.whole[-2:])
     whole = *shard.whole[:-2], *grid

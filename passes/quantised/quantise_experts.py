@@ -1,13 +1,14 @@
 """Keeps the expert matrices that the model's rules name as codes and scales, which the experts' kernels decode.
 
-Why: with few tokens a mixture of experts costs the read of the experts in use, which is half in FP8, and twice as many
-experts fit. The matrices become calls of experts_weight; the pass `experts` then passes codes and scales to its own op.
-As in checkpoints, rules name each projection of each expert. As in `quantise`, the pass sees a rank's share and cuts
-tiles smaller if the share does not end with one.
+Why: with few tokens a mixture of experts costs the read of the experts in use, which is half in FP8 and a quarter in
+four bits, and two or four times as many experts fit. The matrices become calls of experts_weight; the pass `experts`
+then passes codes and scales to its own op. As in checkpoints, rules name each projection of each expert. As in
+`quantise`, the pass sees a rank's share and cuts tiles smaller if the share does not end with one.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import torch
@@ -15,15 +16,18 @@ from torch import fx
 
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.framework.matching import emit, fake_mode_of
-from compiled_engine.passes.framework.parameter import CODES, SCALES, WEIGHT, Parameter
+from compiled_engine.passes.framework.matching import aten, emit, fake_mode_of
+from compiled_engine.passes.framework.parameter import CODES, SCALES, WEIGHT, ZEROS, Parameter, made
+from compiled_engine.passes.framework.rounding import unit_of
 from compiled_engine.passes.linear.experts_codes import experts_weight, obstacle, projections_of
-from compiled_engine.passes.quantised.quantise import scales_shard
+from compiled_engine.passes.linear.linears import by_rows, is_by_columns
+from compiled_engine.passes.quantised.quantise import scales_shard, shard_of_tiles
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class QuantiseExperts(GraphPass):
-    """The pass for textbook models. With transformers' model code, codes of experts are decoded while loading."""
+    """The pass for textbook models, and for MXFP4. With transformers' model code, other codes of experts are decoded
+    while they are loaded."""
 
     name = "quantise_experts"
     required = True  # its parameters make the loader read codes
@@ -44,8 +48,9 @@ class QuantiseExperts(GraphPass):
         for node in graph.find_nodes(op="placeholder"):
             rounding = self._rounding(node)
             if isinstance(rounding, Rounding):
-                text = f"{rounding}, inputs stay {parameter_of(node).dtype}; {self._origin}"
-                replacements.append(Replacement(node.name, _rewrite(graph, node, rounding, self._quantisation)))
+                new = _rewrite(graph, node, rounding, self._quantisation.is_online)
+                replacements.append(Replacement(node.name, new))
+                text = f"{rounding}, inputs stay {parameter_of(node).dtype}; {self._origin}; {_bytes_of(new):,} bytes"
                 graph.erase_node(node)
             else:
                 text = rounding
@@ -61,7 +66,7 @@ class QuantiseExperts(GraphPass):
         """Return the rounding of an expert matrix [E, N, K], or why it has none; "" for any other input."""
         if not is_parameter(node) or node.meta["val"].dim() != 3 or not projections_of(parameter_of(node).name):
             return ""
-        weight, projections = parameter_of(node), projections_of(parameter_of(node).name)
+        weight, projections = by_rows(node), projections_of(parameter_of(node).name)
         num_experts, num_rows, num_columns = weight.shape
         prefix = weight.name.rpartition(".")[0]
         modules = [f"{prefix}.{expert}.{part}" for expert in range(num_experts) for part in projections]
@@ -73,9 +78,9 @@ class QuantiseExperts(GraphPass):
             return f"stays in 16 bits: {self._quantisation.why_not(modules[0])}"
         # The projections' rows are stacked.
         of_share = num_columns if weight.shard is not None and weight.shard.divides_input else 0
-        rounding = LinearScheme(scheme.weight, None).dividing(num_rows // len(projections), of_share).weight
-        reason = obstacle(rounding, self._device)
-        return rounding if reason is None else f"stays in 16 bits: {reason}"
+        scheme = scheme._replace(inputs=None).dividing(num_rows // len(projections), of_share)
+        reason = obstacle(scheme, num_columns, weight.torch_dtype, self._device)
+        return scheme.weight if reason is None else f"stays in 16 bits: {reason}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
         """Compare each matrix, on each rank, with the checkpoint's own layout; see experts_verifier."""
@@ -85,31 +90,49 @@ class QuantiseExperts(GraphPass):
         return verify_experts(self._before, result, self._quantisation, self._num_ranks, device)
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, quantisation: Quantisation) -> fx.Node:
-    weight, like, text = parameter_of(node), node.meta["val"], str(rounding)
+def _rewrite(graph: fx.Graph, node: fx.Node, rounding: Rounding, is_online: bool) -> fx.Node:
+    weight, like, text, element = by_rows(node), node.meta["val"], str(rounding), rounding.format
     num_experts, *matrix = weight.shape
     grid = num_experts, *rounding.grid(*matrix)
-    codes = Parameter(f"{weight.name}.{CODES}", weight.shape, _name(rounding.dtype), CODES, scheme=text)
-    scales = Parameter(f"{weight.name}.{SCALES}", grid, "float32", SCALES, scheme=text)
-    if quantisation.is_online:
+    stored = num_experts, *rounding.stored(*matrix)
+    codes = Parameter(f"{weight.name}.{CODES}", stored, _name(rounding.dtype), CODES, scheme=text)
+    scales = Parameter(f"{weight.name}.{SCALES}", grid, _name(element.scales), SCALES, scheme=text)
+    if is_online:
         codes, scales = (
-            replace(each, role=WEIGHT, members=(weight,), make=((each.role, text),), scheme="")
+            replace(each, role=WEIGHT, members=(parameter_of(node),), make=((each.role, text),), scheme="")
             for each in (codes, scales)
         )
     elif weight.shard is not None:
-        codes = replace(codes, shard=weight.shard)
+        codes = replace(codes, shard=shard_of_tiles(weight.shard, 1, element.per_byte))
         scales = replace(scales, shard=scales_shard(weight.shard, LinearScheme(rounding, None)))
-    inputs = []
-    for parameter in (codes, scales):
+    parameters = [codes, scales]
+    if element.per_byte > 1:
+        packed = torch.empty(stored, dtype=rounding.dtype, device="meta")
+        parameters[0] = made(codes, "halves", unit_of(rounding, weight.shape[2]), packed)
+    if element.has_zeros:
+        parameters.append(replace(scales, name=f"{weight.name}.{ZEROS}", dtype="uint8", role=ZEROS))
+    inputs: list[fx.Node | None] = []
+    for parameter in parameters:
         with graph.inserting_before(node), fake_mode_of(like):
-            inputs.append(graph.placeholder(parameter.name.replace(".", "_")))
-            inputs[-1].meta["val"] = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=like.device)
-            inputs[-1].meta["source"] = parameter
+            new = graph.placeholder(re.sub(r"\W", "_", parameter.name))
+            new.meta["val"] = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=like.device)
+            new.meta["source"] = parameter
+        inputs.append(new)
+    if not element.has_zeros:
+        inputs.append(None)
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        new = emit(graph, experts_weight, *inputs, text, weight.dtype)
-    node.replace_all_uses_with(new)
-    return new
+        decoded = emit(graph, experts_weight, *inputs, text, weight.dtype)
+    value = decoded
+    if is_by_columns(node):
+        with graph.inserting_after(decoded):
+            value = emit(graph, aten.transpose.int, decoded, 1, 2)
+    node.replace_all_uses_with(value)
+    return decoded
+
+
+def _bytes_of(decoded: fx.Node) -> int:
+    return sum(parameter_of(part).nbytes for part in decoded.all_input_nodes)
 
 
 def _name(dtype: torch.dtype) -> str:

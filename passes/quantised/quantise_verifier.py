@@ -66,11 +66,11 @@ class _Checkpoint:
         if self.quantisation.is_online:
             weight = self.weights[name]
             values = self.read(weight).float()
-            if rounding.is_integer:
+            if rounding.format.zero is not None:
                 return nearest_integers(values, _ending_with_the_share(rounding, weight))
             codes, scales = rounded(values, _ending_with_the_share(rounding, weight), None)
             return codes.float() * scales
-        values = _values(self._stored(name)[0], self._zeros(name), rounding, self._whole(name))
+        values = values_of_codes(self._stored(name)[0], self._zeros(name), rounding, self._whole(name))
         values *= at_each_element(self._stored(name)[1], rounding, *values.shape)
         if self._scheme(name).reordered:
             found = torch.empty_like(values)
@@ -107,9 +107,8 @@ class _Checkpoint:
         return random_codes(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _zeros(self, name: str) -> torch.Tensor:
-        """Return undivided zero points of four bits."""
-        grid = self._scheme(name).weight.grid(*self._whole(name))
-        return (4 * self._random(f"{name} zeros", grid) + 8).clamp(0, 15).to(torch.uint8)
+        """Return undivided zero points."""
+        return random_zeros(name, self._whole(name), self._scheme(name).weight, self.device)
 
     def _whole(self, name: str) -> tuple[int, ...]:
         weight = self.weights[name]
@@ -139,21 +138,42 @@ def random_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of this shape and scales over three decades that depend on the name alone."""
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
-    if rounding.is_integer:
+    if rounding.format.scales == torch.uint8:
+        scales = scales.log2().round().add(127).to(torch.uint8)
+    if not rounding.dtype.is_floating_point:
         values = random_values(name, rounding.stored(*shape), device)
-        return (64 * values + 128).clamp(0, 255).to(rounding.dtype), scales
+        least = torch.iinfo(rounding.dtype).min
+        return (64 * values + 128).clamp(0, 255).add(least).to(rounding.dtype), scales
     codes = (random_values(name, shape, device) * rounding.largest / 4).clamp(-rounding.largest, rounding.largest)
     return codes.to(rounding.dtype), scales
 
 
-def _values(codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]) -> torch.Tensor:
+def random_zeros(name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device) -> torch.Tensor:
+    """Return zero points that depend on the name alone."""
+    most = 2**rounding.format.bits - 1
+    values = random_values(f"{name} zeros", rounding.grid(*shape), device)
+    return ((values + 2) * most / 4).round().clamp(0, most).to(torch.uint8)
+
+
+def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return stored scales in fp32: those of one byte are powers of two."""
+    if rounding.format.scales != torch.uint8:
+        return scales
+    return torch.tensor([2.0 ** (power - 127) for power in range(255)], device=scales.device)[scales.long()]
+
+
+def values_of_codes(
+    codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]
+) -> torch.Tensor:
     """Return the values of codes before their scales, by each element's position."""
-    if not rounding.is_integer:
+    if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
-    per_byte = rounding.format.per_byte
-    bits = 8 // per_byte
+    per_byte, bits = rounding.format.per_byte, rounding.format.bits
     found = (codes[:, columns // per_byte].int() >> columns % per_byte * bits) % 2**bits
+    if rounding.format.values:
+        exponent, mantissa, sign = found // 2 % 4, found % 2, 1 - found // 8 * 2
+        return sign * torch.where(exponent == 0, 0.5 * mantissa, 2.0 ** (exponent - 1) * (1 + 0.5 * mantissa))
     if rounding.format.has_zeros:
         return (found - at_each_element(zeros, rounding, *shape).int()).float()
     return (found - 2 ** (bits - 1)).float()
@@ -258,4 +278,5 @@ def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | Non
         scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)
-    return (values / scales).clamp(-rounding.largest, rounding.largest).to(rounding.dtype), scales
+    found = (values / scales).clamp(-rounding.largest, rounding.largest)
+    return (found.round() if rounding.is_integer else found).to(rounding.dtype), scales

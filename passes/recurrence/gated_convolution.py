@@ -1,4 +1,6 @@
-"""Moves the products around a short convolution into its op: of its input with a factor, and of its result with a gate.
+"""Moves the products around a short convolution into its op.
+
+They are the product of its input with a factor, and the product of its result with a gate.
 
 Why: each product would be a kernel that reads and writes the whole activation for a few multiplications. In a decode
 step such a kernel takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without
@@ -28,7 +30,7 @@ class GatedConvolution(GraphPass):
 
 
 class _Match(NamedTuple):
-    """The products around a convolution."""
+    """The products before and after a convolution that can move into its op."""
 
     operands: tuple[fx.Node, ...]  # of the input's product; empty without one
     product: fx.Node | None  # of the result with its gate, or None
@@ -36,7 +38,7 @@ class _Match(NamedTuple):
 
 
 def _match(call: fx.Node) -> _Match | str | None:
-    """Return a convolution's products, or why they cannot move; None without any."""
+    """Return the products around a convolution, or why they cannot move into its op; None if there are none."""
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
     operands = next(iter(factors(x)), ())

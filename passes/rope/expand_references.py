@@ -32,9 +32,10 @@ def expand_references(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
-    """Return a copy in which attention writes k and v again, so that the ops before it have no side effects.
+    """Return a copy of the graph in which the attention op writes k and v to the KV cache, as before fusion.
 
-    rope_kv_write makes two ops that must be decomposed together, which a decomposition table cannot do.
+    The ops before it then have no side effects. rope_kv_write makes two ops that must be decomposed together, which a
+    decomposition table cannot do.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
@@ -57,7 +58,7 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 
 
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
-    """Emit q and k rotated as by the fused op with these arguments."""
+    """Emit the rotation that the fused op with these arguments does; returns rotated q and k."""
     rotation = [arguments[name] for name in Rotation._fields]
     both = graph.call_function(rope_kv_write.reference, (arguments["q_THd"], arguments["k_TKd"], *rotation))
     return [graph.call_function(operator.getitem, (both, index)) for index in range(2)]

@@ -44,7 +44,7 @@ def rope_angles_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """cos and sin of rotary angles: program (token) multiplies its position by each frequency.
+    """Write cos and sin of rotary angles. Program (token) multiplies its position by each frequency.
 
     positions_ptr: [T]; inv_freq_ptr: fp32 [NUM_PAIRS]; cos_ptr, sin_ptr: [T, 2 * NUM_PAIRS], or [T, NUM_PAIRS] with
     LAYOUT "once". LAYOUT, scale: see `reference`.
@@ -76,9 +76,10 @@ def rope_angles_kernel(
 def reference(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin) of positions times inverse frequencies, times the scale: [T, 1, 2 p] each, in `dtype`.
+    """Return (cos, sin) of positions times inverse frequencies, multiplied by the scale: [T, 1, 2 p] each, in `dtype`.
 
-    layout: "halves" repeats all frequencies after each other, "pairs" each one in place; "once" none: [T, 1, p].
+    layout: "halves" repeats the whole sequence of frequencies, "pairs" repeats each frequency next to itself. "once"
+    repeats none: the results are then [T, 1, p].
     """
     angles_Tp = positions_T[:, None].float() * inv_freq_p
     if layout == "halves":
@@ -131,7 +132,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each cosine."""
+        """Expect a match for each call of cos."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -204,7 +205,10 @@ def _column_of(column: Any) -> fx.Node | None:
 
 
 def _scaled(value: fx.Node) -> tuple[fx.Node, float]:
-    """Return the value after a multiplication by a constant and a cast, if present, and the constant."""
+    """Return the value after a multiplication by a constant and a cast, if present, and the constant.
+
+    Without a multiplication the constant is 1.
+    """
     scale = 1.0
     user = only_user(value)
     if user is not None and is_call(user, aten.mul.Tensor) and isinstance(user.args[1], float):

@@ -1,8 +1,8 @@
 """Merges rope_kv_write and the attention after it into one op, which backends may run as one kernel.
 
-Why: with few decodes, each of these kernels and the one that combines splits takes longer to start than to run. With
-many, separate kernels leave memory bandwidth unused while the first runs. The choice is made when the op is called;
-other batches use separate kernels.
+Why: with few decodes, each of these kernels, and the one that combines splits, takes longer to start than to run. With
+many decodes, memory bandwidth is unused while the kernel of rope_kv_write runs. The backend chooses when the op is
+called; batches for which it has no such kernel use the kernels of both ops.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def unfused(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """Compute the op as two calls: rope_kv_write, then `attention`, which is `attend` or defers the call."""
+    """Compute the op as two calls: rope_kv_write, then `attention`.
+
+    attention: `attend`, or a function that defers its call.
+    """
     slot_mapping_T = inputs_of(others).slot_mapping_T
     kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K
     rotated_THd = rope_kv_write.rope_kv_write(

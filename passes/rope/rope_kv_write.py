@@ -139,7 +139,7 @@ def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
 
 
 def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
-    """Return the first shape, stride or dtype that the op does not support; None if all are supported."""
+    """Return why the op does not support the shapes, strides or dtypes of these values; None if it does."""
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd) if not is_coded(value.dtype)}

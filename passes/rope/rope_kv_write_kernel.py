@@ -1,7 +1,7 @@
 """Triton kernel: norms and rotates the heads of q and k, and writes k and v to the paged cache.
 
 It rounds where the textbook code rounds: after the norm, after its weight, after each product with cos and sin, and
-after their sum. Results equal those of the separate ops, up to the order in which the norm adds squares.
+after their sum. Results equal those of the unfused ops, up to the order in which the norm adds squares.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The kind of rotation; the last fields of Rotation."""
+    """The kind of a rotation. The fields are the last fields of Rotation."""
 
     rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
     interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
@@ -33,7 +33,7 @@ class RopeForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotated:
-    """The parts of a rotated value."""
+    """A rotated value: the nodes that it is computed from, and how."""
 
     x: fx.Node
     norm_weight: fx.Node | None  # None without a norm
@@ -52,7 +52,10 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """Return the parts of a value that is a rotation, possibly normed or scaled after it, or why it does not match."""
+    """Return the parts of a value that is a rotation, or why it does not match.
+
+    A norm or a scale may follow the rotation.
+    """
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
             found = _match_turn(product)
@@ -69,7 +72,10 @@ def match_rotation(value: fx.Node) -> Rotated | str:
 
 
 def _rms_norm(value: fx.Node) -> Norm | str | None:
-    """Return the RMSNorm of a value, or why it is an unknown norm; None for anything else, LayerNorm included."""
+    """Return the RMSNorm that a value is the result of, or why it looks like a norm but is not recognised.
+
+    Returns None for any other value, and for a LayerNorm.
+    """
     norm = norm_of(value)
     return why_no_norm(value) if norm is None or norm.centred else norm
 
@@ -113,7 +119,7 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _as_sum(value: Any) -> Iterator[_Turn]:
-    """Match x * cos + turned(x) * sin; turned(x) is (-second, first) of x's halves, or of each pair."""
+    """Yield matches of x * cos + turned(x) * sin; turned(x) is (-second, first) of x's halves, or of each pair."""
     if not is_call(value, aten.add.Tensor) or value.kwargs:
         return
     for straight, turned in (value.args, value.args[::-1]):
@@ -131,7 +137,7 @@ def _before_widening(value: fx.Node) -> fx.Node:
 
 
 def _as_halves(value: Any) -> Iterator[_Turn]:
-    """Match (first * cos - second * sin, second * cos + first * sin), with cos and sin per pair."""
+    """Yield matches of (first * cos - second * sin, second * cos + first * sin), with cos and sin per pair."""
     if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
         return
     difference, total = arg(value, 0)
@@ -148,7 +154,7 @@ def _as_halves(value: Any) -> Iterator[_Turn]:
 
 
 def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
-    """Return x if the node is turned(x), the factor of the sine."""
+    """Return x if the node is turned(x), the factor of the sine (see `_as_sum`); otherwise None."""
     if interleaved:
         node = node.args[0] if is_call(node, aten.view.default, aten.reshape.default) else None
     target = aten.stack.default if interleaved else aten.cat.default
@@ -193,7 +199,10 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
 
 
 def _of_pairs(angles: Any) -> fx.Node:
-    """Return the angles per pair, [T, 1, r / 2], if the value repeats each one in place; otherwise the value."""
+    """Return the angles per pair, [T, 1, r / 2], if the value repeats each angle next to itself.
+
+    Otherwise return the value. The graph may get an unsqueeze of the angles per pair.
+    """
     view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
     clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
     expand: Any = clone.args[0] if is_call(clone, aten.clone.default) else None

@@ -22,8 +22,8 @@ def places(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the positions in a head of the first and of the second element of each pair.
 
-    ROTARY: elements that are rotated. Pairs from ROTARY / 2 on cover the others. INTERLEAVED: the elements of a pair
-    are neighbours; otherwise half of ROTARY apart.
+    ROTARY: number of elements that are rotated. Pairs from number ROTARY / 2 on cover the elements that are not.
+    INTERLEAVED: the elements of a pair are neighbours; otherwise they are half of ROTARY apart.
     """
     if INTERLEAVED:
         return 2 * pair_P, 2 * pair_P + 1
@@ -130,8 +130,8 @@ def normed_and_rotated(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return both elements of the pairs of heads, [H, P] each, loaded, normed and rotated.
 
-    ptr: of q or k of a token; head_H1: offset of each head; pair_HP: numbers of the pairs; mask_HP: pairs that exist.
-    weight_ptr: of the norm, [HEAD_DIM], or None without it; cos_ptr, sin_ptr: of the token's position.
+    ptr: q or k of a token; head_H1: offset of each head; pair_HP: numbers of the pairs; mask_HP: pairs that exist.
+    weight_ptr: weight of the norm, [HEAD_DIM], or None without a norm. cos_ptr, sin_ptr: those of the token's position.
     OF_PAIRS: cos and sin have one value per pair; otherwise one per element. ROPE_WIDE: do not round within the
         rotation.
     NORM_LAST: norm after the rotation instead of before. OFFSET, WIDE: of the norm, see rms_norm.normed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,35 @@ def test_the_bounds_of_a_shape_with_experts(tmp_path: Path) -> None:
     sizes = model_sizes(config)
     assert sizes.expert_bytes * sizes.num_experts == 48 * 128 * 3 * 768 * 2048 * 2
     assert sizes.linear_params == 48 * 2048 * (4096 + 2 * 512 + 4096 + 128 + 8 * 3 * 768)
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantization", "expert_bytes"),
+    [
+        ("gpt-oss-20b-mxfp4", None, 24 * 32 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2)),
+        ("qwen3-30b-a3b", "int4", 48 * 128 * 3 * 768 * 2048 * 17 // 32),
+        ("qwen3-30b-a3b", "fp8_block", 48 * 128 * 3 * (768 * 2048 + 6 * 16 * 4)),
+    ],
+)
+def test_the_bounds_of_a_quantised_shape(
+    shape: str, quantization: str | None, expert_bytes: int, tmp_path: Path
+) -> None:
+    """Codes and scales are read, and the biases of experts."""
+    options = {"max_model_len": 4096, "load_format": "dummy", "seed": 0, "device_type": "cuda"}
+    config, _ = read_model_config(
+        write_shape(tmp_path, shape),
+        dtype="bfloat16",
+        quantization=quantization,
+        **options,  # type: ignore[arg-type]
+    )
+    sizes = model_sizes(config)
+    assert sizes.expert_bytes * sizes.num_experts == expert_bytes
+    head = config.vocab_size * config.hidden_size
+    assert sizes.weight_bytes > 2 * head
+    if quantization is not None:  # linears take less, the head and the norms as much as before
+        plain = model_sizes(replace(config, quantisation=None))
+        assert 2 * head < sizes.weight_bytes < plain.weight_bytes
+        assert sizes.linear_params == plain.linear_params
 
 
 @pytest.mark.product(one_in=1000)

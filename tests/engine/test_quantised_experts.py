@@ -125,7 +125,7 @@ def test_experts_are_quantised_while_they_are_loaded(quantization: str, tmp_path
     "engine/test_quantised_engine.py::test_a_written_folder_computes_what_loading_quantises",
     "models/test_quantise_experts_folder.py::test_each_matrix_of_an_expert_has_codes_and_scales",
 )
-@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "int4"])
 def test_a_written_folder_has_the_codes_that_loading_makes(quantization: str, tmp_path: Path) -> None:
     sizes = MOE | {"moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes, dtype=torch.bfloat16)

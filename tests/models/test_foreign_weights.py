@@ -16,9 +16,14 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiled_engine.llm import LLM
+from compiled_engine.models.checkpoint.quantised_tensors import place_mxfp4
 from compiled_engine.models.foreign import compat
 from compiled_engine.models.foreign.conversion import plan_weights
-from compiled_engine.models.foreign.placement import WeightPlan
+from compiled_engine.models.foreign.placement import Placement, WeightPlan
+from compiled_engine.parallel.shards import Place
+from compiled_engine.passes.framework.parameter import CODES, SCALES, Parameter
+from compiled_engine.passes.framework.rounding import in_halves
+from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.sampling.params import SamplingParams
 
 TINY_MIXTRAL: dict[str, Any] = {
@@ -193,3 +198,23 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it(tmp_path: Path) -> None:
     save_file(tensors, packed / "model.safetensors")
     with pytest.raises(ValueError, match=r"of another shape: model\.layers\.1\.mlp\.experts\.down_proj_blocks"):
         LLM(packed, mode="eager", device="cpu", max_model_len=32, progress=False)
+
+
+def test_a_part_of_a_group_of_mxfp4_keeps_its_scale() -> None:
+    """The 96 columns of two ranks are divided after a group and a half."""
+    blocks, scales = packed_experts((2, 5, 96))
+    tensors = {"w_blocks": blocks, "w_scales": scales}
+    weight = Placement("w_blocks", (), "w", (), transposed=True, decode="mxfp4", beside=("w_scales",))
+    codes, of_tiles = (
+        place_mxfp4(Parameter(f"w.{role}", (), "uint8", role, scheme="mxfp4 1x16"), weight, tensors)
+        for role in (CODES, SCALES)
+    )
+    assert tensors["w_scales"].shape == (2, 5, 6)
+    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).mT
+    for rank in range(2):
+        parts = [
+            each.cut(2, [Place(rank * size, size, 0)])[0].view(tensors[each.source])
+            for each, size in ((codes, 24), (of_tiles, 3))
+        ]
+        found = experts_weight(in_halves(parts[0], 16), parts[1], None, "mxfp4 1x16", "float32")
+        assert torch.equal(found, values[:, :, 48 * rank : 48 * (rank + 1)])

@@ -17,17 +17,20 @@ from torch import nn
 from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
-from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.loader import fill_with_random_weights, load_weights
 from compiled_engine.models.checkpoint.parameters import (
     STAGED_BYTES,
     InsufficientMemoryError,
+    Weights,
     materialize,
     parameters_of,
 )
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
+from compiled_engine.passes.framework.parameter import CODES, COLUMNS, KEPT, SCALES, ZEROS, Parameter, made
 from compiled_engine.passes.framework.parameter import packed as pack
+from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.quantisation import ELEMENTS, LinearScheme
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -417,6 +420,25 @@ def test_dummy_weights_follow_from_seed_and_name_alone(tmp_path: Path) -> None:
         assert 0.01 < parameter.std() < 0.03
         values.add(parameter.flatten()[0].item())
     assert len(values) == len(other_seed), "no two parameters start alike"
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_dummy_codes_stand_for_values_of_small_deviation(element: str) -> None:
+    scheme = f"{element} 1x32{', columns reordered' if ELEMENTS[element].has_zeros else ''}"
+    rounding, dtype = LinearScheme.parse(scheme).weight, str(ELEMENTS[element].dtype).removeprefix("torch.")
+    leaves = [
+        Parameter("w.codes", rounding.stored(256, 1024), dtype, CODES, scheme=scheme),
+        Parameter("w.scales", (256, 32), "float32", SCALES, scheme=scheme),
+        Parameter("w.zeros", (256, 32), "uint8", ZEROS, scheme=scheme),
+        Parameter("w.columns", (1, 1024), "int32", COLUMNS, scheme=scheme),
+    ]
+    tensors = {leaf.name: torch.zeros(leaf.shape, dtype=leaf.torch_dtype) for leaf in leaves}
+    fill_with_random_weights(Weights(tuple(leaves), tensors), seed=0)
+    codes, scales, zeros, columns = tensors.values()
+    values = decode(codes, scales, rounding, zeros)
+    assert abs(float(values.mean())) < 0.003  # codes of four bits reach from -8 to 7
+    assert 0.015 < float(values.std()) < 0.027
+    assert columns[0].sort().values.tolist() == list(range(1024))
 
 
 def cuda_checkpoint(path: Path) -> nn.Module:

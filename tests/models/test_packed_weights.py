@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,16 +46,15 @@ def stored(packing: Packing, num_rows: int = 24, num_columns: int = 256) -> tupl
     return {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}, values_NK
 
 
-def decoded(tensors: Tensors, rules: Quantisation) -> torch.Tensor:
+def decoded(tensors: Tensors, rules: Quantisation, read: Callable[..., Any] = read_packed) -> torch.Tensor:
     """The weight as it is decoded while it is loaded."""
-    found, packed = read_packed(tensors, rules, Path("folder"))
+    found, packed = read(tensors, rules, Path("folder"))
     name = f"{NAME}.weight"
     by_name, problems = find_stored(found, rules)
     assert not any(problems.values()), problems
     placement = encoded(whole(name, name, found[name].shape), by_name)
     target = torch.full(found[name].shape, torch.nan)
-    beside = [found[each] for each in placement.beside]
-    decode_scaled(placement, [packed[name].to(CPU), *beside], target)
+    decode_scaled(placement, [packed[name].to(CPU), *(found[each] for each in placement.beside)], target)
     return target
 
 
@@ -70,10 +70,13 @@ def test_codes_and_values_are_those_written(name: str, num_rows: int, num_column
     codes_NK, _, zeros_NG = round_weight(weight(num_rows, num_columns), packing, groups)
     in_order = sorted(range(num_columns), key=lambda column: groups[column])
     codes = packed[f"{NAME}.weight"].to(CPU)
-    assert (codes.dtype, tuple(codes.shape)) == (torch.uint8, (num_rows, num_columns // 2))
+    is_signed, per_byte = packing.bits == 8 and packing.is_symmetric, 8 // packing.bits
+    assert codes.dtype == (torch.int8 if is_signed else torch.uint8)
+    assert tuple(codes.shape) == (num_rows, num_columns // per_byte)
     for row in range(num_rows):
         for place, column in enumerate(in_order):
-            assert int(codes[row, place // 2]) >> 4 * (place % 2) & 15 == codes_NK[row, column]
+            byte = int(codes[row, place // per_byte]) + 128 * is_signed
+            assert byte >> packing.bits * (place % per_byte) & 2 * packing.middle - 1 == codes_NK[row, column]
     zeros = [found[each] for each in found if each.endswith(("qzeros", "zero_point"))]
     assert all(torch.equal(each.long(), zeros_NG) for each in zeros)
     assert bool(zeros) != packing.is_symmetric
@@ -151,6 +154,12 @@ PACKED, SYMMETRIC = PACKINGS["compressed-tensors, zero points"], PACKINGS["compr
         (REORDERED, edit("g_idx", None), "g_idx is missing"),
         (REORDERED, edit("g_idx", lambda t: t * 0), "g_idx must hold each group 64 times"),
         (PACKINGS["gptq"], edit("qzeros", first_is(0x77777776)), "the zero point 8 alone, as sym is true, got 7"),
+        (
+            PACKINGS["gptq, 8 bits, zero points"],
+            edit("qzeros", first_is(-1)),
+            "qzeros must hold zero points less one, from 0 to 254, got 255",
+        ),
+        (PACKINGS["gptq, 8 bits"], edit("qzeros", first_is(0x7F7F7F80)), "the zero point 128 alone, as sym is true"),
         (AWQ, edit("qweight", lambda t: t[0]), "qweight must have two dimensions, got [3]"),
         (AWQ, put("weight", torch.zeros(24, 256)), "qweight is a second copy of"),
         (AWQ, put("qweight", torch.zeros(8, 1), "lm_head"), "lm_head.qweight is packed, but re:.*lm_head$ is to be"),
@@ -162,10 +171,15 @@ def test_what_contradicts_itself_is_one_line(
 ) -> None:
     tensors, _ = stored(packing)
     change(tensors)
+    assert expected in refusal(tensors, rules_of(packing))
+
+
+def refusal(tensors: Tensors, rules: Quantisation, read: Callable[..., Any] = read_packed) -> str:
+    """The one line with which the tensors are refused."""
     with pytest.raises(ValueError, match="the tensors in folder do not fit quantization_config: ") as caught:
-        read_packed(tensors, rules_of(packing), Path("folder"))
-    assert expected in str(caught.value)
+        read(tensors, rules, Path("folder"))
     assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_tensors_of_other_modules_stay() -> None:
@@ -179,7 +193,9 @@ def test_tensors_of_other_modules_stay() -> None:
 
 def test_codes_that_are_stored_as_the_engine_keeps_them_are_not_copied() -> None:
     """They take the path of the other weights to the device."""
-    for packing, is_stored in ((SYMMETRIC, True), (PACKINGS["compressed-tensors, reordered"], False), (GPTQ, False)):
+    signed = PACKINGS["compressed-tensors, 8 bits"]
+    reordered = PACKINGS["compressed-tensors, reordered"]
+    for packing, is_stored in ((SYMMETRIC, True), (reordered, False), (GPTQ, False), (signed, False)):
         _, packed = read_packed(stored(packing)[0], rules_of(packing), Path("folder"))
         found = packed[f"{NAME}.weight"]
         assert (found.stored is not None) == is_stored
@@ -188,7 +204,7 @@ def test_codes_that_are_stored_as_the_engine_keeps_them_are_not_copied() -> None
             assert found.stored.data_ptr() == found.words.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors, zero points", "gptq, reordered", "awq"])
+@pytest.mark.parametrize("name", ["compressed-tensors, zero points", "gptq, reordered", "awq", "gptq, 8 bits"])
 def test_experts_are_decoded(name: str, tmp_path: Path) -> None:
     """Each matrix of each expert, in its place among the textbook's stacked ones."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 40, "num_attention_heads": 4, "num_experts": 3}

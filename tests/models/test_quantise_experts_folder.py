@@ -78,7 +78,7 @@ def test_each_matrix_of_an_expert_has_codes_and_scales(scheme: str, tmp_path: Pa
     assert values.keys() == plain.keys()
     for name, weight in plain.items():
         # Codes have three bits of mantissa; those of the smallest values are 2^-9 apart.
-        steps = 2.0**-4 * weight.abs() + weight.abs().max() / LARGEST * 2.0**-10
+        steps = 2.0**-4 * weight.abs() + weight.abs().max() / LARGEST["e4m3"] * 2.0**-10
         assert ((values[name] - weight).abs() <= steps * 1.001).all()
         if match := OF_EXPERT.fullmatch(name):
             assert torch.equal(matrix_of(model, *match.groups()), values[name])

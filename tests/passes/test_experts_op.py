@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from experts_cases import CASES, CODES, Case, arguments_of, error, with_codes
+from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
 from hopper_compilation import compiled_for_hopper
 from interpreting_process import interpret
 from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.passes.experts import experts_grouped, experts_one_token, experts_op, experts_routing
-from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles
+from compiled_engine.passes.experts.experts_op import GroupedTiles, grouped_tiles, packed_tiles
 
 INTERPRETED = """
 import interpreter
 import torch
 from compiled_engine.passes.experts import experts_op
-from experts_cases import CASES, CODES, arguments_of, error, with_codes
+from experts_cases import CASES, CODES, PACKED, Case, arguments_of, encoded, error
 from small_batch_linear_cases import nan_in_new_tensors
 
 torch.set_num_threads(1)
@@ -29,11 +29,17 @@ for case in CASES:
         with nan_in_new_tensors():
             out = experts_op.launch(*arguments)
         assert error(out, arguments) < 1e-5, f"{case} is off by {error(out, arguments)}"
-    for text in CODES if case.num_experts < 10 and case.num_tokens < 10 else ():
-        coded, decoded = with_codes(arguments, text)
+    for text in (*CODES, *PACKED) if case.num_experts < 10 and case.num_tokens < 10 else ():
+        coded, decoded = encoded(arguments, text)
         with nan_in_new_tensors():
             out = experts_op.launch(*coded)
         assert error(out, decoded) < 1e-5, f"{case} with {text} is off by {error(out, decoded)}"
+# The products of many tokens, in which rows of codes come first.
+for text in ("int4 1x32", "uint4 1x32", "int4 1x*"):
+    coded, decoded = encoded(arguments_of(Case(70, 4, 2, gpt_oss=True), torch.float16), text)
+    with nan_in_new_tensors():
+        out = experts_op.launch(*coded)
+    assert error(out, decoded) < 1e-2, f"{text} is off by {error(out, decoded)}"
 print("right")
 """
 
@@ -47,11 +53,11 @@ def test_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.product(one_in=1000, each=("case",))
-@pytest.mark.parametrize("text", CODES)
+@pytest.mark.parametrize("text", [*CODES, *PACKED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.num_experts < 10], ids=str)
 def test_the_reference_with_codes(case: Case, dtype: torch.dtype, text: str) -> None:
-    coded, decoded = with_codes(arguments_of(case, dtype), text)
+    coded, decoded = encoded(arguments_of(case, dtype), text)
     assert error(experts_op.experts(*coded), decoded) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
@@ -62,7 +68,7 @@ def test_in_the_interpreter() -> None:
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, tiles: tuple[int, int] | None = None) -> Any:
     """tiles: rows and columns of the weight's codes that share a scale; None for values."""
-    constants = constants | {"DEPENDENT_LAUNCH": True}
+    constants = {"PACKED": "", "ZERO": 0, "UNIT": 0, "zeros_ptr": None, "DEPENDENT_LAUNCH": True} | constants
     types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64", "scales_ptr": "*fp32"}
     if tiles is None:
         constants = {"scales_ptr": None, "TILE_ROWS": 1, "TILE_COLUMNS": 0} | constants
@@ -166,11 +172,11 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.product(one_in=8, each=("case",))
-@pytest.mark.parametrize("text", CODES)
+@pytest.mark.product(one_in=12, each=("case",))
+@pytest.mark.parametrize("text", [*CODES, *PACKED])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_codes_on_a_gpu(case: Case, text: str) -> None:
-    coded, decoded = with_codes(arguments_of(case, torch.bfloat16, "cuda"), text)
+    coded, decoded = encoded(arguments_of(case, torch.bfloat16, "cuda"), text)
     with nan_in_new_tensors():
         first = experts_op.experts(*coded)
     assert error(first, decoded) < 2e-2
@@ -183,6 +189,10 @@ def test_codes_on_a_gpu(case: Case, text: str) -> None:
 
 
 def test_tiles_are_within_what_a_multiprocessor_has() -> None:
-    for num_tokens in (2, 64, 65, 1024, 1025):
-        tiles: GroupedTiles = grouped_tiles(num_tokens, torch.bfloat16)
-        assert tiles.num_stages * (tiles.tokens + tiles.rows) * tiles.block_k * 2 <= 227 << 10
+    for num_tokens in (1, 2, 64, 65, 1024, 1025, 8192):
+        tiles: GroupedTiles
+        for tiles in (
+            grouped_tiles(num_tokens, torch.bfloat16),
+            *(packed_tiles(num_tokens, torch.bfloat16, share, True) for share in (1 / 16, 1 / 8, 1)),
+        ):
+            assert tiles.num_stages * (tiles.tokens + tiles.rows) * tiles.block_k * 2 <= 227 << 10

@@ -136,7 +136,7 @@ def test_a_matrix_of_columns_is_a_linear_of_experts_but_no_product_of_rows() -> 
 
 def test_codes_of_experts_are_decoded_before_the_product() -> None:
     def function(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (torch.bmm(x, experts_weight(codes, scales, "e4m3 1x*", "float32").transpose(1, 2)),)
+        return (torch.bmm(x, experts_weight(codes, scales, None, "e4m3 1x*", "float32").transpose(1, 2)),)
 
     weights = random_tensors(codes=(3, 5, 4), scales=(3, 5, 1))
     weights["codes"] = weights["codes"].to(torch.float8_e4m3fn)

@@ -29,7 +29,7 @@ from compiled_engine.passes.framework.matching import change, emit, named
 from compiled_engine.passes.framework.verifier import VerificationError
 from compiled_engine.passes.linear.quantised_linear_op import quantised_gated_rounded, quantised_linear
 from compiled_engine.passes.registry import passes_of_quantised
-from compiled_engine.quantisation import LINEAR, LinearScheme, Quantisation, Rule
+from compiled_engine.quantisation import ELEMENTS, LINEAR, LinearScheme, Quantisation, Rule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,6 +41,13 @@ ODD = "e4m3 24x40, inputs e4m3 1x40"
 # Four bits, without and with zero points; groups that end inside the parts of ranks.
 GROUPS, ZEROS, ODD_ZEROS = "int4 1x32", "uint4 1x32", "uint4 1x40"
 REORDERED = "uint4 1x32, columns reordered"
+# A byte a code, signed and with zero points.
+SIGNED, BYTE_ZEROS = "int8 1x32", "uint8 1x40, columns reordered"
+# Scales of another rank's groups.
+HALF = (Section(4, 1),)
+# 8-bit integers of weight and inputs.
+FLOATS = "e2m1 1x16"
+BYTES, STATIC_BYTES = "int8 1x*, inputs int8 1x*", "int8 *x*, inputs int8 static"
 
 
 def stored(scheme: str, ignore: tuple[str, ...] = IGNORE) -> Quantisation:
@@ -81,6 +88,11 @@ CASES = [
     (PHI3, 2, stored("uint4 1x*")),
     (QWEN3, 2, online(GROUPS)),
     (LLAMA, 1, stored(REORDERED)),
+    (LLAMA, 2, stored(SIGNED)),
+    (LLAMA, 1, stored(BYTE_ZEROS)),
+    (LLAMA, 2, stored(BYTES)),
+    (BIASED, 1, stored(STATIC_BYTES)),
+    (LLAMA, 4, stored(FLOATS)),
 ]
 
 
@@ -288,6 +300,21 @@ MUTATIONS = (
     Mutation("zero points of the next group", ZEROS, of_neighbours("zeros_RC")),
     Mutation("zero points off by one", ZEROS, shifted("zeros_RC")),
     Mutation("no zero points", ZEROS, set_element("int4")),
+    Mutation("four bits of e2m1, scales of the next group", FLOATS, of_neighbours("scales_RC")),
+    Mutation("four bits of e2m1, groups of another rank", FLOATS, describe("scales_RC", O_PROJ, sections=HALF), 2),
+    Mutation("8 bits, groups of another rank", SIGNED, describe("scales_RC", O_PROJ, sections=(Section(2, 1),)), 2),
+    Mutation("8 bits, half a group", SIGNED, set_tile(1, 16)),
+    Mutation("8 bits, scales divided by", SIGNED, inverted),
+    Mutation("integers, the scale of another linear's inputs", STATIC_BYTES, of_another("input_scale_1")),
+    Mutation("four bits of e2m1, half a group", FLOATS, set_tile(1, 8)),
+    Mutation("four bits of e2m1, scales divided by", FLOATS, inverted),
+    Mutation("four bits of e2m1 read as integers", FLOATS, set_element("int4")),
+    Mutation("integers, no scale of the inputs", STATIC_BYTES, none("input_scale_1")),
+    Mutation("integers, inputs that are not rounded", BYTES, set_scheme(lambda scheme: scheme._replace(inputs=None))),
+    Mutation("integers, scales of another linear", BYTES, of_another("scales_RC")),
+    Mutation("8 bits, scales of the next group", SIGNED, of_neighbours("scales_RC")),
+    Mutation("8 bits, zero points off by one", BYTE_ZEROS, shifted("zeros_RC")),
+    Mutation("8 bits, columns in the weight's order", BYTE_ZEROS, none("columns_1K")),
     Mutation("zero points of another linear", ZEROS, of_another("zeros_RC")),
     Mutation("zero points of another rank", ZEROS, describe("zeros_RC", sections=(Section(64, 1),)), 2),
     Mutation("packed columns of another rank", ZEROS, describe("codes_NK", O_PROJ, sections=(Section(32, 1),)), 2),
@@ -313,10 +340,27 @@ def test_a_broken_linear_is_caught(mutation: Mutation) -> None:
         graph_pass.verify(graph, result, SMALL, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("is_online", [False, True])
-def test_swapped_halves_of_bytes_are_caught(is_online: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [1, 7, 8, 15])
+def test_a_wrong_value_of_a_code_is_caught(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier has no table of the values."""
+    config = quantised(LLAMA, 1, stored(FLOATS))
+    graph = traced(LLAMA, 1)[0].for_range(SMALL).graph
+    graph_pass = structure_passes(config, graph, SMALL, None)[-1]
+    result: PassResult = graph_pass.run(graph)
+    assert graph_pass.verify(graph, result, SMALL, torch.device("cpu")) == result.matches > 0
+    e2m1 = ELEMENTS["e2m1"]
+    values = tuple(value + (0.5 if place == code else 0.0) for place, value in enumerate(e2m1.values))
+    monkeypatch.setitem(ELEMENTS, "e2m1", e2m1._replace(values=values))
+    with pytest.raises(VerificationError, match="quantise"):
+        graph_pass.verify(graph, result, SMALL, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("make", "scheme"), [(stored, GROUPS), (online, GROUPS), (stored, FLOATS)])
+def test_swapped_halves_of_bytes_are_caught(
+    make: Callable[[str], Quantisation], scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The verifier finds each code by its column, without the engine's own unpacking."""
-    config = quantised(LLAMA, 1, (online if is_online else stored)(GROUPS))
+    config = quantised(LLAMA, 1, make(scheme))
     graph = traced(LLAMA, 1)[0].for_range(SMALL).graph
     graph_pass = structure_passes(config, graph, SMALL, None)[-1]
     result: PassResult = graph_pass.run(graph)

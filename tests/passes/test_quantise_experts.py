@@ -33,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, TENSOR, BLOCK = "e4m3 1x*, inputs e4m3 1x*", "e4m3 *x*, inputs e4m3 1x*", "e4m3 128x128, inputs e4m3 1x128"
 # Tiles that end inside the rows of a projection, and rows of a gate with those of its up.
 SMALL_TILES = "e4m3 64x32, inputs e4m3 1x32"
+# Four bits, in groups that end with no share, and in whole rows.
+GROUPS, ZEROS, WHOLE_ROWS = "int4 1x128", "uint4 1x32", "int4 1x*"
 # Each of two and of four ranks has a part of a block, as has the last one of all.
 WIDTH = 320 + 64
 
@@ -51,12 +53,14 @@ def traced(num_ranks: int, width: int = WIDTH) -> TracedGraph:
 
 @pytest.mark.product(one_in=1000)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("scheme", [ROWS, TENSOR, BLOCK, SMALL_TILES])
+@pytest.mark.parametrize("scheme", [ROWS, TENSOR, BLOCK, SMALL_TILES, GROUPS, ZEROS, WHOLE_ROWS])
 @pytest.mark.parametrize("make", [stored, online])
 def test_every_pass_keeps_its_contract_and_its_verifier(
     num_ranks: int, scheme: str, make: Callable[[str], Quantisation]
 ) -> None:
-    quantisation = make(scheme.replace("*x*,", "1x*,") if make is online else scheme)
+    if make is online:
+        scheme = {TENSOR: ROWS, ZEROS: "int4 1x32"}.get(scheme, scheme)
+    quantisation = make(scheme)
     graphs, whole = traced(num_ranks), whole_of(quantised(num_ranks, None))
     for compile_range in RANGES:
         _, reports = apply_passes(quantised(num_ranks, quantisation), graphs, compile_range, whole)
@@ -171,6 +175,14 @@ MUTATIONS = (
     Mutation(
         "columns of another rank", BLOCK, describe("scales_ERC", "down_proj", sections=(Section(WIDTH // 128, 1),)), 2
     ),
+    Mutation("zero points of another layer", ZEROS, of_another("zeros_ERC")),
+    Mutation("zero points off by one", ZEROS, computed("zeros_ERC", aten.add.Tensor, 1)),
+    Mutation("scales of the neighbouring group", ZEROS, computed("scales_ERC", aten.roll.default, [1], [2])),
+    Mutation("no order of the codes", ZEROS, describe("codes_ENK", make=())),
+    Mutation("an order of other units", ZEROS, describe("codes_ENK", make=(("halves", 16),))),
+    Mutation("zero points taken for 8", ZEROS, set_scheme("int4 1x32")),
+    Mutation("twice the columns of a group", ZEROS, set_scheme("uint4 1x64")),
+    Mutation("scales of another width", ZEROS, describe("scales_ERC", scheme="uint4 1x16")),
     Mutation("codes in another scheme", BLOCK, describe("codes_ENK", make=(("codes", "e4m3 1x*"),)), is_online=True),
     Mutation("scales made of another weight", ROWS, of_another("scales_ERC"), is_online=True),
     Mutation("decoded to another dtype", ROWS, lambda graph: change(matrices(graph, "down")[0], dtype="float16")),

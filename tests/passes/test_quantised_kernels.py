@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper_compilation import stack_bytes
+from hopper_compilation import compiled_for_hopper, stack_bytes
 from interpreting_process import interpret
 from quantised_linear_cases import BY_BLOCKS, BY_ROWS, SCHEMES, Case, arguments_of, assert_kernels_compute_the_reference
 from small_batch_linear_cases import nan_in_new_tensors
@@ -56,15 +56,22 @@ import torch
 from test_quantised_kernels import CASES, FUSED, SCHEMES, check_fused, interpreted_error
 
 from compiled_engine.passes.linear import round_inputs
+from compiled_engine.quantisation import Rounding
 
 count = 0
 for fused in FUSED:
-    for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 static"):
+    for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 static", "int8 1x*", "int8 1x32", "int8 static"):
         check_fused(fused, rounding, 5, 96, torch.float32, "cpu")
         count += 1
 few_tokens, round_inputs.FEW_TOKENS = round_inputs.FEW_TOKENS, 4
+for num_tokens in (2, 5):
+    x_TK = torch.ones(num_tokens, 96)
+    x_TK[0, 3] = float("nan")
+    codes_TK, scales_CT = round_inputs.launch(x_TK, Rounding.parse("int8 1x*"), None)
+    values_TK = codes_TK.float() * scales_CT.t()
+    assert values_TK[0].isnan().all() and not values_TK[1:].isnan().any()
 for k in (96, 3072, 3075):
-    for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 1x4096", "e4m3 static"):
+    for rounding in ("e4m3 1x*", "e4m3 1x32", "e4m3 1x4096", "e4m3 static", "int8 1x*", "int8 static"):
         check_fused({}, rounding, 5, k, torch.float16, "cpu")
         count += 1
     check_fused({"activation": "silu"}, "e4m3 1x*", 5, k, torch.float16, "cpu")
@@ -144,9 +151,14 @@ def check_fused(fused: dict[str, Any], rounding: str, num_tokens: int, k: int, d
         decode(codes, scales.t(), parsed) for codes, scales in ((found[0], found[1]), (expected[0], expected[1]))
     )
     smallest = 2.0**-9 * spread(expected[1].t(), parsed, num_tokens, k)
+    off = (values - wanted).abs()
+    if parsed.is_integer:
+        one = spread(expected[1].t(), parsed, num_tokens, k)
+        assert (off <= 1.01 * one + wanted.abs() * 2.0**-6 + neighbour).all()
+        assert float((off > one / 2).float().mean()) < 0.05
+        return
     # The interpreter rounds without a carry into the exponent.
     carried = (expected[0].view(torch.uint8) & 7 == 0) & (device == "cpu")
-    off = (values - wanted).abs()
     assert (carried | (off <= wanted.abs() / 7 + smallest + neighbour)).all()
     assert float((~carried & (off > wanted.abs() / 50 + smallest / 2)).float().mean()) < 0.05
 
@@ -178,7 +190,7 @@ def test_scales_of_a_trace_have_the_tokens_of_their_inputs(rounding: str) -> Non
 
 def test_triton_in_the_interpreter() -> None:
     run = interpret(__file__, "-c", INTERPRETED)
-    expected = 2 * len(SCHEMES) * len(CASES) + 3 * len(FUSED) + 3 * 5
+    expected = 2 * len(SCHEMES) * len(CASES) + 6 * len(FUSED) + 3 * 7
     assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr[-2000:]
 
 
@@ -226,6 +238,25 @@ def test_products_of_the_rule_fit(gated: bool) -> None:
     assert "m64n128k32.f32.e4m3.e4m3" in program.asm["ptx"]
 
 
+@pytest.mark.product(one_in=3, each=("columns",))
+@pytest.mark.parametrize("columns", [0, 32])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 4096), (8, 24576), (64, 4096), (512, 24576)])
+def test_integers_are_multiplied_as_integers_without_a_stack(tokens: int, rows: int, columns: int) -> None:
+    """Scales of whole rows of weight and inputs, or of 64 columns of the weight and `columns` of the inputs."""
+    tiles = quantised_product.choose_tiles(tokens, rows, True)
+    constants = {
+        "K": 4096, "TILE_ROWS": 1, "TILE_COLUMNS": 2 * columns or 4096, "INPUT_COLUMNS": columns or 4096,
+        "SILU_MUL": False, "ACTIVATION": "silu", "TOKENS": tiles.tokens, "ROWS": tiles.rows,
+        "BLOCK_K": columns or 128, "ROWS_FIRST": tiles.tokens < quantised_product.TOKENS_FIRST,
+        "NUM_STAGES": tiles.num_stages, "DEPENDENT_LAUNCH": True, "bias_ptr": None, "residual_ptr": None,
+    }  # fmt: skip
+    types = {"x_ptr": "*i8", "codes_ptr": "*i8", "scales_ptr": "*fp32", "input_scales_ptr": "*fp32"}
+    kernel, aligned = quantised_product.quantised_product_kernel, (*types, "out_ptr", "x_stride", "input_stride")
+    program = compiled_for_hopper(kernel, constants, types, aligned=aligned, num_warps=tiles.num_warps)
+    assert "s32.s8.s8" in program.asm["ptx"]
+    assert stack_bytes(program) == 0
+
+
 @pytest.mark.parametrize(("rows", "k", "gated"), [*SHAPES, (4104, 1040, False), (8, 16, False)])
 def test_tiles_of_the_rule_fit_into_shared_memory(rows: int, k: int, gated: bool) -> None:
     for tokens in TOKEN_BUCKETS:
@@ -256,6 +287,10 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
     assert kernel("e4m3 8x40, inputs e4m3 1x40", 1).startswith(f"{TORCH}: its scales are of columns")
     assert kernel(BY_ROWS, 1, capability=(10, 0)) == TRITON
     assert kernel(BY_ROWS, 1, capability=(8, 0)).startswith(f"{TORCH}: the GPU's compute capability 8.0")
+    integers = "int8 1x*, inputs int8 1x*"
+    assert kernel(integers, 1) == kernel(integers, 8192) == f"{TRITON}: its codes are int8"
+    assert kernel(integers, 8192, capability=(8, 0)) == TRITON
+    assert kernel(integers, 1, capability=(7, 5)).startswith(f"{TORCH}: the GPU's compute capability 7.5")
 
 
 # Beside those of the interpreter, shapes that Hopper's kernels take: rows that leave the last tile in part, K that ends
@@ -288,7 +323,7 @@ def test_kernels_compute_the_reference(case: Case, scheme: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if "inputs" in scheme])
 def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> None:
-    """Bit for bit, over many magnitudes; NaN stays NaN."""
+    """Bit for bit, over many magnitudes; NaN stays NaN, but for a static scale of integers."""
     rounding = LinearScheme.parse(scheme).inputs
     assert rounding is not None
     generator = torch.Generator().manual_seed(0)
@@ -305,7 +340,9 @@ def test_inputs_are_rounded_by_the_formula(scheme: str, dtype: torch.dtype) -> N
         assert torch.equal(scales_CT, expected.t().expand(scales_CT.shape))
         assert torch.equal(codes_TK.view(torch.uint8), expected_TK.view(torch.uint8))
     x_TK[0, 3] = float("nan")
-    assert round_inputs.launch(x_TK, rounding, static)[0].float()[0, 3].isnan()
+    codes_TK, scales_CT = round_inputs.launch(x_TK, rounding, static)
+    found_TK = decode(codes_TK, scales_CT.t(), rounding._replace(static=False, rows=1))
+    assert found_TK[0, 3].isnan() or (rounding.is_integer and rounding.static)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import fx
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.framework.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.framework.matching import aten, named
-from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, Parameter
+from compiled_engine.passes.framework.parameter import CODES, INPUT_SCALE, SCALES, WEIGHT, ZEROS, Parameter
 from compiled_engine.passes.linear.experts_codes import experts_weight
 from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 from compiled_engine.passes.quantised.quantise import Quantise, is_looked_up, scheme_of
@@ -169,19 +169,62 @@ def test_matrices_of_experts_become_codes_and_scales() -> None:
     assert (result.matches, len(result.replacements)) == (2, 2)
     found = parameters(given)
     # 48 rows of a gate end after tiles of 16; inputs are not rounded.
-    for name, shape, scheme, grid in (
-        (f"{EXPERTS}.gate_up_proj", (2, 96, 64), "e4m3 16x32", (2, 6, 2)),
-        (f"{EXPERTS}.down_proj", (2, 64, 48), "e4m3 32x32", (2, 2, 2)),
+    for name, shape, scheme, grid, nbytes in (
+        (f"{EXPERTS}.gate_up_proj", (2, 96, 64), "e4m3 16x32", (2, 6, 2), "12,384"),
+        (f"{EXPERTS}.down_proj", (2, 64, 48), "e4m3 32x32", (2, 2, 2), "6,176"),
     ):
         assert name not in found
         assert found[f"{name}.codes"] == Parameter(f"{name}.codes", shape, E4M3, CODES, scheme=scheme)
         assert found[f"{name}.scales"] == Parameter(f"{name}.scales", grid, "float32", SCALES, scheme=scheme)
-        assert f"{name}: {scheme}, inputs stay float32; fp8" in result.notes
+        assert f"{name}: {scheme}, inputs stay float32; fp8; {nbytes} bytes" in result.notes
     for call in given.find_nodes(op="call_function", target=experts_weight):
         arguments = named(call)
         assert arguments["dtype"] == "float32"
         assert arguments["scheme"] == parameter_of(arguments["codes_ENK"]).scheme
         assert call.meta["val"].shape == parameter_of(arguments["codes_ENK"]).shape
+    given.lint()
+
+
+def test_codes_of_four_bits_are_put_in_order() -> None:
+    """In units of columns that end with tiles and with rows; each tile has a zero point."""
+    given = experts()
+    result = QuantiseExperts(rules((LINEAR, "uint4 1x32")), CPU).run(given)
+    assert result.matches == 2
+    found = parameters(given)
+    for name, in_bytes, unit, grid in (
+        (f"{EXPERTS}.gate_up_proj", (2, 96, 32), 32, (2, 96, 2)),
+        (f"{EXPERTS}.down_proj", (2, 64, 24), 16, (2, 64, 2)),
+    ):
+        codes = Parameter(f"{name}.codes", in_bytes, "uint8", CODES, scheme="uint4 1x32")
+        in_order = replace(codes, name=f"{codes.name}.halves({unit})", members=(codes,), make=(("halves", unit),))
+        assert found[in_order.name] == in_order
+        assert found[f"{name}.scales"] == Parameter(f"{name}.scales", grid, "float32", SCALES, scheme="uint4 1x32")
+        assert found[f"{name}.zeros"] == Parameter(f"{name}.zeros", grid, "uint8", ZEROS, scheme="uint4 1x32")
+    for call in given.find_nodes(op="call_function", target=experts_weight):
+        assert call.meta["val"].shape in ((2, 96, 64), (2, 64, 48))
+    given.lint()
+
+
+def test_matrices_stored_by_columns_have_codes_by_rows() -> None:
+    """A rank's 48 of 96 columns are no whole groups of 32, so groups are halved."""
+    name = f"{EXPERTS}.down_proj"
+    given = graph_of(
+        lambda x, **w: (torch.bmm(x, w[name]),), random_tensors(x=(2, 4, 48)), random_tensors(**{name: (2, 48, 64)})
+    ).graph
+    (node,) = filter(is_parameter, given.nodes)
+    node.meta["source"] = replace(parameter_of(node), shard=Shard((2, 96, 64), 1, (Section(96, 2),)))
+    result = QuantiseExperts(rules((LINEAR, "mxfp4 1x32")), CPU, 2).run(given)
+    assert result.matches == 1
+    found = parameters(given)
+    (codes,) = found[f"{name}.codes.halves(16)"].members
+    assert (codes.shape, codes.scheme) == ((2, 64, 24), "mxfp4 1x16")
+    assert codes.shard == Shard((2, 64, 48), 2, (Section(48, 2),))
+    scales = found[f"{name}.scales"]
+    assert (scales.shape, scales.dtype) == ((2, 64, 3), "uint8")
+    assert scales.shard == Shard((2, 64, 6), 2, (Section(6, 2),))
+    (call,) = given.find_nodes(op="call_function", target=experts_weight)
+    (transposed,) = call.users
+    assert transposed.meta["val"].shape == (2, 48, 64)
     given.lint()
 
 
@@ -192,7 +235,7 @@ def test_matrices_of_experts_that_are_quantised_while_they_are_loaded() -> None:
     for role, shape, dtype in ((CODES, (2, 64, 48), E4M3), (SCALES, (2, 64, 1), "float32")):
         name = f"{EXPERTS}.down_proj.{role}"
         assert parameters(given)[name] == Parameter(name, shape, dtype, WEIGHT, (before,), ((role, "e4m3 1x*"),))
-    assert f"{EXPERTS}.down_proj: e4m3 1x*, inputs stay float32; made while it is loaded" in result.notes
+    assert f"{EXPERTS}.down_proj: e4m3 1x*, inputs stay float32; made while it is loaded; 6,656 bytes" in result.notes
 
 
 def test_parts_of_experts_have_tiles_that_end_with_them() -> None:
@@ -216,6 +259,11 @@ def test_parts_of_experts_have_tiles_that_end_with_them() -> None:
         (rules(("other", BLOCKS)), 0, "stays in 16 bits: no rule names it"),
         (rules((LINEAR, BLOCKS), ignore=("re:.*gate_proj", "re:.*up_proj")), 1, "gate_proj is to be ignored"),
         (rules((LINEAR, "e4m3 1x16")), 0, "stays in 16 bits: tiles of 16 columns are no power of two"),
+        (
+            rules((LINEAR, "uint4 1x32, columns reordered")),
+            0,
+            "stays in 16 bits: the columns of each expert are reordered",
+        ),
     ],
 )
 def test_matrices_of_experts_that_stay_and_why(quantisation: Any, matches: int, note: str) -> None:

@@ -15,7 +15,7 @@ from quantised_linear_cases import BY_BLOCKS, BY_ROWS
 from compiled_engine.config import ExpertsConfig
 from compiled_engine.kernels.cpp_library import CannotCompile
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.passes.framework.rounding import decode
+from compiled_engine.passes.framework.rounding import decode, in_halves
 from compiled_engine.passes.linear import experts_codes, quantised_product, round_inputs, small_batch_linear_cpu
 from compiled_engine.passes.linear.experts_codes import constants_of, decoded, experts_weight, projections_of
 from compiled_engine.passes.linear.hopper_linear import TOKEN_BUCKETS, HopperTiles
@@ -189,17 +189,35 @@ def test_projections_of_parameters(name: str, projections: tuple[str, ...]) -> N
 def test_tiles_of_experts_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
-    def obstacle(columns: int, device: torch.device = cpu) -> str:
-        return experts_codes.obstacle(Rounding("e4m3", 1, columns), device) or ""
+    def obstacle(text: str, device: torch.device = cpu, dtype: torch.dtype = BFLOAT16, num_columns: int = 2880) -> str:
+        return experts_codes.obstacle(LinearScheme.parse(text), num_columns, dtype, device) or ""
 
-    assert [columns for columns in range(600) if not obstacle(columns)] == [0, 32, 64, 128, 256]
-    assert obstacle(16) == "tiles of 16 columns are no power of two from 32 to 256"
-    for capability, takes in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((7, 9), False)):
+    for element, least in (("e4m3", 32), ("int4", 32), ("uint4", 32), ("mxfp4", 8)):
+        taken = [columns for columns in range(1, 600) if not obstacle(f"{element} 1x{columns}")]
+        assert taken == [columns for columns in (8, 16, 32, 64, 128, 256) if columns >= least]
+        assert obstacle(f"{element} 1x*") == ""
+    assert obstacle("e4m3 1x16") == "tiles of 16 columns are no power of two from 32 to 256"
+    assert obstacle("int4 1x32", num_columns=100) == "100 columns of four bits are no multiple of 8"
+    assert obstacle("int4 1x32, columns reordered") == "the columns of each expert are reordered"
+    assert obstacle("mxfp4 1x32", dtype=torch.float16) == "float16 does not hold the scales"
+    assert obstacle("int4 1x32", dtype=torch.float16) == ""
+    for capability, takes in (((7, 5), ""), ((8, 0), "int4"), ((8, 9), "int4 e4m3"), ((9, 0), "int4 e4m3")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert (obstacle(128, cuda) == "") == takes
-        assert obstacle(128) == ""
-    assert constants_of("e4m3 64x128") == {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
-    assert constants_of("e4m3 1x*") == constants_of("") == {"TILE_ROWS": 1, "TILE_COLUMNS": 0}
+        for element in ("int4", "e4m3"):
+            assert (obstacle(f"{element} 1x128", cuda) == "") == (element in takes)
+            assert obstacle(f"{element} 1x128") == ""
+
+
+def test_constants_of_kernels_of_experts() -> None:
+    plain = {"TILE_ROWS": 1, "TILE_COLUMNS": 0, "PACKED": "", "ZERO": 0, "UNIT": 0}
+    assert constants_of("e4m3 1x*", 64) == constants_of("", 64) == plain
+    assert constants_of("e4m3 64x128", 256) == plain | {"TILE_ROWS": 64, "TILE_COLUMNS": 128}
+    in_groups = plain | {"TILE_COLUMNS": 32, "UNIT": 32}
+    assert constants_of("mxfp4 1x32", 2880) == in_groups | {"PACKED": "e2m1"}
+    assert constants_of("uint4 1x32", 2880) == in_groups | {"PACKED": "integers"}
+    # Units end with the rows and the tiles.
+    assert constants_of("int4 1x*", 720) == plain | {"PACKED": "integers", "ZERO": 8, "UNIT": 16}
+    assert constants_of("mxfp4 1x8", 2880)["UNIT"] == 8
 
 
 def test_matrices_of_experts_are_decoded_one_by_one() -> None:
@@ -207,13 +225,33 @@ def test_matrices_of_experts_are_decoded_one_by_one() -> None:
     codes = torch.randn(3, 8, 64, generator=generator).mul(100).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2, 2, generator=generator)
     for dtype in ("float32", "bfloat16"):
-        found = experts_weight(codes, scales, "e4m3 4x32", dtype)
+        found = experts_weight(codes, scales, None, "e4m3 4x32", dtype)
         assert found.dtype == getattr(torch, dtype)
-        assert experts_weight(codes.to("meta"), scales.to("meta"), "e4m3 4x32", dtype).dtype == found.dtype
+        assert experts_weight(codes.to("meta"), scales.to("meta"), None, "e4m3 4x32", dtype).dtype == found.dtype
         for expert in range(3):
             expected = decode(codes[expert], scales[expert], Rounding("e4m3", 4, 32))
             assert torch.equal(found[expert], expected.to(found.dtype))
-    assert decoded(codes, scales, "e4m3 4x32").dtype == torch.float32
+    assert decoded(codes[0], scales[0], None, "e4m3 4x32").dtype == torch.float32
+
+
+def test_packed_matrices_of_experts_are_decoded_in_the_order_of_columns() -> None:
+    """In units of 16 columns: byte 8 u + i has column 16 u + i in its low bits, and 16 u + 8 + i in its high bits."""
+    codes = torch.arange(2 * 3 * 24, dtype=torch.int).mul(37).remainder(256).to(torch.uint8).view(2, 3, 24)
+    scales, zeros = 1.0 + torch.arange(12.0).view(2, 3, 2), torch.arange(12, dtype=torch.uint8).view(2, 3, 2)
+    found = experts_weight(codes, scales, zeros, "uint4 1x32", "float32")
+    assert found.shape == experts_weight(codes.to("meta"), scales, zeros, "uint4 1x32", "float32").shape == (2, 3, 48)
+    for expert, row, column in ((0, 0, 0), (0, 1, 7), (1, 2, 8), (1, 0, 31), (0, 2, 32), (1, 1, 47)):
+        unit, place = divmod(column, 16)
+        byte = int(codes[expert, row, 8 * unit + place % 8])
+        code, tile = byte >> 4 if place >= 8 else byte & 15, (expert, row, column // 32)
+        assert found[expert, row, column] == (code - float(zeros[tile])) * scales[tile]
+    natural = torch.arange(24, dtype=torch.uint8).mul(11).view(1, 1, 24)
+    in_order = in_halves(natural, 16)
+    exponents = torch.tensor([[[127, 130]]], dtype=torch.uint8)
+    values = experts_weight(in_order, exponents, None, "mxfp4 1x32", "float32")[0]
+    assert torch.equal(values, decode(natural[0], exponents[0], Rounding("mxfp4", 1, 32)))
+    # The last byte is 253: 13 is -3 in its low bits, 15 is -6 in its high bits, each times 2^3.
+    assert values[0, 46:].tolist() == [-24.0, -48.0]
 
 
 @pytest.mark.parametrize(

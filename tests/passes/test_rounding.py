@@ -110,6 +110,18 @@ def test_inputs_have_their_own_scales_or_the_static_one() -> None:
     assert torch.equal(codes.float(), (x_TK.float() / 0.5).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float())
 
 
+def test_bytes_hold_the_nearest_whole_multiple_of_the_scale() -> None:
+    values, rounding = torch.tensor([[2.5, -1.5, 0.49, -254.0], [0.0, 0.0, 3.0, 1.0]]), Rounding("int8", 1, 0)
+    scales = scales_of(values, rounding)
+    assert torch.equal(scales, torch.tensor([[2.0], [3.0 / 127]]))
+    codes = codes_of(values, scales, rounding)
+    assert codes.dtype == torch.int8
+    assert codes.tolist() == [[1, -1, 0, -127], [0, 0, 127, 42]]
+    assert torch.equal(decode(codes, scales, rounding), codes * scales)
+    static = Rounding("int8", 0, 0, static=True)
+    assert round_inputs(values, static, torch.tensor([0.5]))[0].tolist() == [[5, -3, 1, -127], [0, 0, 6, 2]]
+
+
 @pytest.mark.parametrize("scheme", ["e4m3 1x*, inputs e4m3 1x*", "e4m3 2x3, inputs e4m3 1x3"])
 def test_matrices_of_experts_are_rounded_one_by_one(scheme: str) -> None:
     weight = normal(3, 4, 6)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
+from compiled_engine.passes.framework.rounding import codes_of, decode, in_halves, scales_of, unit_of
 from compiled_engine.quantisation import Rounding
 
 
@@ -52,6 +53,8 @@ CASES = (
 ALPHA, LIMIT = 1.702, 1.5
 # Roundings of weights: tiles that end inside, and whole rows.
 CODES = ("e4m3 1x*", "e4m3 32x32", "e4m3 128x128")
+# The same with two codes to a byte.
+PACKED = ("mxfp4 1x32", "mxfp4 1x8", "int4 1x32", "int4 1x128", "int4 1x*", "uint4 1x32")
 
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
@@ -84,6 +87,11 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
     )
 
 
+def encoded(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The op's arguments with weights as codes in a Rounding, and those for `expected`, with what they stand for."""
+    return with_packed_codes(arguments, text) if text in PACKED else with_codes(arguments, text)
+
+
 def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The op's arguments with weights as codes in tiles of a Rounding, and those for `expected`, with what they stand
     for."""
@@ -96,6 +104,31 @@ def with_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], 
         values.append(torch.stack([decode(*each, rounding) for each in zip(codes, scales, strict=True)]))
     (gate_up, gate_up_scales), (down, down_scales) = weights
     coded = (*arguments[:2], gate_up, down, *arguments[4:], gate_up_scales, down_scales, text, text)
+    return coded, (*arguments[:2], *values, *arguments[4:])
+
+
+def with_packed_codes(arguments: tuple[Any, ...], text: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The same with random codes of four bits, two to a byte, in the order that kernels read."""
+    rounding, device = Rounding.parse(text), arguments[0].device
+    generator = torch.Generator(device).manual_seed(7)
+    codes, scales, zeros, values = [], [], [], []
+
+    def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    for weight in arguments[2:4]:
+        E, N, K = weight.shape
+        grid = E, *rounding.grid(N, K)
+        codes.append(integers(0, 256, (E, N, K // 2)))
+        zeros.append(integers(0, 16, grid))
+        powers = integers(0, 4, grid)  # the largest scale is around a quarter of the values' size
+        scales.append(powers + int(121 - math.log2(K) / 2) if text.startswith("mx") else 0.03 * (1 + powers) / K**0.5)
+        of_matrices = zip(codes[-1], scales[-1], zeros[-1], strict=True)
+        values.append(torch.stack([decode(codes, scales, rounding, zeros) for codes, scales, zeros in of_matrices]))
+        codes[-1] = in_halves(codes[-1], unit_of(rounding, K))
+    if not rounding.format.has_zeros:
+        zeros = [None, None]
+    coded = (*arguments[:2], *codes, *arguments[4:], *scales, text, text, *zeros)
     return coded, (*arguments[:2], *values, *arguments[4:])
 
 

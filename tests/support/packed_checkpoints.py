@@ -1,4 +1,5 @@
-"""Checkpoints in four bits, written code by code from the descriptions of their formats, and the model to compare with.
+"""Checkpoints of integers in four and 8 bits, written code by code from the descriptions of their formats, and the
+model to compare with.
 
 Nothing of the engine is used. The oracle is transformers' model in fp32 with the values that the codes stand for.
 """
@@ -6,7 +7,9 @@ Nothing of the engine is used. The oracle is transformers' model in fp32 with th
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 Tensors = dict[str, torch.Tensor]
+# Returns the tensors of a linear by the last part of their names, and the values that they stand for, [N, K].
+Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,17 @@ class Packing:
     is_symmetric: bool
     is_reordered: bool = False
     scale_dtype: torch.dtype = torch.float16
+    bits: int = 4
+
+    @property
+    def middle(self) -> int:
+        """The code of zero without zero points."""
+        return 2 ** (self.bits - 1)
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
         if self.method == "compressed-tensors":
             weights = {
-                "num_bits": 4, "type": "int", "symmetric": self.is_symmetric, "dynamic": False,
+                "num_bits": self.bits, "type": "int", "symmetric": self.is_symmetric, "dynamic": False,
                 "strategy": "group" if self.columns else "channel", "group_size": self.columns or None,
                 "actorder": "group" if self.is_reordered else None,
             }  # fmt: skip
@@ -49,7 +61,7 @@ class Packing:
                 "version": "gemm", "modules_to_not_convert": ignore,
             }  # fmt: skip
         return {
-            "quant_method": "gptq", "bits": 4, "group_size": self.columns or -1, "sym": self.is_symmetric,
+            "quant_method": "gptq", "bits": self.bits, "group_size": self.columns or -1, "sym": self.is_symmetric,
             "desc_act": self.is_reordered, "checkpoint_format": self.method, "lm_head": "lm_head" not in ignore,
             "dynamic": {f"-:{name.replace('.', chr(92) + '.')}$": {} for name in ignore if name != "lm_head"},
         }  # fmt: skip
@@ -67,6 +79,10 @@ PACKINGS = {
     "gptq_v2": Packing("gptq_v2", 64, False),
     "awq": Packing("awq", 128, False),
     "awq, small groups": Packing("awq", 32, False),
+    "compressed-tensors, 8 bits": Packing("compressed-tensors", 0, True, scale_dtype=torch.bfloat16, bits=8),
+    "compressed-tensors, 8 bits, zero points": Packing("compressed-tensors", 32, False, True, bits=8),
+    "gptq, 8 bits": Packing("gptq", 128, True, True, bits=8),
+    "gptq, 8 bits, zero points": Packing("gptq", 32, False, bits=8),
 }
 
 
@@ -86,7 +102,7 @@ def groups_of(packing: Packing, num_columns: int) -> list[int]:
 def round_weight(
     weight_NK: torch.Tensor, packing: Packing, groups: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes from 0 to 15 [N, K], and of each group scales [N, G], rounded to what is stored, and zero points [N, G]."""
+    """Unsigned codes [N, K], and of each group scales [N, G], rounded to what is stored, and zero points [N, G]."""
     N, G = len(weight_NK), max(groups) + 1
     of_group = [torch.tensor([k for k, group in enumerate(groups) if group == g]) for g in range(G)]
     codes_NK = torch.zeros(weight_NK.shape, dtype=torch.int64)
@@ -94,22 +110,24 @@ def round_weight(
     for g, columns in enumerate(of_group):
         part = weight_NK[:, columns]
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
-        scale = part.abs().amax(1) / 7.5 if packing.is_symmetric else (high - low) / 15
+        most, middle = 2**packing.bits - 1, packing.middle
+        scale = part.abs().amax(1) / (most / 2) if packing.is_symmetric else (high - low) / most
         scale = scale.clamp(min=1e-5).to(packing.scale_dtype).float()
-        zero = torch.full((N,), 8.0) if packing.is_symmetric else (-low / scale).round().clamp(1, 15)
-        codes_NK[:, columns] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, 15).long()
+        zero = torch.full((N,), float(middle)) if packing.is_symmetric else (-low / scale).round().clamp(1, most)
+        codes_NK[:, columns] = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, most).long()
         scales_NG[:, g], zeros_NG[:, g] = scale, zero.long()
     return codes_NK, scales_NG, zeros_NG
 
 
-def words_of(rows: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight neighbouring values of a row in a word of 32 bits. order: the value that each four bits hold, from the
-    lowest on. Rows are filled up with zeros."""
-    missing = -rows.shape[1] % 8
+def words_of(rows: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Neighbouring values of a row in a word of 32 bits. order: the value that each place of a word holds, from the
+    lowest bits on; else the values one by one. Rows are filled up with zeros."""
+    count = 32 // bits
+    missing = -rows.shape[1] % count
     rows = torch.cat([rows, torch.zeros(len(rows), missing, dtype=rows.dtype)], 1)
-    words = torch.zeros(len(rows), rows.shape[1] // 8, dtype=torch.int64)
-    for place, value in enumerate(order):
-        words += rows[:, value::8] * 16**place
+    words = torch.zeros(len(rows), rows.shape[1] // count, dtype=torch.int64)
+    for place, value in enumerate(order or range(count)):
+        words += rows[:, value::count] * 2 ** (bits * place)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -121,34 +139,52 @@ def pack_weight(weight_NK: torch.Tensor, packing: Packing) -> tuple[Tensors, tor
     scales = scales_NG.to(packing.scale_dtype)
     if packing.method == "compressed-tensors":
         shape = torch.tensor(weight_NK.shape)
-        found = {"weight_packed": words_of(codes_NK), "weight_scale": scales, "weight_shape": shape}
+        found = {"weight_packed": words_of(codes_NK, packing.bits), "weight_scale": scales, "weight_shape": shape}
         if not packing.is_symmetric:
-            found["weight_zero_point"] = words_of(zeros_NG.t()).t()
+            found["weight_zero_point"] = words_of(zeros_NG.t(), packing.bits).t()
         if packing.is_reordered:
             found["weight_g_idx"] = torch.tensor(groups, dtype=torch.int32)
     elif packing.method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
-        found = {"qweight": words_of(codes_NK.t(), order), "qzeros": words_of(zeros_NG.t(), order)}
+        found = {"qweight": words_of(codes_NK.t(), 4, order), "qzeros": words_of(zeros_NG.t(), 4, order)}
         found["scales"] = scales.t()
     else:
         less = 1 if packing.method == "gptq" else 0
-        found = {"qweight": words_of(codes_NK).t(), "qzeros": words_of(zeros_NG.t() - less)}
+        zeros = words_of(zeros_NG.t() - less, packing.bits)
+        found = {"qweight": words_of(codes_NK, packing.bits).t(), "qzeros": zeros}
         found |= {"scales": scales.t(), "g_idx": torch.tensor(groups, dtype=torch.int32)}
     return {name: tensor.contiguous() for name, tensor in found.items()}, values_NK
 
 
 def write_packed(source: Path, folder: Path, packing: Packing, ignore: list[str]) -> nn.Module:
     """Write a checkpoint of transformers in a format, and return the oracle. ignore: names of modules."""
+    model = write_linears(source, folder, lambda weight_NK: pack_weight(weight_NK, packing), ignore)
+    write_section(folder, packing.config(ignore))
+    return model
+
+
+def write_linears(source: Path, folder: Path, pack: Pack, ignore: list[str]) -> nn.Module:
+    """Write a checkpoint with packed linears, without a section about them. See `write_packed`."""
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().requires_grad_(False)
     tensors = load_all(source)
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and f"{path}.weight" in tensors and path not in ignore:
-            packed, values_NK = pack_weight(tensors.pop(f"{path}.weight").float(), packing)
+            packed, values_NK = pack(tensors.pop(f"{path}.weight").float())
             tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
             module.weight.copy_(values_NK)
+    for name in [name for name in tensors if OF_EXPERT.fullmatch(name)]:
+        path, expert, part = OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+        packed, values_NK = pack(tensors.pop(name).float())
+        tensors |= {f"{name.removesuffix('.weight')}.{kind}": tensor for kind, tensor in packed.items()}
+        experts = model.get_submodule(path)
+        matrices = experts.down_proj if part == "down" else experts.gate_up_proj.chunk(2, 1)[part == "up"]
+        matrices[int(expert)].copy_(values_NK)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = packing.config(ignore)
-    (folder / "config.json").write_text(json.dumps(config))
     return model
+
+
+def write_section(folder: Path, section: dict[str, Any]) -> None:
+    """Write quantization_config of a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8, written from the descriptions of their formats alone, and the model to compare with.
+"""Checkpoints in FP8 and int8, written from the descriptions of their formats alone, and the model to compare with.
 
 Nothing of the engine is used. The oracle is transformers' model in fp32 with the values that the codes stand for; hooks
 round what goes into its linears as the scheme says.
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-LARGEST = 448.0
+LARGEST = {"e4m3": 448.0, "int8": 127.0}
 E4M3 = torch.float8_e4m3fn
 Sizes = tuple[int, int]
 
@@ -33,8 +33,9 @@ def _tile_maxima(values: torch.Tensor, tile: Sizes) -> torch.Tensor:
     return out
 
 
-def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp(-LARGEST, LARGEST).to(E4M3)
+def _codes(values: torch.Tensor, element: str) -> torch.Tensor:
+    clamped = values.clamp(-LARGEST[element], LARGEST[element])
+    return clamped.to(E4M3) if element == "e4m3" else clamped.round().to(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,14 @@ class Layout:
     scale: Callable[[torch.Tensor], torch.Tensor]
     inputs: int | str | None
     config_file: str = ""
+    element: str = "e4m3"
 
 
-def compressed(strategy: str, inputs: dict[str, Any] | None, **weights: Any) -> Callable[[list[str]], dict[str, Any]]:
+def compressed(
+    strategy: str, inputs: dict[str, Any] | None, of: str = "float", **weights: Any
+) -> Callable[[list[str]], dict[str, Any]]:
     def config(ignore: list[str]) -> dict[str, Any]:
-        kind = {"num_bits": 8, "type": "float", "symmetric": True}
+        kind = {"num_bits": 8, "type": of, "symmetric": True}
         activations = None if inputs is None else kind | inputs
         group = {
             "targets": ["Linear"],
@@ -62,7 +66,7 @@ def compressed(strategy: str, inputs: dict[str, Any] | None, **weights: Any) -> 
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "float-quantized",
+            "format": f"{of}-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": ignore,
@@ -103,6 +107,14 @@ LAYOUTS = {
         compressed("block", GROUP, block_structure=[128, 128]),
         lambda s: BLOCK, "weight_scale", lambda s: s[::128, ::128], 128,
     ),
+    "compressed-tensors, int8, channel and token": Layout(
+        compressed("channel", TOKEN, "int"), lambda s: (1, s[1]), "weight_scale", lambda s: s[:, :1].bfloat16(), 0,
+        element="int8",
+    ),
+    "compressed-tensors, int8, static": Layout(
+        compressed("channel", STATIC, "int"), lambda s: (1, s[1]), "weight_scale", lambda s: s[:, :1], "static",
+        element="int8",
+    ),
     "fp8, block": Layout(
         _fp8(activation_scheme="dynamic", weight_block_size=[128, 128]),
         lambda s: BLOCK, "weight_scale_inv", lambda s: s[::128, ::128], 128,
@@ -131,17 +143,18 @@ def write_quantised(
         maxima = _tile_maxima(weight, layout.tile(tuple(weight.shape)))  # type: ignore[arg-type]
         # The scale is rounded to what is stored before anything is divided by it.
         stored_dtype = layout.scale(maxima).dtype
-        scales = (maxima / LARGEST).to(stored_dtype).float()
-        codes = _to_e4m3(weight / scales)
+        scales = (maxima / LARGEST[layout.element]).to(stored_dtype).float()
+        codes = _codes(weight / scales, layout.element)
         tensors |= {f"{path}.weight": codes, f"{path}.{layout.scale_name}": layout.scale(scales).contiguous()}
         module.weight.copy_(codes.float() * scales)
         if layout.inputs == "static":
-            scale = torch.tensor([inputs[path] / LARGEST])
+            scale = torch.tensor([inputs[path] / LARGEST[layout.element]])
             tensors[f"{path}.input_scale"] = scale
             if round_inputs:
-                module.register_forward_pre_hook(_rounding(lambda x, scale=scale: scale))
+                module.register_forward_pre_hook(_rounding(lambda x, scale=scale: scale, layout.element))
         elif layout.inputs is not None and round_inputs:
-            module.register_forward_pre_hook(_rounding(_dynamic(int(layout.inputs))))
+            dynamic = _dynamic(int(layout.inputs), layout.element)
+            module.register_forward_pre_hook(_rounding(dynamic, layout.element))
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
@@ -175,19 +188,19 @@ def _largest_inputs(model: Any, linears: dict[str, nn.Module]) -> dict[str, floa
     return found
 
 
-def _dynamic(group: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _dynamic(group: int, element: str) -> Callable[[torch.Tensor], torch.Tensor]:
     def scale(x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         maxima = _tile_maxima(rows, (1, group or rows.shape[1]))
-        return (maxima / LARGEST).reshape(x.shape)
+        return (maxima / LARGEST[element]).reshape(x.shape)
 
     return scale
 
 
-def _rounding(scale: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def _rounding(scale: Callable[[torch.Tensor], torch.Tensor], element: str) -> Callable[..., Any]:
     def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         (x,) = arguments
         scales = scale(x)
-        return (_to_e4m3(x / scales).float() * scales,)
+        return (_codes(x / scales, element).float() * scales,)
 
     return hook

@@ -27,6 +27,9 @@ SCHEMES = (
     "e4m3 1x64, inputs e4m3 1x64",
     "e4m3 1x*, inputs e4m3 1x128",
     "e4m3 128x128",
+    "int8 1x*, inputs int8 1x*",
+    "int8 *x*, inputs int8 static",
+    "int8 1x64, inputs int8 1x32",
 )
 # Smallest and largest scales are three decades apart.
 DECADES = 3
@@ -47,12 +50,16 @@ class Case:
         return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
 
 
-# Four bits: groups, whole rows, groups that K does not fill, and zero points.
+# Weights alone in four and 8 bits: groups, whole rows, groups that K does not fill, zero points, and small groups.
 INTEGERS = ("int4 1x128", "int4 1x32", "int4 1x*", "uint4 1x64", "uint4 1x96", "uint4 1x*")
+INTEGERS += ("int8 1x128", "int8 1x*", "uint8 1x32", "uint8 1x*")
+ALONE = (*INTEGERS, "e2m1 1x16", "e2m1 1x32", "uint4 1x16")
 
 
-def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
-    """All patterns of e4m3 but NaN."""
+def codes(shape: tuple[int, ...], generator: torch.Generator, device: str, element: str = "e4m3") -> torch.Tensor:
+    """All patterns of e4m3 but NaN, or of int8 but -128."""
+    if element == "int8":
+        return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     patterns = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
     signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
     return (patterns | signs).view(torch.float8_e4m3fn).to(device)
@@ -61,7 +68,7 @@ def codes(shape: tuple[int, ...], generator: torch.Generator, device: str) -> to
 def packed(scheme: LinearScheme, num_rows: int, k: int, generator: torch.Generator, device: str) -> torch.Tensor:
     """All patterns of a byte."""
     shape = scheme.weight.stored(num_rows, k)
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(scheme.weight.dtype).to(device)
 
 
 def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> torch.Tensor:
@@ -70,24 +77,26 @@ def scales(shape: tuple[int, ...], generator: torch.Generator, device: str) -> t
 
 
 def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
-    """The arguments of the op. x: codes times powers of two, the largest of each tile 448 times one."""
+    """The arguments of the op. x: codes times powers of two, the largest of each tile the largest code times one."""
     parsed = LinearScheme.parse(scheme)
     generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
     T, N, K = case.num_tokens, case.num_rows, case.k
     outputs = N // 2 if case.silu_mul else N
 
-    integers = parsed.weight.is_integer
-    zeros = torch.randint(0, 17, parsed.weight.grid(N, K), generator=generator, dtype=torch.uint8)
+    in_bytes = parsed.weight.element != "e4m3"
+    most = 16 if parsed.weight.format.bits == 4 else 255  # GPTQ's zero points of four bits end with 16
+    zeros = torch.randint(0, most + 1, parsed.weight.grid(N, K), generator=generator, dtype=torch.uint8)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     grid = (1, 1)
-    x_TK = codes((T, K + 16), generator, device).float()
+    element = "e4m3" if parsed.inputs is None else parsed.inputs.element
+    x_TK = codes((T, K + 16), generator, device, element).float()
     if parsed.inputs is not None:
         grid = parsed.inputs.grid(T, K)
         columns = K if parsed.inputs.static else parsed.inputs.columns or K
-        x_TK[:, :K:columns] = 448.0
+        x_TK[:, :K:columns] = parsed.inputs.largest
     powers = torch.randint(-9, -4, grid, generator=generator).float().exp2().to(device)
     if parsed.inputs is not None:
         x_TK[:, :K] *= spread(powers, parsed.inputs, T, K)
@@ -95,9 +104,9 @@ def arguments_of(case: Case, scheme: str, dtype: torch.dtype, device: str = "cpu
         x_TK *= 2.0**-7
     return {
         "x_TK": x_TK.to(dtype)[:, :K],
-        "codes_NK": packed(parsed, N, K, generator, device) if integers else codes((N, K), generator, device),
+        "codes_NK": packed(parsed, N, K, generator, device) if in_bytes else codes((N, K), generator, device),
         "scales_RC": scales(parsed.weight.grid(N, K), generator, device),
-        "zeros_RC": zeros.to(device) if integers and parsed.weight.format.has_zeros else None,
+        "zeros_RC": zeros.to(device) if parsed.weight.format.has_zeros else None,
         "input_scale_1": powers.view(1) if parsed.inputs is not None and parsed.inputs.static else None,
         "bias_N": normal(N) if case.bias else None,
         "scheme": scheme,

@@ -1,0 +1,99 @@
+"""NVFP4 weights of a checkpoint: check them, and multiply their two scales.
+
+A linear with N outputs and K inputs has codes of e2m1, two in a byte with the first in its low half, a scale in e4m3
+for 16 columns of a row, and one in fp32 for the whole weight. By Quantisation.method:
+
+- compressed-tensors: weight_packed [N, K / 2], weight_scale [N, K / 16], weight_global_scale [1], which divides.
+- modelopt: weight [N, K / 2], weight_scale [N, K / 16], weight_scale_2 [], which multiplies.
+
+Scales of the inputs are not read: weights alone are kept in four bits. Sources: NVFP4PackedCompressor of
+compressed-tensors, and its converter of modelopt's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from compiled_engine.models.checkpoint.file_names import name_some
+from compiled_engine.models.checkpoint.packed_weights import PACKED, PackedWeight
+from compiled_engine.quantisation import Quantisation, Rounding
+
+# The format in compressed-tensors.
+NVFP4 = "nvfp4-pack-quantized"
+
+
+class _Names(NamedTuple):
+    """Names of a module's tensors."""
+
+    codes: str
+    scales: str
+    whole: str  # the scale of the whole weight
+    inputs: str
+    divides: bool
+
+
+_NAMES = {
+    "compressed-tensors": _Names("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", True),
+    "modelopt": _Names("weight", "weight_scale", "weight_scale_2", "input_scale", False),
+}
+
+
+def read_nvfp4(
+    tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None, path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
+    """Return the checkpoint's tensors with weights in the engine's layout, and the codes, by weight.
+
+    Codes are replaced by a tensor `weight` [N, K] on the meta device, which only says what the codes stand for. Scales
+    become fp32 [N, K / 16], as `weight_scale`. Raises ValueError, with names and values, if tensors contradict each
+    other.
+    """
+    found, packed = dict(tensors), dict[str, PackedWeight]()
+    if quantisation is None or quantisation.method not in _NAMES:
+        return found, packed
+    names, problems = _NAMES[quantisation.method], list[str]()
+    for name, codes in tensors.items():
+        module, _, kind = name.rpartition(".")
+        scheme = quantisation.scheme_of(module) if kind == names.codes and codes.dtype == torch.uint8 else None
+        if scheme is None or scheme.weight.element != "e2m1":
+            continue
+        if kind != "weight" and f"{module}.weight" in tensors:
+            problems.append(f"{name} is a second copy of {module}.weight")
+            continue
+        parts = {part: found.pop(f"{module}.{part}", None) for part in names[:4]}
+        try:
+            scales = _scales(module, parts, names, scheme.weight)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        shape = codes.shape[0], 2 * codes.shape[1]
+        found[f"{module}.weight"] = torch.empty(shape, dtype=torch.uint8, device="meta")
+        found[f"{module}.weight_scale"] = scales
+        packed[f"{module}.weight"] = PackedWeight(codes, PACKED, scheme.weight, shape[1], None)
+    if problems:
+        raise ValueError(f"the tensors in {path} do not fit quantization_config: {name_some(problems, most=3)}")
+    return found, packed
+
+
+def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names, rounding: Rounding) -> torch.Tensor:
+    """Return the scales of tiles, fp32 [N, K / 16]. Raises ValueError for missing or wrong tensors."""
+    codes, scales, whole = (parts[name] for name in names[:3])
+    assert codes is not None
+    if codes.dim() != 2:
+        raise ValueError(f"{module}.{names.codes} must have two dimensions, got {list(codes.shape)}")
+    grid = rounding.grid(codes.shape[0], 2 * codes.shape[1])
+    for name, tensor, dtype in ((names.scales, scales, torch.float8_e4m3fn), (names.whole, whole, torch.float32)):
+        if tensor is None:
+            raise ValueError(f"{module}.{name} is missing")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{module}.{name} must be {dtype}, got {tensor.dtype}")
+    assert scales is not None
+    assert whole is not None
+    if tuple(scales.shape) != grid:
+        raise ValueError(f"{module}.{names.scales} must be {list(grid)}, got {list(scales.shape)}")
+    if whole.numel() != 1 or not 0 < float(whole) < float("inf"):
+        raise ValueError(f"{module}.{names.whole} must be one number above 0, got {whole.tolist()}")
+    return scales.float() / whole if names.divides else scales.float() * whole

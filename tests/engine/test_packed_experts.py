@@ -1,0 +1,117 @@
+"""Experts in four bits through the whole engine: GPT-OSS's, those of other formats, and made while one is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from mxfp4_checkpoint import write_mxfp4
+from packed_checkpoints import PACKINGS, Packing, write_packed
+from safetensors.torch import load_file, save_file
+from test_quantised_engine import IDS, OPTIONS, compare
+from test_quantised_experts import DIVIDED, LAYERS, MOE, ROUTERS
+
+from compiled_engine import LLM, SamplingParams
+
+
+def matched(metrics: dict[str, Any]) -> list[int]:
+    passes = metrics["passes"]
+    found = [each["quantise_experts"] for name, each in passes.items() if not name.startswith("logits")]
+    assert all(each["matches"] == each["contract"] for each in found)
+    return [each["matches"] for each in found]
+
+
+def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
+    oracle = write_mxfp4(tmp_path)
+    prompts = [[token % oracle.config.vocab_size for token in prompt] for prompt in IDS]
+    metrics = compare(tmp_path / "packed", oracle, prompts, exact=True, verify_passes=True)
+    num_layers = oracle.config.num_hidden_layers
+    assert set(matched(metrics)) == {2 * num_layers}
+    compare(tmp_path / "packed", oracle, prompts, exact=True, mode="eager", strict_passes=False)
+
+
+def test_random_weights_of_gpt_oss(tmp_path: Path) -> None:
+    """Codes are of all kinds, and values as large as those of other weights."""
+    oracle = write_mxfp4(tmp_path)
+    ids = [token % oracle.config.vocab_size for token in IDS[3]]
+    options = OPTIONS | {"load_format": "dummy", "skip_tokenizer_init": True, "verify_passes": True}
+    with LLM(tmp_path / "packed", **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        assert set(matched(llm.metrics())) == {2 * oracle.config.num_hidden_layers}
+    assert output.prompt_logprobs is not None
+    found = [row[token].logprob for token, row in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if row]
+    assert all(-20 < logprob < 0 for logprob in found)
+    assert len(set(found)) > 10
+
+
+def test_scales_that_kernels_do_not_decode_are_named(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path)
+    path, name = tmp_path / "packed" / "model.safetensors", "model.layers.1.mlp.experts.down_proj_scales"
+    tensors = load_file(path)
+    tensors[name][0, 0, 0] = 255
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"{name} must hold scales of at most 2\^65, got a larger one or NaN"):
+        LLM(tmp_path / "packed", **OPTIONS, skip_tokenizer_init=True)
+
+
+GROUPS, ZEROS, REORDERED = (
+    PACKINGS[name] for name in ("compressed-tensors, groups", "gptq, zero points", "gptq, reordered")
+)
+
+
+@pytest.mark.product(one_in=1000, each=("packing",))
+@pytest.mark.parametrize(
+    ("packing", "is_kept"),
+    [(GROUPS, True), (ZEROS, True), (PACKINGS["awq"], True), (PACKINGS["gptq, rows"], True), (REORDERED, False)],
+    ids=lambda each: f"{each.method} {each.columns}" if isinstance(each, Packing) else "",
+)
+def test_experts_of_other_formats_stay_in_four_bits(packing: Packing, is_kept: bool, tmp_path: Path) -> None:
+    """Except those whose columns are reordered, which are decoded while they are loaded."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
+    oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
+    checked = {"verify_passes": True, "strict_passes": is_kept}
+    assert set(matched(compare(tmp_path / "packed", oracle, IDS, exact=True, **checked))) == {4 * is_kept}
+
+
+@pytest.mark.product(one_in=1000, each=("num_ranks",))
+@pytest.mark.parametrize("packing", [GROUPS, ZEROS, PACKINGS["awq"]], ids=lambda each: f"{each.method} {each.columns}")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_have_parts_of_groups_of_experts(packing: Packing, num_ranks: int, tmp_path: Path) -> None:
+    """Shares of 192 and of 96 columns, which are no whole groups of 128."""
+    sizes = DIVIDED | {"moe_intermediate_size": 384, "num_key_value_heads": 4}
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
+    oracle = write_packed(tmp_path / "plain", tmp_path / "packed", packing, ["lm_head", *ROUTERS])
+    compare(tmp_path / "packed", oracle, IDS, exact=True, tensor_parallel_size=num_ranks)
+
+
+def test_experts_are_quantised_to_four_bits_while_they_are_loaded(tmp_path: Path) -> None:
+    """With the scales of the smallest error, so that what the model computes is near."""
+    model = make_checkpoint(tmp_path / "plain", "qwen3_moe", **MOE)
+    others = ("lm_head", r"re:.*\.gate$", r"re:.*self_attn.*")
+    oracle: Any = model.eval().requires_grad_(False)
+    for path in LAYERS:
+        experts = oracle.get_submodule(f"{path}.mlp.experts")
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.copy_(nearest(weight))
+    options = {"quantization": "int4", "quantization_ignore": others, "verify_passes": True}
+    assert set(matched(compare(tmp_path / "plain", oracle, IDS, exact=True, **options))) == {4}
+
+
+def nearest(weight_ENK: torch.Tensor) -> torch.Tensor:
+    """The values of codes in groups of 128 columns, with the best of the scales that are tried."""
+    found = torch.zeros_like(weight_ENK)
+    for first in range(0, weight_ENK.shape[2], 128):
+        part = weight_ENK[:, :, first : first + 128]
+        largest = part.abs().amax(2, keepdim=True)
+        least = torch.full_like(largest, float("inf"), dtype=torch.float64)
+        for candidate in range(20):
+            scale = (largest * ((1.075 - 0.025 * candidate) / 7.5)).bfloat16().float()
+            values = (part / scale).round().clamp(-8, 7) * scale
+            error = (values - part).square().sum(2, keepdim=True, dtype=torch.float64)
+            found[:, :, first : first + 128] = torch.where(error < least, values, found[:, :, first : first + 128])
+            least = torch.minimum(error, least)
+    return found

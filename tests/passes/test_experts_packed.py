@@ -1,0 +1,112 @@
+"""Kernels of experts in four bits: their instructions carried out one by one, and as compiled for Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hopper_compilation import compiled_for_hopper, stack_bytes
+from test_experts_op import GATE
+
+from compiled_engine.passes.experts import experts_grouped
+from compiled_engine.passes.experts.experts import Experts
+from compiled_engine.passes.experts.experts_op import packed_tiles
+from compiled_engine.passes.experts.experts_packed import EXPONENTS, LESS_128, OF_E2M1, OF_INTEGERS
+from compiled_engine.passes.linear.experts_codes import constants_of
+from compiled_engine.quantisation import ELEMENTS
+
+
+@pytest.mark.product(one_in=1000, each=("num_tokens",))
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "mxfp4 1x16", "int4 1x128", "uint4 1x32"])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 512, 1024, 8192])
+def test_products_of_packed_codes_compiled_for_hopper(num_tokens: int, text: str) -> None:
+    """Nothing is on a stack, codes are read ahead, and none is converted."""
+    constants = constants_of(text, 2880) | GATE | {"DEPENDENT_LAUNCH": True}
+    kinds = {"scales_ptr": "*u8" if text.startswith("mx") else "*fp32", "weights_ptr": "*fp32"}
+    kinds |= dict.fromkeys(("w_ptr", "zeros_ptr"), "*u8")
+    kinds |= dict.fromkeys(("sorted_ptr", "blocks_ptr"), "*i32")
+    constants |= {} if text.startswith("u") else {"zeros_ptr": None}
+    tiles = packed_tiles(num_tokens, torch.bfloat16, 1 / 8, text.startswith("mx"))
+    sizes: dict[str, Any] = {"K": 2880, "NUM_ROWS": 5760, "TOP_K": 4, "GATED": True, "NUM_STAGES": tiles.num_stages}
+    step = tiles.block_k if text.startswith("mx") else min(tiles.block_k, constants["TILE_COLUMNS"])
+    sizes |= {"TOKENS": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": step}
+    kernel = experts_grouped.grouped_kernel
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "x_stride"]
+    program = compiled_for_hopper(kernel, constants | sizes, kinds, aligned=aligned, num_warps=tiles.num_warps)
+    ptx = program.asm["ptx"]
+    assert program.metadata.shared <= 227 << 10
+    assert stack_bytes(program) == 0
+    assert "fma.rn.bf16x2" in ptx
+    assert "cvt.rn.bf16.u" not in ptx
+    assert "cp.async.c" in ptx
+    assert ("wgmma" if num_tokens > 80 else "mma.sync") in ptx
+
+
+@pytest.mark.parametrize("share", [1 / 16, 1 / 8, 1 / 4, 1])
+def test_tiles_change_where_kernels_are_compiled(share: float) -> None:
+    """Blocks grow with an expert's tokens, and only after the token counts at which an engine runs before it serves."""
+    for by_exponents in (False, True):
+        tiles = [packed_tiles(num_tokens, torch.bfloat16, share, by_exponents) for num_tokens in range(1, 4096)]
+        changes = [num_tokens for num_tokens in range(1, 4095) if tiles[num_tokens - 1] != tiles[num_tokens]]
+        assert set(changes) <= set(Experts.kernel_token_counts)
+        assert [each.tokens for each in tiles] == sorted(each.tokens for each in tiles)
+        assert tiles[-1].tokens == (256 if by_exponents else 128)
+
+
+@pytest.mark.parametrize("name", ["e2m1", "integers"])
+def test_the_instructions_that_decode_packed_codes(name: str) -> None:
+    """Carried out here for every byte at every place, with all scales that are exact, or all zero points."""
+    for byte in range(256):
+        words = [(byte << 8 * place) | (0x5A3C1E87 & ~(255 << 8 * place)) for place in range(4)]
+        for word in words:
+            codes = [word >> 4 * place & 15 for place in range(8)]
+            for operand in (66, 119, 127, 192) if name == "e2m1" else (0, 8, 15, 16):
+                found = run_assembly(name, word, operand)
+                for value, code in zip(found, codes[0::2] + codes[1::2], strict=True):
+                    right = (
+                        ELEMENTS["e2m1"].values[code] * 2.0 ** (operand - 127 - 64)
+                        if name == "e2m1"
+                        else code - operand
+                    )
+                    assert value == right
+
+
+def run_assembly(name: str, word: int, operand: int) -> list[float]:
+    """Interpret the PTX of a decoder for a word of codes: the eight results, those of low bits first."""
+    factor = operand * 0x00800080 + EXPONENTS.value if name == "e2m1" else operand * 0x00010001 + LESS_128.value
+    registers: dict[str, int] = {"$4": word, "$5": factor % 2**32}
+
+    def value(text: str) -> int:
+        return registers[text] if text in registers else int(text, 0)
+
+    def halves(bits: int) -> list[float]:
+        return torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.uint16).view(torch.bfloat16).tolist()
+
+    assembly: str = {"e2m1": OF_E2M1, "integers": OF_INTEGERS}[name].value
+    for line in assembly.strip("{} ").split(";"):
+        op, _, operands = line.strip().partition(" ")
+        if not op or op == ".reg":
+            continue
+        to, *given = (each.strip() for each in operands.split(","))
+        if op == "fma.rn.bf16x2":
+            parts = zip(*(halves(value(each)) for each in given), strict=True)
+            exact = torch.tensor([a * b + c for a, b, c in parts], dtype=torch.float64)
+            assert torch.equal(exact.bfloat16().double(), exact)
+            low, high = (int(bits) & 0xFFFF for bits in exact.bfloat16().view(torch.int16))
+            registers[to] = low | high << 16
+            continue
+        a, *others = map(value, given)
+        if op == "prmt.b32":
+            zero, selector = others
+            both = zero << 32 | a
+            registers[to] = sum((both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i for i in range(4))
+        elif op == "lop3.b32":
+            b, c, table = others
+            assert table == 0xEA
+            registers[to] = (a & b) | c
+        elif op in ("mov.b32", "and.b32"):
+            registers[to] = a & others[0] if others else a
+        else:
+            registers[to] = (a << others[0] if op == "shl.b32" else a >> others[0]) % 2**32
+    return [value for i in range(4) for value in halves(registers[f"${i}"])]
