@@ -248,7 +248,7 @@ class SchedulerConfig:
     max_model_len: int
     policy: str  # fcfs (first come, first served) or priority (lower value first)
     async_scheduling: bool = False
-    # Most prompt tokens in a step with other running requests, while few requests wait; None: no limit.
+    # Most prompt tokens in a step that also decodes, while few requests wait; None: no limit.
     max_prefill_tokens: int | None = None
 
 

@@ -83,11 +83,11 @@ class EngineCore:
         # Number of tokens that the KV cache holds.
         self.num_slots = executor.num_blocks * config.cache.block_size if config.model.causal else NO_CACHE
         self._hooks = self._scheduler.hooks
-        self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
+        self._submitted: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # steps in flight, the oldest first
         self._late: SchedulerOutput | None = None  # the newest step, if its late inputs cannot be computed yet
         self._late_begun = False  # whether the last submitted step's late inputs are being computed
-        self._held: set[str] = set()  # requests that a feature holds back
-        self._num_held_ended = 0  # number of requests that ended while they were held back
+        self._held_back: set[str] = set()  # requests that a feature holds back
+        self._num_held_back_ended = 0  # number of requests that ended while they were held back
         self._failed: list[EngineOutput] = []  # of requests that ended while they were held back, not yet returned
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
@@ -102,26 +102,25 @@ class EngineCore:
 
         Raises ValueError if the request can never fit, its id is in use, or a feature does not support it.
         """
-        if request.request_id in self._held:
+        if request.request_id in self._held_back:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
+        self._scheduler.check(request)  # first, as features prepare for a request when they check it
         for check in self._hooks.check:
             check(request)
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = structs.replace(request, sampling_params=params)
-        if self._hooks.holds is not None:
-            self._scheduler.check(request)  # before the work for a request that will be added later
-            if self._hooks.holds(request, given):
-                self._held.add(request.request_id)
-                return
+        if self._hooks.holds_back is not None and self._hooks.holds_back(request, given):
+            self._held_back.add(request.request_id)
+            return
         self._scheduler.add(request)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request now and return its last output, with finish_reason "abort"; None if it has already ended.
 
-        stopped: count it as finished, because a stop string completed its output; the last output is the same.
+        stopped: count it as finished, because a stop string completed its output; the reason is "abort" all the same.
         """
-        if request_id in self._held:
+        if request_id in self._held_back:
             self._withdraw(request_id)
             return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=0)
         return self._scheduler.abort(request_id, stopped=stopped)
@@ -138,25 +137,25 @@ class EngineCore:
         that a feature fails ends with finish_reason "error", and the others continue. If a step fails, running requests
         are aborted and the error is raised; waiting requests continue.
         """
-        if self._held:
-            self._add_released()
+        if self._held_back:
+            self._add_ready()
         try:
-            while len(self._pending) < self._steps_in_flight and self._late is None:
+            while len(self._submitted) < self._steps_in_flight and self._late is None:
                 if (step := self._scheduler.schedule()) is None:
                     break
                 self.clock.lap("schedule")
                 if self._late_begun:
                     self._give_late()
-                self._pending.append((step, self.executor.submit(step)))
+                self._submitted.append((step, self.executor.submit(step)))
                 self.clock.lap("launch")
                 if step.samples_late:
                     self._late = step
                     self._begin_late()
             if self._late_begun:
                 self._give_late()
-            if not self._pending:
+            if not self._submitted:
                 return StepOutputs(others=self._take_failed())
-            step, pending = self._pending.popleft()
+            step, pending = self._submitted.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
             self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
@@ -164,6 +163,7 @@ class EngineCore:
             if self._late is not None:
                 self._begin_late()
         except BaseException:
+            # The scheduler first: it is consistent even if the wait for the device is interrupted.
             self._scheduler.fail_step()
             self._drain()
             raise
@@ -183,13 +183,13 @@ class EngineCore:
         self.executor.sample(self._scheduler.finish_late())
         self.clock.lap("late")
 
-    def _add_released(self) -> None:
+    def _add_ready(self) -> None:
         """Queue requests that are no longer held back, and keep the outputs of those that cannot be queued."""
-        assert self._hooks.released is not None
-        busy = self._pending or self._failed or self._scheduler.has_unfinished()
-        ready, failed = self._hooks.released(0 if busy else PATIENCE_S)
-        self._held -= {output.request_id for output in failed}
-        self._num_held_ended += len(failed)
+        assert self._hooks.take_ready is not None
+        busy = self._submitted or self._failed or self._scheduler.has_unfinished()
+        ready, failed = self._hooks.take_ready(0 if busy else PATIENCE_S)
+        self._held_back -= {output.request_id for output in failed}
+        self._num_held_back_ended += len(failed)
         self._failed += failed
         for request in ready:
             try:
@@ -200,7 +200,7 @@ class EngineCore:
                 output = EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error))
                 self._failed.append(output)
             else:
-                self._held.remove(request.request_id)
+                self._held_back.remove(request.request_id)
                 self._scheduler.add(request)
 
     def _take_failed(self) -> list[EngineOutput]:
@@ -208,8 +208,8 @@ class EngineCore:
         return failed
 
     def _withdraw(self, request_id: str) -> None:
-        self._held.remove(request_id)
-        self._num_held_ended += 1
+        self._held_back.remove(request_id)
+        self._num_held_back_ended += 1
         for withdrawn in self._hooks.withdrawn:
             withdrawn(request_id)
 
@@ -219,8 +219,8 @@ class EngineCore:
         if self._late_begun:
             with suppress(Exception):
                 self._give_late()  # otherwise a step would have no result
-        while self._pending:
-            _, pending = self._pending.popleft()
+        while self._submitted:
+            _, pending = self._submitted.popleft()
             with suppress(Exception):
                 pending.result()
 
@@ -245,11 +245,14 @@ class EngineCore:
         self._scheduler.reset_prefix_cache()
 
     def can_step(self) -> bool:
-        """Return whether `step` would have work to do."""
+        """Return whether `step` would have work to do.
+
+        A core can while a request is unfinished; replicas, which have the same methods, only if a message has come.
+        """
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished() or bool(self._held or self._failed)
+        return self._scheduler.has_unfinished() or bool(self._held_back or self._failed)
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of scheduler, features and runner, with `start_s` and `generated_tokens`.
@@ -258,9 +261,9 @@ class EngineCore:
         """
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
-        scheduler["waiting"] += len(self._held)
-        scheduler["waiting_by_reason"]["feature"] += len(self._held)
-        scheduler["aborted"] += self._num_held_ended
+        scheduler["waiting"] += len(self._held_back)
+        scheduler["waiting_by_reason"]["feature"] += len(self._held_back)
+        scheduler["aborted"] += self._num_held_back_ended
         return own | self.executor.metrics() | scheduler
 
     def close(self) -> None:

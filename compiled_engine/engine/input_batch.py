@@ -38,9 +38,11 @@ NO_GENERATION = -1
 
 @dataclass(frozen=True)
 class InputBatch:
-    """The rows of a step, padded. Host arrays have an entry for each real row, in batch order.
+    """The rows of a step, padded. Host arrays and lists have an entry for each real row, in batch order.
 
-    Unless `combine` is set, each request has one row.
+    Unless `combine` is set, each request has one row, and `step_starts` is in the step's order. Example: a step decodes
+    requests a, b and c from tokens 5, 9 and 7 on. Then request_of_row is [b, c, a], order [2, 0, 1] (a has batch row
+    2), step_starts [5, 9, 7], and num_computed [9, 7, 5].
     """
 
     request_of_row: list[str]  # ids; an id occurs several times if `combine` is set
@@ -114,27 +116,27 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         request_of_row, rows_R, order = decodes.request_of_row, decodes.rows, decodes.order
         if order is not None:
             samples_R = _reordered(samples_R, order)
-        starts_R1 = np.arange(count + 1, dtype=np.int32)
+        query_starts_R1 = np.arange(count + 1, dtype=np.int32)
         host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
     else:
         rows_R = states.rows(request_of_row)
         lens_R = np.array(lens, np.int32)
-        starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
+        query_starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
         if key is not None and key.kind is GraphKind.FULL:  # the first padding row gets the padding tokens
-            num_rows = key.num_requests
+            num_rows = key.num_rows
             padding = np.full(num_rows - count, -1, np.int32)
             ends = np.full(num_rows - count, padded_tokens, np.int32)
             # Full graphs also serve batches with offsets, so the offsets must be set.
             offsets_R = None if buffers.offsets_R is None else np.zeros(num_rows, np.int32)
-            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)), offsets_R)
+            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((query_starts_R1, ends)), offsets_R)
         else:
             num_rows = count
-            buffers.stage_batch(rows_R, starts_R1)
+            buffers.stage_batch(rows_R, query_starts_R1)
         host = host_of(key, lens.count(1), max(lens), max(map(add, step.starts, lens)))
     return InputBatch(
         request_of_row,
         rows_R,
-        starts_R1,
+        query_starts_R1,
         step.starts,
         samples_R,
         num_tokens,
@@ -156,10 +158,10 @@ def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
     """Order a step's decodes by descending context. All contexts grow equally, so the order holds for later steps."""
-    lens_R = np.array(step.starts, np.int32)
+    contexts_R = np.array(step.starts, np.int32)
     request_of_row, order = step.request_ids, None
-    if (lens_R[:-1] < lens_R[1:]).any():
-        longest_first_R = np.argsort(-lens_R, kind="stable")
+    if (contexts_R[:-1] < contexts_R[1:]).any():
+        longest_first_R = np.argsort(-contexts_R, kind="stable")
         request_of_row = [request_of_row[i] for i in longest_first_R.tolist()]
         order = np.argsort(longest_first_R)
     return StagedDecodes(
@@ -296,7 +298,7 @@ class InputBuffers:
         self.logits_index_R = made(max_num_rows, dtype=torch.int64)  # the last token of each row
         self.sample_positions_R = made(max_num_rows, dtype=torch.int64)  # positions of the tokens to sample
         self.num_steps_1 = made(1, dtype=torch.int32)
-        # The ring buffer: each entry has a step's number and then its tokens, see step_sampling.PendingSteps.
+        # The ring buffer: each entry has a step's number and then its tokens, see step_sampling.TokenRing.
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
@@ -314,18 +316,18 @@ class InputBuffers:
         padded_rows_R[: len(decodes.rows)] = decodes.rows
         self._rows.stage(0, padded_rows_R)
 
-    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray, offsets_R: np.ndarray | None = None) -> None:
+    def stage_batch(self, rows_R: np.ndarray, query_starts_R1: np.ndarray, offsets_R: np.ndarray | None = None) -> None:
         """Stage the rows of any batch, padding included. offsets_R: for a batch with offsets."""
         self.decodes, there = None, self.staged_offsets
         self.staged_offsets = None
         if offsets_R is not None:
             assert self._offsets is not None
-            self.staged_offsets = rows_R, starts_R1, offsets_R
+            self.staged_offsets = rows_R, query_starts_R1, offsets_R
             if there is not None and all(map(np.array_equal, there, self.staged_offsets)):
                 return
             self._offsets.stage(0, offsets_R)
         self._rows.stage(0, rows_R)
-        self._query_start_loc.stage(0, starts_R1)
+        self._query_start_loc.stage(0, query_starts_R1)
 
     def of_variant(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return the step tensors that only this variant of the forward reads, cut to the step's tokens."""
@@ -351,14 +353,13 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Compute the batch's inputs on the device. Its staged writes must have been applied."""
-    prepare_inputs(
-        states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, has_offsets=batch.has_offsets
-    )
+    fill = prepare_reference if buffers.rows_R.device.type == "cpu" else launch_prepare
+    fill(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, has_offsets=batch.has_offsets)
     if asked := buffers.asked[batch.variant]:
-        _fill(batch, states, buffers, asked)
+        _fill_asked(batch, states, buffers, asked)
 
 
-def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
+def _fill_asked(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
     """Fill the step tensors that passes declare. Raises ValueError if a pass returns values of the wrong shape."""
     step = step_of_batch(batch, buffers)
     step["rows_R"] = buffers.rows_R[: batch.num_rows]
@@ -374,7 +375,7 @@ def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked
         into.copy_(torch.where(real_rows, values, tensor.padding))
 
 
-def prepare_inputs(
+def launch_prepare(
     states: RequestStates,
     buffers: InputBuffers,
     num_rows: int,
@@ -388,20 +389,6 @@ def prepare_inputs(
     get id 0 and slot -1. decodes_only: each row has one token, so query_start_loc_R1 is not read. has_offsets: see the
     module's docstring; otherwise offsets_R is not read.
     """
-    if buffers.rows_R.device.type == "cpu":
-        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only, has_offsets=has_offsets)
-    else:
-        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only, has_offsets=has_offsets)
-
-
-def launch_prepare(
-    states: RequestStates,
-    buffers: InputBuffers,
-    num_rows: int,
-    num_tokens: int,
-    decodes_only: bool,
-    has_offsets: bool = False,
-) -> None:
     from compiled_engine.engine.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
     ahead_SK, history_SL = (states.ahead_SK, states.history_SL) if has_offsets else (None, None)

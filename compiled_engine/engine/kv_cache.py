@@ -117,7 +117,10 @@ class KVCacheManager:
         return tuple(tuple(group.block_ids(request)) for group in self.groups)
 
     def register(self, request: Request) -> None:
-        """Add the request's blocks that are full of known tokens, computed or scheduled, to the prefix cache."""
+        """Add the request's blocks that are full of known tokens, computed or scheduled, to the prefix cache.
+
+        Adds nothing for a request that holds no blocks, as `free` has set its `num_computed_tokens` to 0.
+        """
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         if num_tokens < request.next_block_end:
             return
@@ -144,7 +147,11 @@ class KVCacheManager:
             findable.unregister_all()
 
     def free(self, request: Request) -> None:
-        """Release everything that the request holds. Raises RuntimeError if it holds nothing."""
+        """Release everything that the request holds. Raises RuntimeError if it holds nothing.
+
+        Sets `num_computed_tokens` to 0: a preempted request is computed again, and `register` adds none of its blocks
+        when its tokens in flight come.
+        """
         for resource in self.resources:
             resource.free(request)
         request.num_slots = request.num_computed_tokens = 0

@@ -64,7 +64,7 @@ class RequestLimits:
     num_slots: int  # of the KV cache; each token but the last, which is never computed, needs one
     has_priorities: bool = False  # the scheduler's policy is "priority"
     yields_tokens: bool = True  # requests get output tokens
-    max_step_tokens: int | None = None  # most tokens of a prompt that one step must compute whole; None: no such limit
+    max_whole_prompt: int | None = None  # most tokens of a prompt if one step must compute it whole; otherwise None
 
     @classmethod
     def of(cls, config: EngineConfig, num_slots: int) -> RequestLimits:
@@ -75,7 +75,7 @@ class RequestLimits:
             num_slots=num_slots,
             has_priorities=config.scheduler.policy == "priority",
             yields_tokens=config.model.yields_tokens,
-            max_step_tokens=None if config.model.causal else config.scheduler.max_num_batched_tokens,
+            max_whole_prompt=None if config.model.causal else config.scheduler.max_num_batched_tokens,
         )
 
     @property
@@ -87,7 +87,7 @@ class RequestLimits:
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that the model and a step allow, whatever the size of the KV cache."""
         longest = self.max_model_len - self.yields_tokens
-        return longest if self.max_step_tokens is None else min(longest, self.max_step_tokens)
+        return longest if self.max_whole_prompt is None else min(longest, self.max_whole_prompt)
 
     @property
     def most_prompt_tokens(self) -> int:
@@ -103,7 +103,7 @@ class RequestLimits:
         longest, of_params = self.longest_prompt, "SamplingParams" if self.yields_tokens else "PoolingParams"
         if num_tokens == 0:
             raise ValueError(f"{name} must have at least one token")
-        if num_tokens > longest == self.max_step_tokens:
+        if num_tokens > longest == self.max_whole_prompt:
             raise ValueError(
                 f"{name} must have at most {longest} tokens (max_num_batched_tokens {longest}: an encoder computes a"
                 f" text in one step), got {got}; a larger max_num_batched_tokens holds more"
@@ -204,7 +204,7 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class ControlCall:
-    """API to core, and core to ranks: a function to call between two steps, see executor.apply."""
+    """API to core, and core to ranks: a function to call between two steps, see control.apply."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)  # plain data
@@ -249,8 +249,9 @@ class SchedulerOutput:
     # Additional blocks in each KV group (there is one), for requests that already have rows.
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     samples_late: bool = False  # sampling awaits the step's LateInputs
-    # Only set in engines whose steps may yield several tokens for a request: each request of this step has one row,
-    # without guesses, and yields one token if it samples. Its requests have no guesses in later steps either.
+    # Each request of this step has one row, without guesses, and yields one token if it samples. Only a feature whose
+    # steps may yield several tokens sets it, in `built` (StepBuilder.single). As such a step leaves out the work that
+    # makes the next guesses, its requests have none in later steps either, see Request.limit_to_single_tokens.
     single: bool = False
     extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name
 
@@ -282,4 +283,4 @@ class RunnerOutput:
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
     lengths: Sequence[int] | None = None  # number of tokens of each request; None: one each
     columns: dict[str, Sequence[Any]] = field(default_factory=dict)  # features' values for each request, by name
-    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # features' data by request id, by feature name
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # feature name -> request id -> plain data

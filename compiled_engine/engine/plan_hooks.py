@@ -3,7 +3,43 @@
 A feature overrides the methods of `PlanFeature` that it needs. The scheduler collects the overrides once
 (`PlanHooks`), so a hook that no feature overrides costs nothing. A feature with resources that requests hold while they
 run describes them as CacheResources. Data for its part on the device (StepFeature) goes into the `extras` of messages,
-under the StepFeature's name.
+under the StepFeature's name. The features of an engine are listed in features/registry.py.
+
+The order of the hooks of a request:
+
+    check, holds_back            it arrives
+    take_ready, check            only if it was held back; `withdrawn` if it will not be added
+    added                        it joins the waiting ones
+    may_start                    it is the first in order that is not skipped; then its resources are taken
+    admitted                     it has its resources, and joins a step
+    reached_end                  a step reaches one of its `step_ends`
+    nothing_allowed              a step has sampled no token for it, as none is allowed
+    output_extras                a step with results of features is processed
+    ended                        it has ended, at any time after `added`
+
+Between `admitted` and `ended` a request may be preempted. A feature sees its resources freed (CacheResource.free), and
+later `may_start` and `admitted` again.
+
+The order of the hooks of a step:
+
+    divide, decode_tokens        nothing is scheduled
+    reconsiders                  running requests are scheduled; `may_start` and `admitted` of waiting ones follow
+    built                        the step's requests are chosen; `divide` may have another part if there are none
+    planned                      the step is sent next
+    begin_late, finish_late      only for a step that samples late, while it runs
+    updated                      its result was processed, request by request
+
+`failed` takes the place of `updated` for all steps in flight, after `ended` of their requests.
+
+Fields of Request that a feature may set:
+
+    samples_late, returns_tokens                  in `added`
+    extras                                        in `added`
+    max_step_tokens                               in `added`; only lowered, as other features limit it too
+    computes_every_token                          at any time; read at each admission
+    step_ends                                     when its resources are taken; cleared when they are freed
+    limit_to_single_tokens(), a method            in `built`
+    failure                                       at any time; `set_steady_limits()` must follow
 """
 
 from __future__ import annotations
@@ -37,14 +73,14 @@ class PlanFeature:
         Called at least once before the request is added.
         """
 
-    def holds(self, request: EngineRequest, given: Any) -> bool:
-        """Return whether to hold a request back until it is `released`. At most one feature overrides these two.
+    def holds_back(self, request: EngineRequest, given: Any) -> bool:
+        """Return whether to hold a request back until `take_ready` returns it. At most one feature overrides these two.
 
         given: see EngineCore.add; None if nothing came with the request. Raises ValueError if the two do not match.
         """
         return False
 
-    def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
+    def take_ready(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
         """Return the held-back requests that are ready, and the final outputs of those that have failed.
 
         patience_s: longest time to wait if there are none.
@@ -109,7 +145,11 @@ class PlanFeature:
         return {}
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return a request's extras for its EngineOutput, from a RunnerOutput's extras; empty if nothing is new."""
+        """Return a request's extras for its EngineOutput, from a RunnerOutput's extras; empty if nothing is new.
+
+        Called only for steps with such extras. A value that each request of a step has goes into RunnerOutput.columns
+        instead, which need no hook.
+        """
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
@@ -142,8 +182,8 @@ class PlanHooks:
 
     def __init__(self, features: Sequence[PlanFeature]) -> None:
         self.check = overriding(features, PlanFeature.check)
-        self.holds = sole_overriding(features, PlanFeature.holds)
-        self.released = sole_overriding(features, PlanFeature.released)
+        self.holds_back = sole_overriding(features, PlanFeature.holds_back)
+        self.take_ready = sole_overriding(features, PlanFeature.take_ready)
         self.withdrawn = overriding(features, PlanFeature.withdrawn)
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)

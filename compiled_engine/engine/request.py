@@ -194,6 +194,11 @@ class Request:
             self.num_computed_tokens -= bound - count
 
     @property
+    def may_decode(self) -> bool:
+        """Whether one known token is left to compute, and the length limit not reached: the next share is a decode."""
+        return self.num_computed_tokens + 1 == self.num_tokens < self.max_num_tokens
+
+    @property
     def step_limit(self) -> int:
         """Most known tokens that the next step may compute."""
         if not self.step_ends:

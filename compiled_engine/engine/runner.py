@@ -1,6 +1,6 @@
 """The runner: loads and compiles a rank's model, owns its KV cache and request rows, and executes steps.
 
-A step goes through `submit`: it updates the rows (`update_rows`), makes the batch and chooses its graph (`_launch`),
+A step goes through `submit`: it updates the rows (`update_rows`), chooses the graph and makes the batch (`_launch`),
 and launches the model and the sampling (`run`). None of these waits for the device. The sampling of a step that samples
 late is launched later, by `sample`.
 """
@@ -36,8 +36,8 @@ from compiled_engine.engine.step_sampling import (
     Deferred,
     LateStep,
     PendingStep,
-    PendingSteps,
     StepSampling,
+    TokenRing,
 )
 from compiled_engine.engine.warm_up import compile_kernels, compile_kernels_ahead, stamp_of_start, warm_up, write_stamp
 from compiled_engine.graphs.compiler.signature import extra_step_tensors
@@ -190,11 +190,11 @@ class Runner:
     def _make_step(self, made: RunnerFeatures) -> None:
         """Make the launches of a step from those of the features."""
         self._hooks = StepHooks(made.features)
-        self.pending = PendingSteps(self.buffers, self._config.device, self._clock)
+        self.ring = TokenRing(self.buffers, self._config.device, self._clock)
         self._sampling: StepSampling | None = None
         tail = made.tail
         if tail is None:
-            tail = StepSampling(self.model, self.sampler, self.buffers, self.pending, made.advance)
+            tail = StepSampling(self.model, self.sampler, self.buffers, self.ring, made.advance)
             self._sampling = tail
         self._tail = tail
         length = self._config.scheduler.max_model_len
@@ -226,8 +226,8 @@ class Runner:
         token_sizes = affordable(
             self._config, activation_bytes, cache_memory.bytes_left(self._config), self._group.all_reduce_min
         )
-        self.captured = StepGraphs(self._config, token_sizes, self.step, self._capture, self._hooks)
-        graphs, graph_bytes = self.captured.graphs, 0
+        self.step_graphs = StepGraphs(self._config, token_sizes, self.step, self._capture, self._hooks)
+        graphs, graph_bytes = self.step_graphs.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
@@ -254,8 +254,8 @@ class Runner:
         """
         if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None
-            self.pending.lose_count()
-        self.pending.catch_up()
+            self.ring.lose_count()
+        self.ring.catch_up()
         try:
             update_rows(step, self.states, self.sampler if self._sampling else None, self._hooks)
             if self._hooks.begin:
@@ -293,7 +293,7 @@ class Runner:
         self.buffers.forget_staged()
         for failed in self._hooks.failed:
             failed()
-        self.pending.lose_count()  # it may have been interrupted just after a launch
+        self.ring.lose_count()  # it may have been interrupted just after a launch
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | LateStep:
         hidden_wanted, variant = False, ""
@@ -302,7 +302,7 @@ class Runner:
                 hidden_wanted |= feature.wants_hidden(step)
         if (chooses := self._hooks.choosing_variant) is not None and (chooses.rows is None or chooses.rows):
             variant = chooses.variant(step)
-        num_requests, graph_for = len(step.request_ids), self.captured.graph_for
+        num_requests, graph_for = len(step.request_ids), self.step_graphs.graph_for
         if self._hooks.lay_out is None:
             longest = max(step.starts, default=0) + 1  # of decodes; unused for others
             key = graph_for(step.num_tokens, num_requests, longest, hidden_wanted, variant=variant)
@@ -332,17 +332,17 @@ class Runner:
         self.states.writes.apply()
         for receive in self._hooks.receive:
             receive(batch, hidden_wanted)
-        output = self.captured.forward(batch, hidden_wanted)
+        output = self.step_graphs.run(batch, hidden_wanted)
         results: dict[str, Deferred] = {}
         if hidden_wanted:
             for feature in self._hooks.reading_hidden:
-                if (found := feature.after_forward(batch, output)) is not None:
+                if (found := feature.read_hidden(batch, output)) is not None:
                     results[feature.name] = found
-        logits_RV = self._tail.launch_rest(batch, output, results)
-        self.pending.launched()
+        logits_RV = self._tail.launch_rest(batch, output, results)  # samples, unless a decode graph has sampled
+        self.ring.launched()
         self.runs_ended += 1
         if logits_RV is None:
-            pending = self.pending.step(batch, None, results)
+            pending = self.ring.pending_step(batch, None, results)
         elif samples_late:
             self._late = LateStep(batch, logits_RV, results)
             return self._late
@@ -360,7 +360,7 @@ class Runner:
         logprobs = self._sampling.complete(batch, logits_RV, edits)
         for after_sample in self._hooks.after_sample:
             after_sample(batch)
-        return self.pending.step(batch, logprobs, results)
+        return self.ring.pending_step(batch, logprobs, results)
 
     def _after_step(self, batch: InputBatch) -> None:
         self.runs_begun += 1  # a feature may run a model
@@ -378,8 +378,8 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
-        compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
-        graphs, models = captured.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
+        compiled, step_graphs, cache_size = self._compiled, self.step_graphs, self._cache_size
+        graphs, models = step_graphs.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
         counts = [each.compiled.counts for each in models if each.compiled]
         recordings = [counts for each in models for counts in each.forward.recording_counts()]
         return {
@@ -395,7 +395,7 @@ class Runner:
                 for each in self._hooks.models
             },
             "passes": {name: count for each in models for name, count in _pass_counts(each).items()},
-            **captured.counters.metrics(),
+            **step_graphs.counters.metrics(),
             **cache_size.metrics(graphs.bytes_used if graphs else 0),
             **{name: value for each in self._hooks.features for name, value in each.metrics().items()},
             "graph_bytes_predicted": cache_size.graph_bytes,
@@ -413,8 +413,8 @@ class Runner:
         """Release the device's memory."""
         for feature in self._hooks.features:
             feature.close()
-        if self.captured.graphs:
-            self.captured.graphs.close()
+        if self.step_graphs.graphs:
+            self.step_graphs.graphs.close()
         self._hooks = StepHooks(())
         self.model.close()
         self._compiled = None

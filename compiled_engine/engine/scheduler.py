@@ -51,8 +51,8 @@ from compiled_engine.engine.steps import (
     tokens_output,
 )
 
-# A step has max_prefill_tokens * max(1, waiting requests // FEW_WAITING) tokens of prompts: when many requests wait,
-# waiting delays prompts more than prompts delay decodes.
+# A step with decodes has at most max_prefill_tokens * max(1, waiting requests // FEW_WAITING) prompt tokens: when many
+# requests wait, waiting delays prompts more than prompts delay decodes.
 FEW_WAITING = 4
 
 
@@ -99,7 +99,7 @@ class Scheduler:
             scheduler.max_model_len,
             self._kv_cache.num_slots,
             yields_tokens=yields_tokens,
-            max_step_tokens=scheduler.max_num_batched_tokens if whole else None,
+            max_whole_prompt=scheduler.max_num_batched_tokens if whole else None,
         )
         self._most_prompt_tokens, self._max_total_tokens = (
             self._limits.most_prompt_tokens,
@@ -107,7 +107,9 @@ class Scheduler:
         )
         self._requests = RequestTable(self._kv_cache, self.hooks)
         self._in_flight = StepsInFlight(steps_in_flight)
-        self._last_share: list[Request] = []  # requests that reach their length limit with the newest step
+        # Running requests that the newest step brings to their length limit. They are retired by the next `schedule`,
+        # as their last step still needs their rows.
+        self._reaching_limit: list[Request] = []
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest) -> None:
@@ -148,9 +150,9 @@ class Scheduler:
         Raises RuntimeError if the maximum number of steps is in flight.
         """
         self._in_flight.require_room()
-        if self._last_share:
-            self._requests.retire(self._last_share)
-            self._last_share = []
+        if self._reaching_limit:
+            self._requests.retire(self._reaching_limit)
+            self._reaching_limit = []
         preemptions_before = self._counts.preemptions
         running, waiting = self._requests.running, self._requests.waiting
         parts: Iterable[tuple[Sequence[Request], int]] = ((running, sys.maxsize),)
@@ -162,7 +164,7 @@ class Scheduler:
                 break
         else:
             return None
-        for request in builder.completed:
+        for request in builder.completing_block:
             self._kv_cache.register(request)
         self._counts.steps += 1
         if builder.new or builder.new_block_ids:  # otherwise no block was taken
@@ -180,20 +182,23 @@ class Scheduler:
         preemptions_before: their count before the step was planned. Once it is exceeded, blocks have run out
         and no request is admitted, as it would be preempted next.
         """
-        num_waiting, most = len(self._requests.waiting), self._config.max_prefill_tokens
-        num_tokens = self._max_new_tokens_per_step
+        num_waiting, decode_tokens = len(self._requests.waiting), self._max_new_tokens_per_step
         if self.hooks.decode_tokens is not None:
-            num_tokens = self.hooks.decode_tokens(of_step, num_waiting)
-        builder = StepBuilder(most and most * max(1, num_waiting // FEW_WAITING), num_tokens)
+            decode_tokens = self.hooks.decode_tokens(of_step, num_waiting)
+        max_prefill_tokens = None
+        if (most := self._config.max_prefill_tokens) is not None and any(request.may_decode for request in of_step):
+            max_prefill_tokens = most * max(1, num_waiting // FEW_WAITING)
+        builder = StepBuilder(max_prefill_tokens, decode_tokens)
         budget = self._schedule_running(builder, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == preemptions_before:
-            self._admit_waiting(builder, builder.room_for_prompts(budget) if builder.has_decodes else budget, room)
+            self._admit_waiting(builder, builder.room_for_prompts(budget), room)
         for built in self.hooks.built:
             built(builder)
-        # If this step and those in flight yield at most one token for each request, the numbers of tokens are exact.
+        # In an engine whose steps may yield several tokens, numbers of tokens are only exact if this step and those in
+        # flight yield at most one for each request. In other engines they always are, see `_schedule_tokens`.
         if builder.single and all(step.output.single for step in self._in_flight):
             requests = (*builder.decodes, *builder.others.requests)
-            self._last_share += [request for request in requests if request.num_tokens == request.max_num_tokens]
+            self._reaching_limit += [request for request in requests if request.num_tokens == request.max_num_tokens]
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
@@ -202,6 +207,7 @@ class Scheduler:
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
+            # The limits of a request that does not run are 0, so its status needs no check.
             if start < request.steady_until_computed and decode_tokens <= request.max_new_tokens_per_step:
                 add_request(request)
                 add_start(start)
@@ -213,14 +219,13 @@ class Scheduler:
                 continue
             if request.num_tokens == request.max_num_tokens:  # an upper bound, which steps in flight will correct
                 continue
-            num_tokens = request.num_tokens - start
-            if num_tokens > 1:
+            num_uncomputed = request.num_tokens - start
+            if num_uncomputed > 1:
                 # Reserve the tokens of a decode for each later request, so that no long prompt delays a decode.
-                kept = (len(running) - index) * decode_tokens
-                num_tokens = min(num_tokens, budget - kept, request.step_limit)
-                if len(running) > 1 and (num_tokens := min(num_tokens, builder.room_for_prompts(budget))) < 1:
+                room = builder.room_for_prompts(budget - (len(running) - index) * decode_tokens)
+                if room < 1:
                     continue
-                bound = 1
+                num_tokens, bound = min(num_uncomputed, room, request.step_limit), 1
             else:
                 bound = min(request.max_new_tokens_per_step, decode_tokens, request.max_num_tokens - request.num_tokens)
                 num_tokens = bound
@@ -240,7 +245,7 @@ class Scheduler:
             if reconsiders():
                 waiting.restore()
         while budget > 0 and len(builder.new) < room and (request := waiting.peek()) is not None:
-            # A preempted request may wait for its tokens in flight; no other request overtakes it.
+            # A preempted request waits until its tokens in flight are known, and requests behind it in order wait too.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
             if self.hooks.may_start and not all(may_start(request) for may_start in self.hooks.may_start):
@@ -260,7 +265,7 @@ class Scheduler:
             self._schedule_tokens(builder, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
-        """Let the step compute the request's next num_tokens tokens, and advance its counts.
+        """Let the step compute the request's next num_tokens tokens, guesses included, and advance its counts.
 
         bound: most new tokens that the step yields for the request if it reaches the last known token.
         """
@@ -268,12 +273,12 @@ class Scheduler:
         end = request.num_computed_tokens = start + num_tokens
         samples = end >= request.num_tokens
         builder.add(request, start, num_tokens, samples)
-        if num_tokens > 1 and start + 1 < request.num_tokens:
-            builder.num_prompts += 1
+        begins_at_last_token = start + 1 == request.num_tokens  # a decode: further tokens are guesses
+        if not begins_at_last_token:
             builder.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
             if num_tokens <= self._max_new_tokens_per_step:
-                builder.completed.append(request)
+                builder.completing_block.append(request)
             else:
                 self._kv_cache.register(request)
         if end in request.step_ends:
@@ -285,8 +290,9 @@ class Scheduler:
             request.num_tokens += bound
             if bound < builder.decode_tokens:
                 builder.bounds[request] = bound
+            # With several tokens per step, `_build_step` finds these requests.
             if request.num_tokens == request.max_num_tokens and self._max_new_tokens_per_step == 1:
-                self._last_share.append(request)
+                self._reaching_limit.append(request)
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:

@@ -70,7 +70,7 @@ class ModelStep:
         output = self.model.forward(batch, self.buffers, around_attention=in_parts, distinct=distinct)
         for in_forward in self._hooks.in_forward:
             in_forward(batch, output)
-        return self.tail.launch_first(output, batch, batch.num_rows) if key.is_decode else output.tensor
+        return self.tail.launch_first(batch, output, batch.num_rows) if key.is_decode else output.tensor
 
     def prepare(self, batch: InputBatch) -> None:
         """Compute a batch's inputs on the device. Its staged writes must have been applied."""
@@ -98,7 +98,7 @@ class ModelStep:
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:
             host = (key.num_decodes, key.max_query_len, key.max_seq_len)
-            return empty_batch(self.buffers, key.num_tokens, key.num_requests, host, key)
+            return empty_batch(self.buffers, key.num_tokens, key.num_rows, host, key)
         # Attention is not captured, only warmed up.
         return empty_batch(self.buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
 
@@ -145,8 +145,9 @@ class StepGraphs:
         self._step, self._in_forward = step, hooks.in_forward
         # Steps of a variant have graphs of their own.
         fields = tuple(KeyField(variant, (1,)) for variant in step.model.variants if variant)
-        query_lens = config.query_lens, config.rare_query_lens
-        self.dispatcher = Dispatcher(config.graph, config.scheduler, fields, *query_lens, token_sizes)
+        self.dispatcher = Dispatcher(
+            config.graph, config.scheduler, fields, config.query_lens, config.rare_query_lens, token_sizes
+        )
         in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
         asked = {tensor for tensors in step.buffers.asked.values() for tensor in tensors}
         by_request = sorted(tensor.name for tensor in asked if tensor.dims[0] == "requests")
@@ -194,10 +195,11 @@ class StepGraphs:
             return key
         return None
 
-    def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Replay the batch's graph, which for decodes holds the whole step; without a key, run the forward.
+    def run(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
+        """Prepare the batch's inputs and run the forward, as a replay if the batch has a graph.
 
-        The staged inputs must have been applied. hidden_wanted: return hidden states, not logits.
+        A decode graph also samples and advances, see `Tail.launch_first`. The staged inputs must have been applied.
+        hidden_wanted: return hidden states, not logits.
         """
         if (key := batch.key) is not None:
             assert self.graphs is not None

@@ -5,20 +5,21 @@ a hook that no feature overrides costs nothing. A runner has one `Tail`, which p
 
 The order of the hooks in a step:
 
-    added, removed               requests get and lose rows
+    removed, added               requests lose and get rows
     begin                        the rows are assigned, and nothing of the step is launched
-    variant, wants_hidden        choose the forward, and whether it returns hidden states or logits
+    wants_hidden, variant        choose whether the forward returns hidden states or logits, and which forward runs
     lay_out                      lays out the batch's rows
     receive                      the staged writes are launched, and neither the inputs nor the forward
-    before_inputs, in_forward    launches that a CUDA graph may hold together with the forward
-    after_forward                launches that read hidden states
+    before_inputs, in_forward    launches before the inputs and after the forward; CUDA graphs may hold them
+    read_hidden                  launches that read hidden states, in steps for which a feature wants them; not captured
     edits                        the step's late inputs are there, and nothing is sampled with them
-    after_sample                 the step's tokens are in the states
-    after_step                   launches that the host does not wait for
+    after_sample                 the step's tokens are in the states; skipped if nothing samples
+    after_step                   launches that the host does not wait for; not skipped
     end                          the step is launched, except for sampling that awaits late inputs: then `end` comes
                                  before `edits`
 
-`start_up`, `compile_kernels`, `graphs` and `allocate` are called when the engine starts.
+`start_up`, `compile_kernels`, `graphs` and `allocate` are called when the engine starts. The features of a runner are
+listed in features/registry.py.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Tail(Protocol):
 
     advance: Advance
 
-    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """Launch the part that a decode graph holds; returns the graph's result.
 
         For batches without a decode graph, `launch_rest` includes this part.
@@ -171,7 +172,7 @@ class StepFeature:
         return ""
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
-        """Return whether `after_forward` needs hidden states, so that the forward must not end at logits."""
+        """Return whether `read_hidden` needs hidden states, so that the forward must not end at logits."""
         return False
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
@@ -185,10 +186,13 @@ class StepFeature:
         """Launch work that the step's inputs depend on. May be captured."""
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
-        """Launch work that follows the forward. May be captured."""
+        """Launch work that follows the forward of every step, and belongs to it: a graph may hold both.
 
-    def after_forward(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
-        """Launch work that reads hidden states, in steps for which a feature wants them.
+        A graph that ends at logits has no hidden states.
+        """
+
+    def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> Deferred | None:
+        """Launch work that reads hidden states, in steps for which `wants_hidden` returns True. Not captured.
 
         Copies to the host (rows/staged_writes.download) may only be launched here; they are read when the step ends.
         """
@@ -244,7 +248,7 @@ class StepHooks:
     """The overridden hooks of a runner's features, each a list in the order of features.
 
     A hook that at most one feature may override is a method or None. reading_hidden, wanting_hidden, choosing_variant
-    and editing have the features that override `after_forward`, `wants_hidden`, `variant` and `edits`.
+    and editing have the features that override `read_hidden`, `wants_hidden`, `variant` and `edits`.
 
     Raises ValueError if several features override such a hook or have the same name, or if a feature with results has
     no name.
@@ -253,7 +257,7 @@ class StepHooks:
     def __init__(self, features: Sequence[StepFeature]) -> None:
         self.features = tuple(features)
         by_name((each.name, each) for each in features if each.name)
-        self.reading_hidden = having(features, StepFeature.after_forward)
+        self.reading_hidden = having(features, StepFeature.read_hidden)
         if nameless := [type(each).__name__ for each in self.reading_hidden if not each.name]:
             raise ValueError(f"{nameless[0]} has results, so it must have a name; allowed: any but ''")
         self.added = overriding(features, StepFeature.added)

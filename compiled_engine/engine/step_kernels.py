@@ -43,7 +43,7 @@ def prepare_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Fill the buffers of a batch from the request states, see input_batch.prepare_inputs.
+    """Fill the buffers of a batch from the request states, see input_batch.launch_prepare.
 
     One program per row of the batch; unless DECODES_ONLY, another for tokens without a row. S are rows of the states.
 

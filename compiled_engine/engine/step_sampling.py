@@ -44,18 +44,18 @@ class StepSampling:
         model: ModelForward,
         sampler: Sampler,
         buffers: InputBuffers,
-        pending: PendingSteps,
+        ring: TokenRing,
         advance: Advance,
     ):
         self._model, self.sampler, self._buffers = model, sampler, buffers
-        self._pending, self.advance = pending, advance
+        self._ring, self.advance = ring, advance
 
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        return output.tensor if batch.has_decode_graph else self.sample(output, batch)
+        return output.tensor if batch.has_decode_graph else self.sample(batch, output)
 
-    def sample(self, output: ForwardOutput, batch: InputBatch) -> torch.Tensor | None:
+    def sample(self, batch: InputBatch, output: ForwardOutput) -> torch.Tensor | None:
         """Launch part 1 for a batch without a decode graph; returns its logits [R, V], None if nothing samples."""
         count = batch.num_real_rows  # padding rows need no logits here
         if not batch.samples.any():
@@ -64,9 +64,9 @@ class StepSampling:
         if len(output.tensor) != count:  # otherwise each token is a row, and nothing has to be gathered
             every = batch.num_tokens == count
             output = output.of_tokens(slice(count) if every else self._buffers.logits_index_R[:count])
-        return self.launch_first(output, batch, count)
+        return self.launch_first(batch, output, count)
 
-    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """Sample a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
 
         May be captured. output: one entry per row.
@@ -107,7 +107,7 @@ class StepSampling:
         positions_R = self._buffers.sample_positions_R[:count]
         token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, edits)
         self.advance(batch, token_ids_R, batch.num_rows, again=True)
-        self._pending.launched()
+        self._ring.launched()
 
 
 class Advance(Protocol):
@@ -228,10 +228,11 @@ def advance_reference(
     ring_row[1 : num_rows + 1] = tokens_R
 
 
-class PendingSteps:
-    """Counts launched steps in parallel with the device: a step's tokens are in the ring buffer under its number.
+class TokenRing:
+    """The host's side of the ring buffer of tokens: counts the device's writes, each of which has a number.
 
-    The ring has room for two entries per pending step, as a step may write to it twice.
+    A step's tokens are in the entry that it wrote last. The ring has room for two entries per pending step, as
+    resampling writes a second one.
     """
 
     def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):
@@ -254,7 +255,9 @@ class PendingSteps:
             self._number = int(self._buffers.num_steps_1)
             self._is_known = True
 
-    def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, results: Mapping[str, Deferred]) -> PendingStep:
+    def pending_step(
+        self, batch: InputBatch, logprobs: BatchLogprobs | None, results: Mapping[str, Deferred]
+    ) -> PendingStep:
         """Return the step whose tokens were launched last. results: the features' results, by name."""
         event = None
         if self._device.type == "cuda":
@@ -268,7 +271,7 @@ class PendingStep:
     """A launched step. `result` waits for it."""
 
     _ring_KR1: np.ndarray  # the ring buffer, with the step's tokens under `_number`
-    _number: int
+    _number: int  # see TokenRing
     _event: torch.cuda.Event | None  # after the step's last launch; None on a CPU
     _batch: InputBatch
     _logprobs: BatchLogprobs | None

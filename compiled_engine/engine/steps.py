@@ -33,20 +33,20 @@ class Shares:
 class StepBuilder:
     """A step under construction."""
 
-    max_prefill_tokens: int | None = None  # most prompt tokens if other requests run
+    max_prefill_tokens: int | None = None  # most prompt tokens of this step; None: as many as the budget allows
     decode_tokens: int = 1
-    # requests with a share of `decode_tokens` tokens; they sample unless they are in `unsampled`
+    # Requests with a share of `decode_tokens` tokens, chunks of prompts included; they sample unless in `unsampled`.
     decodes: list[Request] = field(default_factory=list)
     decode_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)  # indices of decodes that do not sample
     others: Shares = field(default_factory=Shares)  # all other shares
-    num_prompts: int = 0  # shares of prompts, in decodes and others
+    # Prompt tokens, in decodes and others. A share that is only the last token of a prompt counts as a decode.
     num_prefill_tokens: int = 0
     # most tokens that the step yields, for requests with fewer than decode_tokens
     bounds: dict[Request, int] = field(default_factory=dict)
-    # Requests with a share no longer than a decode's that completes a block. No request of this step may read that
+    # Requests with a share, no longer than a decode's, that completes a block. No request of this step may read that
     # block, because a kernel may write it while another row attends.
-    completed: list[Request] = field(default_factory=list)
+    completing_block: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     single: bool = False  # see SchedulerOutput
@@ -68,12 +68,8 @@ class StepBuilder:
     def is_empty(self) -> bool:
         return not (self.decodes or self.others.requests)
 
-    @property
-    def has_decodes(self) -> bool:
-        return len(self.decodes) + len(self.others.requests) > self.num_prompts
-
     def room_for_prompts(self, budget: int) -> int:
-        """Return the part of `budget` that prompts may still use if other requests run."""
+        """Return the part of `budget` that prompts may still use."""
         most = self.max_prefill_tokens
         return budget if most is None else min(budget, most - self.num_prefill_tokens)
 

@@ -97,7 +97,7 @@ def _run_empty(step: ModelStep, shape: BatchShape, *, distinct: bool, variant: s
     del hidden
     if step.model.ends_at_logits(num_tokens, variant):
         logits_RV = step.model.forward(batch, buffers, distinct=distinct).tensor[last_R]
-    tail.launch_first(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
+    tail.launch_first(batch, ForwardOutput(logits_RV, is_logits=True), num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, tail.sampler.vocabulary)
     tail.advance(batch, token_ids_R, num_requests, again=True)
 

@@ -28,15 +28,15 @@ class GraphKind(Enum):
 class GraphKey(NamedTuple):
     """The key of a captured graph: everything that its launches depend on.
 
-    Launches outside of attention depend only on num_tokens. The fields from num_requests to max_seq_len describe the
+    Launches outside of attention depend only on num_tokens. The fields from num_rows to max_seq_len describe the
     captured attention; they are 0 if attention is not captured.
     """
 
     kind: GraphKind
     num_tokens: int  # of the padded batch
-    num_requests: int = 0  # rows of attention
+    num_rows: int = 0  # of attention, padding included; a request may have several
     num_decodes: int = 0  # leading rows with one query token each
-    # Most query tokens of a row. In decode graphs, the rows per request.
+    # As in AttentionInputs.host_3: most query tokens of a row; in decode graphs, the rows per request.
     max_query_len: int = 0
     max_seq_len: int = 0  # longest context
     short: bool = False  # max_seq_len is below the engine's limit
@@ -175,9 +175,9 @@ class Dispatcher:
     ) -> GraphKey | None:
         """Return the key of the graph that serves the batch; None if it runs without a graph.
 
-        uniform_query_len: rows per request if all requests are decodes with the same number of rows; otherwise None.
-        longest: the longest context, this step's tokens included. values: values of further fields by name, 0 if
-        missing.
+        num_requests: requests, not rows. uniform_query_len: rows per request if all requests are decodes with the same
+        number of rows; otherwise None. longest: the longest context, this step's tokens included. values: values of
+        further fields by name, 0 if missing.
         """
         if not 1 <= num_requests <= num_tokens:
             return None

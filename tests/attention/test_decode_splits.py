@@ -133,5 +133,5 @@ def test_decodes_are_split_in_ways_that_the_warm_up_has_met(num_kv_heads: int, c
     for num_requests in range(1, 49):
         for max_seq_len in range(1, 2049, 31):
             key = dispatcher.dispatch(num_requests, num_requests, 1, max_seq_len)
-            launched = (num_requests, max_seq_len) if key is None else (key.num_requests, key.max_seq_len)
+            launched = (num_requests, max_seq_len) if key is None else (key.num_rows, key.max_seq_len)
             assert kernels(*launched) <= warm, launched

@@ -22,7 +22,7 @@ from compiled_engine.engine.input_batch import (
 )
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.step_sampling import PendingSteps, advance
+from compiled_engine.engine.step_sampling import TokenRing, advance
 from compiled_engine.features.speculation.draft_rows import DraftedRows, DraftedSteps, StepRows, make_drafted_batch
 from compiled_engine.features.speculation.drafting_rows import DraftingRows, DraftingSteps
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey, GraphKind, decode_key, mixed_key
@@ -216,20 +216,20 @@ def test_tokens_come_back_in_the_order_of_the_step(states: RequestStates, buffer
     assert batch.request_of_row == ["b", "c", "a"]
     assert batch.samples.tolist() == [False, True, True]
     assert batch.num_computed.tolist() == [6, 4, 2]
-    pending = PendingSteps(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
-    pending.catch_up()
+    ring = TokenRing(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
+    ring.catch_up()
     advance(states, buffers, torch.tensor([71, 72, 73]), batch.num_rows, decodes_only=True)
-    pending.launched()
-    step_of_three = pending.step(batch, None, {})
+    ring.launched()
+    step_of_three = ring.pending_step(batch, None, {})
     assert step_of_three.result().token_ids == [73, 72]
 
     # A step that failed after it was launched: the host may not know of it, the device does.
     advance(states, buffers, torch.tensor([81, 82, 83]), batch.num_rows, decodes_only=True, again=True)
-    pending.lose_count()
-    pending.catch_up()
+    ring.lose_count()
+    ring.catch_up()
     advance(states, buffers, torch.tensor([91, 92, 93]), batch.num_rows, decodes_only=True, again=True)
-    pending.launched()
-    assert pending.step(batch, None, {}).result().token_ids == [93, 92]
+    ring.launched()
+    assert ring.pending_step(batch, None, {}).result().token_ids == [93, 92]
 
     for _ in range(RING):
         advance(states, buffers, torch.tensor([0, 0, 0]), batch.num_rows, decodes_only=True, again=True)
@@ -242,12 +242,12 @@ def test_numbers_of_steps_begin_again(states: RequestStates, buffers: InputBuffe
     states.add(new_request("a", [0, 1, 2], [0]), 2)
     batch, _ = gathered((scheduled("a", 2, 1),), states, buffers)
     buffers.num_steps_1.fill_(LAST_NUMBER - 2)
-    pending = PendingSteps(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
-    pending.catch_up()
+    ring = TokenRing(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
+    ring.catch_up()
     for token_id in range(70, 75):
         advance(states, buffers, torch.tensor([token_id]), batch.num_rows, decodes_only=True, again=token_id > 70)
-        pending.launched()
-        assert pending.step(batch, None, {}).result().token_ids == [token_id]
+        ring.launched()
+        assert ring.pending_step(batch, None, {}).result().token_ids == [token_id]
     assert buffers.num_steps_1.tolist() == [2]
 
 

@@ -107,8 +107,8 @@ def test_the_tokens_of_a_step() -> None:
         (RequestLimits(9, 20, 19), 19, 19, 20),
         (RequestLimits(9, 20, NO_CACHE, yields_tokens=False), 20, 20, 21),
         (RequestLimits(9, 20, 12, yields_tokens=False), 20, 12, 13),
-        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_step_tokens=8), 8, 8, 21),
-        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_step_tokens=30), 20, 20, 21),
+        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_whole_prompt=8), 8, 8, 21),
+        (RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_whole_prompt=30), 20, 20, 21),
     ],
 )
 def test_the_longest_prompts(limits: RequestLimits, longest: int, most: int, total: int) -> None:
@@ -140,7 +140,7 @@ GENERATES, POOLS = RequestLimits(9, 20, 100), RequestLimits(9, 20, NO_CACHE, yie
             " PoolingParams(truncate_prompt_tokens=...) keeps the first ones",
         ),
         (
-            RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_step_tokens=8),
+            RequestLimits(9, 20, NO_CACHE, yields_tokens=False, max_whole_prompt=8),
             (9,),
             "it must have at most 8 tokens (max_num_batched_tokens 8: an encoder computes a text in one step), got 9;"
             " a larger max_num_batched_tokens holds more",

@@ -70,6 +70,34 @@ class TestBudget:
             assert shares(engine.begin_step())[1:] == [("b", start, count, False)]
             engine.finish_step()
 
+    def test_prompts_are_not_bounded_beside_prompts_alone(self) -> None:
+        """A prompt whose chunks end early leaves tokens to the running ones first, then to waiting ones."""
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=2, num_blocks=64, num_snapshots=4)
+        engine.add("a", list(range(10)))
+        engine.add("b", list(range(100, 130)))
+        assert shares(engine.begin_step()) == [("a", 0, 8, False), ("b", 0, 12, False)]
+        engine.finish_step()
+        engine.add("c", list(range(200, 210)))
+        assert shares(engine.begin_step()) == [("a", 8, 2, True), ("b", 12, 16, False), ("c", 0, 2, False)]
+        engine.finish_step()
+        assert shares(engine.begin_step()) == [("a", 10, 1, True), ("b", 28, 2, True)]
+        engine.finish_step()
+        engine.run()
+
+    def test_chunks_of_one_token_count_towards_the_bound_of_prompts(self) -> None:
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=1)
+        engine.add("a", [1])
+        engine.step()
+        for request_id in "bc":
+            engine.add(request_id, [ord(request_id), 2, 3], params=outputs_of(1))
+        prompts = []
+        for _ in range(5):
+            prompts.append([(share[0], share[2]) for share in shares(engine.begin_step())[1:]])
+            engine.finish_step()
+        # The last token of a prompt is a decode.
+        assert prompts == [[("b", 1)], [("b", 1)], [("b", 1), ("c", 1)], [("c", 1)], [("c", 1)]]
+        engine.run()
+
     @pytest.mark.parametrize("max_tokens", [8, 3, 2])
     def test_a_decode_with_few_drafts_bounds_prompts_too(self, max_tokens: int) -> None:
         """The last steps of a request verify fewer drafts than others."""

@@ -252,7 +252,7 @@ def test_the_host_need_not_know_the_drafts(
     with LLM(**ENGINE | {"num_blocks": 30} | options, **ngram(num_drafts)) as llm:
         executor = llm.core.executor
         assert isinstance(executor, InProcessExecutor)
-        (executor.runner.captured.dispatcher,) = launched
+        (executor.runner.step_graphs.dispatcher,) = launched
         same(*(engine.generate(prompts, params, use_tqdm=False) for engine in (llm, plain)))
         llm.core.check_integrity()
         metrics = llm.metrics()

@@ -122,12 +122,12 @@ def test_replayed_batches_give_the_tokens_of_plain_ones(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]
 ) -> None:
     core = make_core(make_config(mode))
-    assert core.metrics()["captures"] == len(runner_of(core).captured.dispatcher.keys)
+    assert core.metrics()["captures"] == len(runner_of(core).step_graphs.dispatcher.keys)
     assert run(core, make_requests(14, 1)) == plain_tokens
     metrics = core.metrics()
     replays = metrics["graph_replays_by_key"]
     kinds = {name.split()[0] for name in replays}
-    assert kinds == {key.name.split()[0] for key in runner_of(core).captured.dispatcher.keys}
+    assert kinds == {key.name.split()[0] for key in runner_of(core).step_graphs.dispatcher.keys}
     assert metrics["graph_replays"] == sum(replays.values())
     assert metrics["graph_replays"] + metrics["graph_fallbacks"] == metrics["steps"]
     assert metrics["graph_padded_tokens"] > 0

@@ -15,7 +15,7 @@ from compiled_engine.engine.forward import ForwardOutput
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch, prepare
 from compiled_engine.engine.messages import NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
-from compiled_engine.engine.step_sampling import PendingSteps, StepAdvance, StepSampling
+from compiled_engine.engine.step_sampling import StepAdvance, StepSampling, TokenRing
 from compiled_engine.features.structured.extras import TokenMasks
 from compiled_engine.features.structured.step_masks import MaskedSteps
 from compiled_engine.process.profiling import StepClock
@@ -34,11 +34,11 @@ class Steps:
         self.states = RequestStates(4, 32, 4, CPU)
         self.buffers = InputBuffers(16, 5, self.states.block_table_SB.shape[1], self.states.writes, CPU)
         self.sampler = Sampler(self.states.fields, VOCABULARY)
-        self.pending = PendingSteps(self.buffers, CPU, StepClock(CPU))
+        self.ring = TokenRing(self.buffers, CPU, StepClock(CPU))
         self.rows_of_logits: list[int] = []
         advance = StepAdvance(self.states, self.buffers)
         model: Any = SimpleNamespace(logits_of=self._logits_of)
-        self.sampling = StepSampling(model, self.sampler, self.buffers, self.pending, advance)
+        self.sampling = StepSampling(model, self.sampler, self.buffers, self.ring, advance)
         self.names = list(params)
         for name, each in params.items():
             row = self.states.add(NewRequest(name, (1, 2, 3), 3, each, frozenset(), ((0,),)), 0)
@@ -59,11 +59,11 @@ class Steps:
         return batch
 
     def run(self, batch: InputBatch, logits_TV: torch.Tensor, edits: StepEdits | None = None) -> RunnerOutput:
-        self.pending.catch_up()
+        self.ring.catch_up()
         logits_RV = self.sampling.launch_rest(batch, ForwardOutput(logits_TV, is_logits=False), {})
-        self.pending.launched()
+        self.ring.launched()
         found = None if logits_RV is None else self.sampling.complete(batch, logits_RV, edits)
-        return self.pending.step(batch, found, {}).result()
+        return self.ring.pending_step(batch, found, {}).result()
 
     def last_tokens(self) -> list[int]:
         return [int(self.states.last_token_S[self.states.row(name)]) for name in self.names]

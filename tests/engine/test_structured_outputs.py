@@ -273,7 +273,7 @@ def test_without_a_tokenizer_there_is_no_form() -> None:
 def test_a_request_that_waits_for_its_grammar_holds_up_nobody(llm: LLM) -> None:
     """The compiler is kept busy: other requests run to their end meanwhile, and this one may be aborted."""
     generate(llm, structured({"choice": ["a"]}))  # with the first one the compiler is made
-    holds = llm.core._hooks.holds  # type: ignore[union-attr]
+    holds = llm.core._hooks.holds_back  # type: ignore[union-attr]
     threads = holds.__self__._grammars._compiler._threads
     with busy(threads):
         waiting = llm.stream(PROMPTS[0], structured({"regex": "waits [0-9]"}))

@@ -16,7 +16,7 @@ from compiled_engine.engine.load_model import load_model
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_graphs import ModelStep
 from compiled_engine.engine.step_hooks import StepHooks
-from compiled_engine.engine.step_sampling import Advance, PendingSteps, StepAdvance, StepSampling, launch_advance
+from compiled_engine.engine.step_sampling import Advance, StepAdvance, StepSampling, TokenRing, launch_advance
 from compiled_engine.engine.warm_up import BatchShape, compile_kernels, not_captured, start_up_batches
 from compiled_engine.features.speculation import verification
 from compiled_engine.features.speculation.ngram import Ngrams
@@ -87,11 +87,11 @@ def step_of(config: EngineConfig) -> ModelStep:
         model.work_length(most_tokens, most_rows),
         has_offsets=in_each > 0,
     )
-    pending = PendingSteps(buffers, device, StepClock(device))
+    ring = TokenRing(buffers, device, StepClock(device))
     advance: Advance = StepAdvance(states, buffers)
     if in_each:
         advance = DraftAdvance(config, states, buffers)
-    sampling = StepSampling(model, sampler, buffers, pending, advance)
+    sampling = StepSampling(model, sampler, buffers, ring, advance)
     ngrams = [Ngrams(speculation, states, buffers)] if in_each else []
     return ModelStep(model, buffers, sampling, states, scheduler.max_model_len, StepHooks(ngrams))
 
@@ -105,7 +105,7 @@ def test_the_warm_up_launches_only_what_was_asked_for(
     config = replace(on_cpu, speculation=SPECULATIONS[speculation], attention_backend="triton")
     on_gpu = replace(config, device=torch.device("cuda", 0))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
-    monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
+    monkeypatch.setattr(input_batch, "prepare_reference", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
     monkeypatch.setattr(verification, "advance", launch_advance)
     monkeypatch.setattr(verification, "verify_reference", launch_verify)
@@ -132,7 +132,7 @@ def test_the_warm_up_runs_no_forward_that_was_not_gone_through(
     config = replace(on_cpu, attention_backend="triton")
     on_gpu = replace(config, device=torch.device("cuda", 0))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: start_up_batches(on_gpu))
-    monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
+    monkeypatch.setattr(input_batch, "prepare_reference", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
     monkeypatch.setattr(verification, "advance", launch_advance)
     monkeypatch.setattr(verification, "verify_reference", launch_verify)
@@ -178,7 +178,7 @@ def test_a_batch_that_is_captured_is_not_warmed_up_twice(
     config = replace(on_cpu, speculation=speculated, attention_backend="triton", graph=graph)
     shapes = start_up_batches(replace(config, device=torch.device("cuda", 0)))
     monkeypatch.setattr(warm_up, "start_up_batches", lambda config: shapes)
-    monkeypatch.setattr(input_batch, "prepare_inputs", launch_prepare)
+    monkeypatch.setattr(input_batch, "prepare_reference", launch_prepare)
     monkeypatch.setattr(step_sampling, "advance", launch_advance)
     monkeypatch.setattr(verification, "advance", launch_advance)
     monkeypatch.setattr(verification, "verify_reference", launch_verify)

@@ -107,7 +107,7 @@ class StepTokenRows(StepFeature):
         self._limits_R = self._fields[NAME][rows_R]
         self._num_limited += (self._limits_R > 0).sum()
 
-    def after_forward(self, batch: InputBatch, output: ForwardOutput) -> ReadLimits:
+    def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> ReadLimits:
         return ReadLimits(list(batch.request_of_row), self._limits_R)
 
     def metrics(self) -> dict[str, Any]:

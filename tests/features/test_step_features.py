@@ -186,7 +186,7 @@ def test_a_name_is_of_one_feature() -> None:
 
 def test_a_feature_with_results_has_a_name() -> None:
     class Nameless(StepFeature):
-        def after_forward(self, batch: Any, output: Any) -> None:
+        def read_hidden(self, batch: Any, output: Any) -> None:
             return None
 
     with pytest.raises(ValueError, match="Nameless has results, so it must have a name"):

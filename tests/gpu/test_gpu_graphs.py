@@ -120,7 +120,7 @@ def test_every_mode_gives_the_same_greedy_tokens_in_fp32(
         assert tokens_of(workload(llm, held_out_ids)) == eager_tokens
         metrics = llm.metrics()
         assert (metrics["graph_replays"] > 0) == (graph_mode != "none")
-        assert metrics["captures"] == len(runner_of(llm).captured.dispatcher.keys)
+        assert metrics["captures"] == len(runner_of(llm).step_graphs.dispatcher.keys)
 
 
 def teacher_forced(llm: LLM, sequences: list[list[int]]) -> list[float]:

@@ -77,7 +77,7 @@ def test_rare_numbers_of_queries_have_graphs_of_few_sizes() -> None:
     few = Dispatcher(graph, scheduler, query_lens=(2, 4), rare=(1, 2))
     all_sizes = Dispatcher(graph, scheduler, query_lens=(2, 4))
     found = {
-        query_len: [key.num_requests // query_len for key in few.decode_keys if key.max_query_len == query_len]
+        query_len: [key.num_rows // query_len for key in few.decode_keys if key.max_query_len == query_len]
         for query_len in (1, 2)
     }
     assert found == {1: [1, 2, 4, 8, 16, 32, 64, 128, 256], 2: [1, 2, 4, 8, 16, 32, 64, 96]}

@@ -102,7 +102,7 @@ def test_every_batch_up_to_the_limits_and_beyond(mode: GraphMode, max_num_seqs: 
 def check_full(key: GraphKey, requests: int) -> None:
     """Everything that attention is launched with holds for the batch."""
     padding_rows = 0 if key.is_decode else 1
-    assert key.num_requests >= requests + padding_rows
+    assert key.num_rows >= requests + padding_rows
     assert key.max_seq_len == MAX_SEQ_LEN
     assert key.max_query_len == (1 if key.is_decode else key.num_tokens)
 

@@ -22,7 +22,7 @@ from compiled_engine.graphs.cuda_graphs.manager import Fallback, GraphCounters
 OTHER: dict[str, Any] = {
     "kind": GraphKind.BREAKABLE,
     "num_tokens": 9,
-    "num_requests": 9,
+    "num_rows": 9,
     "num_decodes": 9,
     "max_query_len": 9,
     "max_seq_len": 9,
@@ -70,7 +70,7 @@ def test_names(key: GraphKey, name: str) -> None:
 
 def test_what_attention_is_launched_with_is_in_the_key_where_it_is_captured() -> None:
     """A decode has a row for each request, a verification one for each query; a mixed batch a row for its padding."""
-    values = ("kind", "num_tokens", "num_requests", "num_decodes", "max_query_len", "max_seq_len", "short")
+    values = ("kind", "num_tokens", "num_rows", "num_decodes", "max_query_len", "max_seq_len", "short")
 
     def of(key: GraphKey) -> tuple[Any, ...]:
         assert (key.without_offsets, key.purpose, key.extra) == (False, "", ())
@@ -103,7 +103,7 @@ def test_a_field_is_rounded_up_and_nothing_is_nothing() -> None:
 def test_a_mixed_graph_has_rows_for_all_queries_of_drafts(query_lens: tuple[int, ...], num_rows: int) -> None:
     graph = GraphConfig(GraphMode.FULL, (4,), (64,))
     (key,) = Dispatcher(graph, SchedulerConfig(4, 64, 4096, "fcfs"), query_lens=query_lens).token_keys
-    assert key.num_requests == num_rows
+    assert key.num_rows == num_rows
 
 
 @pytest.mark.parametrize("keys_of", [model_keys, head_keys])

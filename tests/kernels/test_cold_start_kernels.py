@@ -51,7 +51,7 @@ def test_it_leaves_no_trace(options: dict[str, int]) -> None:
         before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
         runner = runner_of(llm)
         compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
-        runner.pending.lose_count()  # what ran were steps
+        runner.ring.lose_count()  # what ran were steps
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
 
 

@@ -78,7 +78,7 @@ class Client:
 
 def started() -> Started:
     limits = RequestLimits(
-        vocab_size=101, max_model_len=64, num_slots=256, has_priorities=False, yields_tokens=True, max_step_tokens=None
+        vocab_size=101, max_model_len=64, num_slots=256, has_priorities=False, yields_tokens=True, max_whole_prompt=None
     )
     return Started(3, tiny_config(), FrontendOptions(True, "auto"), limits)
 

@@ -215,7 +215,7 @@ def test_a_process_is_told_the_limits_of_the_model() -> None:
     for core, step_tokens in ((generates, None), (pools, pools.config.scheduler.max_num_batched_tokens)):
         with served(core) as (_, started):
             limits = started.limits
-        assert (limits.yields_tokens, limits.max_step_tokens) == (core is generates, step_tokens)
+        assert (limits.yields_tokens, limits.max_whole_prompt) == (core is generates, step_tokens)
         assert (limits.max_model_len, limits.num_slots) == (core.config.model.max_model_len, core.num_slots)
 
 

@@ -36,7 +36,7 @@ def replay_with_other_padding(runner: Runner, padding_1: torch.Tensor, monkeypat
 
     padding_1: what `prepare_with` was made with, zero.
     """
-    graphs = runner.captured.graphs
+    graphs = runner.step_graphs.graphs
     assert graphs is not None
     replay, checked = graphs.replay, Counter[str]()
 

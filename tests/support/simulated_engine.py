@@ -135,7 +135,7 @@ class SimulatedEngine:
         params = params or SamplingParams()
         token_mask, params = params.token_mask, replace(params, token_mask=None)
         request = EngineRequest(request_id, tuple(prompt), params, eos, priority)
-        held = self.structured.holds(request, token_mask)
+        held = self.structured.holds_back(request, token_mask)
         assert not held, "only grammars are awaited"
         self.scheduler.add(request)
         self.runner.token_masks.pop(request_id, None)

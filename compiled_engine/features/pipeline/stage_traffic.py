@@ -88,7 +88,7 @@ class SendTail:
     def __init__(self, traffic: StageTraffic, advance: Advance) -> None:
         self._traffic, self.advance = traffic, advance
 
-    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor

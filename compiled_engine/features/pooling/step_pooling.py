@@ -107,7 +107,7 @@ class StepPooling:
             fields = (RowField(f"pooled_{kind}", torch.float32, shape=shape) for kind in pooling.kinds)
             self._states.fields.declare(*fields)
 
-    def launch_first(self, output: ForwardOutput, batch: InputBatch, num_rows: int) -> torch.Tensor:
+    def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
         """See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor

@@ -61,7 +61,7 @@ class StepPromptLogprobs(StepFeature):
             for request_id, start in zip(step.request_ids, step.starts, strict=True)
         )
 
-    def after_forward(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
+    def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
         """Compute the log-probability of the prompt token after each of the step's tokens, for requests in prefill."""
         if not self._computes:
             return None

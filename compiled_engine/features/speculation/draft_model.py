@@ -104,7 +104,7 @@ class DraftModel(Drafter):
         rows = self._rows_of_steps.rows(step)
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
-        self._stage_rows(rows, count if key is None else key.num_requests // FIRST)
+        self._stage_rows(rows, count if key is None else key.num_rows // FIRST)
         prompts = None if rows.all_sampled else self._stage_prompts(step)
         num_drafting = rows.num_drafting or (0,)  # the first pass also reads tokens of requests without room
         return Drafting(rows.rows_R, num_drafting, longest, key, prompts, FIRST * count)
@@ -263,7 +263,7 @@ class DraftModel(Drafter):
 
     def fill(self, key: GraphKey) -> None:
         """See Capturable."""
-        self._fill(key.num_requests // FIRST, key.max_seq_len)
+        self._fill(key.num_rows // FIRST, key.max_seq_len)
 
     def run(self, key: GraphKey) -> torch.Tensor:
         return self._run(key, distinct=False)
@@ -272,9 +272,9 @@ class DraftModel(Drafter):
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
-        count, logits_RV = key.num_requests // FIRST, None
+        count, logits_RV = key.num_rows // FIRST, None
         for draft in range(self._num_drafts_of[key]):
-            num_rows = count if draft else key.num_requests
+            num_rows = count if draft else key.num_rows
             logits_RV = self._pass(draft, num_rows, count, key.max_seq_len, distinct=distinct)
         assert logits_RV is not None
         return logits_RV

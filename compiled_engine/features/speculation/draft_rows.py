@@ -235,7 +235,7 @@ def stage_with_offsets(
     # In batches of one-token rows, the longest query is the number of rows per request.
     host = host_of(key, num_single, int(lens_A.max()) if query_len is None else query_len, int(ends_A.max()))
     if key is not None and key.kind is GraphKind.FULL:
-        num_rows = key.num_requests
+        num_rows = key.num_rows
     padding = num_rows - count
     buffers.stage_batch(
         np.concatenate((rows_A, np.full(padding, -1, np.int32))),

@@ -335,7 +335,7 @@ class EagleDrafter(Drafter):
         if (sharpness := sharpness_of(step)) != self._staged_sharpness:
             self._staged_sharpness = sharpness
             self._sharpness.stage(0, np.array([sharpness], np.float32))
-        self._stage_rows(rows, count if key is None else key.num_requests)
+        self._stage_rows(rows, count if key is None else key.num_rows)
         return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
@@ -384,9 +384,9 @@ class EagleDrafter(Drafter):
     def fill(self, key: GraphKey) -> None:
         """See Capturable."""
         if key not in self._num_drafts_of:
-            self._fill_step(key.num_tokens, key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len))
+            self._fill_step(key.num_tokens, key.num_rows, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
-            self._fill_drafts(key.num_requests, key.max_seq_len)
+            self._fill_drafts(key.num_rows, key.max_seq_len)
 
     def _fill_step(self, num_tokens: int, num_rows: int, host_3: tuple[int, int, int]) -> InputBatch:
         batch = empty_batch(self._steps, num_tokens, num_rows, host_3)
@@ -408,9 +408,9 @@ class EagleDrafter(Drafter):
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
         if (num_drafts := self._num_drafts_of.get(key)) is not None:
-            return self._draft(key.num_requests, num_drafts, key.max_seq_len, distinct=distinct)
+            return self._draft(key.num_rows, num_drafts, key.max_seq_len, distinct=distinct)
         host_3 = key.num_decodes, key.max_query_len, key.max_seq_len
-        batch = empty_batch(self._steps, key.num_tokens, key.num_requests, host_3, key._replace(purpose=""))
+        batch = empty_batch(self._steps, key.num_tokens, key.num_rows, host_3, key._replace(purpose=""))
         return self.prefill_head(batch, distinct=distinct)
 
     def tensor_ids(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class StepKeys:
         unread, read = dict(same), dict(same)
         for key in same:
             if key.is_decode and key.max_query_len == 1:
-                size = min((s for s in sizes_read if s >= key.num_requests), default=key.num_requests)
+                size = min((s for s in sizes_read if s >= key.num_rows), default=key.num_rows)
                 unread[key] = key._replace(without_offsets=True)
                 read[key] = decode_key(size, longest)._replace(extra=key.extra)
         return cls(unread, read)

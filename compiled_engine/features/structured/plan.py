@@ -35,7 +35,7 @@ class Structured(PlanFeature):
         if request.sampling_params.token_mask is not None:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
 
-    def holds(self, request: EngineRequest, given: TokenMask | None) -> bool:
+    def holds_back(self, request: EngineRequest, given: TokenMask | None) -> bool:
         """Hold a request back while its grammar is compiled. given: its token mask, if any.
 
         Raises ValueError if the request has both, or has a grammar and no vocabulary was set.
@@ -49,7 +49,7 @@ class Structured(PlanFeature):
             self._given[request.request_id] = MaskConstraint(given, self._vocab_size)
         return False
 
-    def released(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
+    def take_ready(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
         """Return requests with ready grammars, and the final outputs of those with failed grammars."""
         ready, failed = self._grammars.release(patience_s)
         self._given |= {request.request_id: constraint for request, constraint in ready}

@@ -21,7 +21,7 @@ VOCABULARY = 11
 def added(structured: Structured, name: str, mask: Any = None) -> Request:
     """A request that is added at once, in an engine whose steps may yield four tokens."""
     asked = EngineRequest(name, (1, 2), SamplingParams())
-    assert not structured.holds(asked, mask)
+    assert not structured.holds_back(asked, mask)
     request = Request.of(asked, (0, 0), 100, 4)
     structured.added(request)
     return request
@@ -49,7 +49,7 @@ def test_a_mask_is_of_one_request_alone() -> None:
     structured = Structured(2, VOCABULARY)
     structured.ended(added(structured, "a", ByLastToken(VOCABULARY)))
     assert not added(structured, "a").samples_late
-    structured.holds(EngineRequest("b", (1,), SamplingParams()), ByLastToken(VOCABULARY))
+    structured.holds_back(EngineRequest("b", (1,), SamplingParams()), ByLastToken(VOCABULARY))
     structured.withdrawn("b")
     assert not added(structured, "b").samples_late
 
