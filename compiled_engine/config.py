@@ -371,10 +371,10 @@ class SpeculationConfig:
 
     @property
     def rare(self) -> tuple[int, ...]:
-        """The `query_lens` that are rare in steps. Graphs are captured for fewer batch sizes with them.
+        """The `query_lens` that few steps have. Graphs for them are captured at fewer batch sizes.
 
-        If the number of drafts is fixed, steps without drafts are rare. If the number adapts, all numbers except none
-        and the largest are rare.
+        With a fixed number of drafts, this is the length without drafts. With an adaptive number, these are the lengths
+        between those for 0 drafts and for the largest number.
         """
         if self.adapts:
             return self.verified[:-1]

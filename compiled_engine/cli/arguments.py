@@ -269,7 +269,10 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _names_of_options(context: typer.Context) -> dict[str, tuple[str, bool]]:
-    """Return parameter names and whether they are negated, by option spelling without dashes."""
+    """Map each spelling of an option to its parameter's name, and whether the spelling negates it, as --no-x does.
+
+    Spellings have no leading dashes, and underscores for the other ones. --config is left out.
+    """
     names: dict[str, tuple[str, bool]] = {}
     for parameter in context.command.params:
         for written in (*parameter.opts, *parameter.secondary_opts):

@@ -323,10 +323,11 @@ class Runner:
         return pending
 
     def run(self, batch: InputBatch, hidden_wanted: bool, *, samples_late: bool = False) -> PendingStep | LateStep:
-        """Launch a batch that `_launch` has made: staged writes, forward, and sampling unless it samples late.
+        """Launch a step's work on the device: staged writes, the forward, and sampling. `_launch` makes the batch.
 
-        Every row is sampled by temperature and seed, and rows with further parameters are sampled again
-        (step_sampling.py), so one set of decode graphs serves all.
+        samples_late: return a LateStep without sampling, which is launched later. Every row is sampled by temperature
+        and seed, and rows with further parameters are sampled again (step_sampling.py), so that one set of decode
+        graphs serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()

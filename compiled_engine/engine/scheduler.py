@@ -130,8 +130,9 @@ class Scheduler:
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request and return its last output; None if it is unknown or has ended.
 
-        Its results of steps in flight are ignored. stopped: count it as finished, as the caller found its output
-        complete.
+        Its blocks are free at once, see `RequestTable.end`, and its results of steps in flight are ignored.
+
+        stopped: count it as finished, as the caller found its output complete.
         """
         request = self._requests.by_id.get(request_id)
         if request is None:

@@ -215,7 +215,7 @@ class StepFeature:
         """Launch work that follows the step."""
 
     def failed(self) -> None:
-        """Forget what was staged for a step that has failed, as it did not reach the device."""
+        """Drop the data that was staged for a step which has failed. The data has not reached the device."""
 
     def metrics(self) -> dict[str, Any]:
         """Return metrics of the runner, under names that no other part uses."""

@@ -119,7 +119,10 @@ class Completion:
             )
 
     def look(self, *, ends: bool = False) -> None:
-        """Check for stop strings after a token was appended. `ends`: the core ends the completion with this token."""
+        """Decode the token that was appended last, and end the completion if it completes a stop string.
+
+        ends: the core ends the completion at this token already, so that the token itself is no stop string.
+        """
         if self._params.stop:
             self._decode()
             stop = None if ends else self._stop_tokens.get(self.token_ids[-1])

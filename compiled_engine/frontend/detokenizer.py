@@ -113,9 +113,10 @@ class Detokenizer:
         self._emitted_text = self._whole_text = self._tokenizer.decode(emitted)
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Split the prompt's end into tokens that affect the next one's text, and bytes of an incomplete character.
+        """Return two lists of token ids from the prompt's end.
 
-        The first part goes back to a token with text of its own, or over MOST_CONTEXT tokens.
+        The first has the tokens that affect the text of the next token. It begins at the last token that has text of
+        its own, and has at most MOST_CONTEXT tokens. The second has the byte tokens of an incomplete character.
         """
         byte_ids = self._tokenizer.byte_ids
         context: list[int] = []

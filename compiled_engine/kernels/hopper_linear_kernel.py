@@ -250,7 +250,7 @@ COPYING_REGISTERS = gl.constexpr(LINEAR_COPYING)
 
 
 class Arguments(NamedTuple):
-    """Kernel arguments for the computing groups of warps, see hopper_linear_kernel."""
+    """Arguments of hopper_linear_kernel that the computing groups of warps need, its consumers."""
 
     out_ptr: Any
     bias_ptr: Any

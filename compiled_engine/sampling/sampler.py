@@ -1,9 +1,9 @@
 """The sampler: per-row state, and the steps from logits to tokens, which stay on the device.
 
 The order is vLLM's: log-probabilities of the raw logits; logit bias, bad words, min_tokens; users' logits processors,
-for greedy rows too; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Allowed tokens and token masks apply
-before the penalties, so that no processor can allow a forbidden token. Only steps that some row needs are computed. The
-host never waits for the device, and does not need earlier tokens.
+for greedy rows too; penalties; temperature (applied in gumbel.py), min-p, top-k, top-p; Gumbel-max. Allowed tokens and
+token masks apply before the penalties, so that no processor can allow a forbidden token. Only steps that some row needs
+are computed. The host never waits for the device, and does not need earlier tokens.
 
 With a divided vocabulary each rank samples from its own columns, and ranks exchange a few numbers per row. Whole rows
 are gathered for logits processors, and for thresholds of top-p without top-k.

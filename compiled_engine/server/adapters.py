@@ -84,9 +84,9 @@ async def unload_adapter(request: Request) -> Response:
 
 
 def _is_allowed(path: Path, folders: Iterable[Path]) -> bool:
-    """Return whether a path, with links resolved, is within an allowed folder.
+    """Return whether a path, with its symbolic links resolved, is within an allowed folder.
 
-    Links within the adapter's folder are resolved when its files are opened.
+    Links in the adapter's folder are checked when its files are opened.
     """
     try:
         resolved = path.resolve()

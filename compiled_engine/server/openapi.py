@@ -302,7 +302,10 @@ def _settings(serving: Serving) -> dict[str, Any]:
 
 
 def _narrow(fields: dict[str, Any], names: tuple[str, ...], **bounds: Any) -> None:
-    """Add bounds to fields, each to the type that it applies to."""
+    """Add JSON Schema bounds to the named fields.
+
+    A bound is added only to the branches of a field, itself and those of anyOf, whose type it applies to.
+    """
     kinds = {
         "maximum": "integer",
         "minimum": "integer",

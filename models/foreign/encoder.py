@@ -103,9 +103,10 @@ class Base:
 
 
 class HandedOn:
-    """The base model's output in the form that the classifier's code expects.
+    """Stands in for the base model's output where a classifier's head runs alone.
 
-    It has hidden states, and the pooler's output from them.
+    last_hidden_state was computed earlier; pooler_output is the pooler's result of it, None without a pooler. All other
+    outputs are None.
     """
 
     hidden_states = attentions = cross_attentions = cache = past_key_values = None

@@ -74,7 +74,7 @@ class Placement:
 
 
 def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
-    """Place a whole tensor as a whole parameter."""
+    """Return the placement that copies a whole tensor of the checkpoint to a whole parameter of the same shape."""
     spans = tuple((0, size) for size in shape)
     return Placement(source, spans, target, spans)
 

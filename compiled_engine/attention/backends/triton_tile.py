@@ -85,10 +85,11 @@ def keys_of_rows(
 
 @triton.jit
 def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.constexpr) -> tl.tensor:
-    """Return the first key that a program reads for queries from first_position on: the first of a tile of TILE_N keys.
+    """Return the position of the first key that a program reads for queries from first_position on.
 
-    Keys of that tile before the window have weight 0. They must still be numbers, since zero times NaN is NaN, so a
-    kernel that writes keys for others calls this function with TILES_OF_KEYS, a multiple of all tiles. WINDOW 0: key 0.
+    It is a multiple of TILE_N, and 0 without a window. Keys of the first tile that are before the window have weight 0.
+    Keys and values there must still be no NaN, since zero times NaN is NaN. A kernel that writes them for other kernels
+    therefore passes TILES_OF_KEYS, a multiple of every TILE_N.
     """
     tl.static_assert(TILES_OF_KEYS % TILE_N == 0, "decoded contexts begin at a multiple of TILES_OF_KEYS")
     if WINDOW > 0:

@@ -45,18 +45,18 @@ def verify_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Store each request's tokens of a step up to the first wrong draft, see verification.DraftAdvance.
+    """Store each request's accepted drafts and the sampled token after them, see verification.DraftAdvance.
 
-    A single program handles all rows, since they share the step's number.
+    A single program handles all R rows of the batch, since they share the step's number. S: rows of request states.
 
-    rows_ptr: int32 [R], the state row of each row, -1 for padding; offsets_ptr: int32 [R].
+    rows_ptr: int32 [R], the state row of each row's request, -1 for padding. offsets_ptr: int32 [R], the place of a row
+        among its request's rows: 0 for the newest token, 1 for the first draft.
     ends_ptr: int64 [R], positions of the sampled tokens, 0 for padding and for drafts that do not exist; token_ids_ptr:
         int64 [R], the sampled tokens.
     drafts_ptr: int32 [S, NUM_DRAFTS], -1 for none. seeds_ptr: int64 [S], read only with thresholds_ptr.
-    thresholds_ptr: None, or int64 [NUM_DRAFTS]: accept as many drafts as there are thresholds above a draw of 63 bits,
-        instead of comparing tokens.
-    num_computed_ptr, prefill_len_ptr, last_token_ptr: int32 [S]; history_ptr: int32 [S, L]; these but prefill_len_ptr
-        are updated.
+    thresholds_ptr: None if a draft is accepted where it equals the sampled token. Otherwise int64 [NUM_DRAFTS]: drafts
+        are accepted at random, as many as there are thresholds above a random number of 63 bits for each request.
+    num_computed_ptr, last_token_ptr: int32 [S]; history_ptr: int32 [S, L]; all updated. prefill_len_ptr: int32 [S].
     num_steps_ptr: int32 [1], the step's number, which is increased. taken_ptr: int32 [R], receives each row's token, 0
         for none.
     ring_ptr: int32 [RING, 1 + R], whose entry of the step receives its number, and a token, error code, NOT_TAKEN or

@@ -117,7 +117,7 @@ class GrammarQueue:
 
 @dataclass(slots=True)
 class Constrained:
-    """A request's constraint."""
+    """A request's constraint, and how far it has got."""
 
     constraint: Constraint
     num_accepted: int = 0  # number of output tokens that the constraint has got

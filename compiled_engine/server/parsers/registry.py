@@ -2,7 +2,7 @@
 
 A new format needs a file with a `TextParser`, a function in call_grammars.py and a row here. If its calls are between
 marks, and are objects, Python calls, or names with arguments, a row in call_marks.py and a row here suffice; for calls
-as XML tags, a row in xml_markup.py and a row here.
+as XML tags, a row in xml_markup.py and a row here. The name of each format is also in the option in server/options.py.
 """
 
 from __future__ import annotations
@@ -176,7 +176,10 @@ class ReasoningFormat:
 
 
 def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
-    """Return a format with reasoning between tags. `marks` are the template's, by default the texts of the tags."""
+    """Return a format whose reasoning is between tags.
+
+    marks: strings by which the format is recognised in a chat template, by default the texts of the tags.
+    """
     return ReasoningFormat(
         lambda prompt, continued, names: think_parser(tags, prompt, continued),
         partial(think_rules, tags),
