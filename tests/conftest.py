@@ -10,7 +10,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +45,6 @@ SKIPPED = {
     "gpu": None if torch.cuda.is_available() else "no CUDA device",
     "browser": None if shutil.which("chromium") else "no chromium command",
 }
-
-# Not every machine with a GPU has Ray.
-collect_ignore = [] if find_spec("ray") else ["processes/test_ray.py"]
 
 # Packages of quick tests. Their files come last, so that processes side by side end at about the same time.
 QUICK = ("frontend", "grammars", "kernels", "other_engines", "process", "resolve", "rows")

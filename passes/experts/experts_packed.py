@@ -20,16 +20,16 @@ def _shifted(to: str, left: int) -> str:
     return f"{'shl' if left > 0 else 'shr'}.b32 {to}, q, {abs(left)}; "
 
 
-def _e2m1(out: str, sign: int, magnitude: int) -> str:
+def _e2m1(out: str, operands: str, sign: int, magnitude: int) -> str:
     """sign, magnitude: how far to the left their bits are moved."""
     return (
         f"{_shifted('s', sign)}{_shifted('m', magnitude)}and.b32 m, m, 0x01C001C0; "
-        f"lop3.b32 s, s, 0x80008000, m, 0xEA; fma.rn.bf16x2 {out}, s, operand, c; "
+        f"lop3.b32 s, s, 0x80008000, m, 0xEA; fma.rn.bf16x2 {out}, s, {operands}, c; "
     )
 
 
-def _integer(out: str, right: int) -> str:
-    return f"{_shifted('s', -right)}lop3.b32 s, s, 0x000F000F, m, 0xEA; fma.rn.bf16x2 {out}, s, c, operand; "
+def _integer(out: str, operands: str, right: int) -> str:
+    return f"{_shifted('s', -right)}lop3.b32 s, s, 0x000F000F, m, 0xEA; fma.rn.bf16x2 {out}, s, c, {operands}; "
 
 
 # Decode four bytes into the registers p0 to p3: low bits of the first two bytes, of the last two, then the high bits.
@@ -38,26 +38,27 @@ _SPREAD = "prmt.b32 q, codes, 0, 0x3120; "
 _DECODE = {
     "e2m1": "mov.b32 c, 0x80008000; "
     + _SPREAD
-    + _e2m1("p0", 12, 6)
-    + _e2m1("p1", 4, -2)
-    + _e2m1("p2", 8, 2)
-    + _e2m1("p3", 0, -6),
+    + _e2m1("p0", "first", 12, 6)
+    + _e2m1("p1", "last", 4, -2)
+    + _e2m1("p2", "first", 8, 2)
+    + _e2m1("p3", "last", 0, -6),
     "integers": "mov.b32 m, 0x43004300; mov.b32 c, 0x3F803F80; "
     + _SPREAD
-    + _integer("p0", 0)
-    + _integer("p1", 8)
-    + _integer("p2", 4)
-    + _integer("p3", 12),
+    + _integer("p0", "first", 0)
+    + _integer("p1", "last", 8)
+    + _integer("p2", "first", 4)
+    + _integer("p3", "last", 12),
 }
 
 
 def _assembly(packed: str) -> str:
-    inputs = "mov.b32 codes, $4; mov.b32 operand, $5; "
+    # Bytes of a thread may belong to two rows, so each has its own operand: of the first two bytes, of the last two.
+    inputs = "mov.b32 codes, $4; prmt.b32 first, $5, $6, 0x7610; prmt.b32 last, $7, $8, 0x7610; "
     outputs = "".join(f"mov.b32 ${i}, p{i}; " for i in range(4))
-    return "{ .reg .b32 codes, operand, q, s, m, c, p0, p1, p2, p3; " + inputs + _DECODE[packed] + outputs + "}"
+    return "{ .reg .b32 codes, first, last, q, s, m, c, p0, p1, p2, p3; " + inputs + _DECODE[packed] + outputs + "}"
 
 
-# Functions of four bytes and of an operand for each, which is the same for all four.
+# Functions of four bytes and of an operand for each, with the same number in both halves of its register.
 OF_E2M1, OF_INTEGERS = tl.constexpr(_assembly("e2m1")), tl.constexpr(_assembly("integers"))
 _REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
 # Added to an exponent, shifted into bfloat16's place and in both halves of a register: 126 + 127 - 127 - POWER.

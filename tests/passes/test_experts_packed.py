@@ -62,7 +62,7 @@ def test_the_instructions_that_decode_packed_codes(name: str) -> None:
         for word in words:
             codes = [word >> 4 * place & 15 for place in range(8)]
             for operand in (66, 119, 127, 192) if name == "e2m1" else (0, 8, 15, 16):
-                found = run_assembly(name, word, operand)
+                found = run_assembly(name, word, (operand,) * 4)
                 for value, code in zip(found, codes[0::2] + codes[1::2], strict=True):
                     right = (
                         ELEMENTS["e2m1"].values[code] * 2.0 ** (operand - 127 - 64)
@@ -72,10 +72,27 @@ def test_the_instructions_that_decode_packed_codes(name: str) -> None:
                     assert value == right
 
 
-def run_assembly(name: str, word: int, operand: int) -> list[float]:
-    """Interpret the PTX of a decoder for a word of codes: the eight results, those of low bits first."""
-    factor = operand * 0x00800080 + EXPONENTS.value if name == "e2m1" else operand * 0x00010001 + LESS_128.value
-    registers: dict[str, int] = {"$4": word, "$5": factor % 2**32}
+@pytest.mark.parametrize("name", ["e2m1", "integers"])
+def test_each_byte_is_decoded_with_its_own_operand(name: str) -> None:
+    """As the four bytes of a thread may belong to rows with other scales or zero points."""
+    operands = (119, 120, 127, 66) if name == "e2m1" else (0, 3, 8, 15)
+    word = 0x5A3C1E87
+    found = run_assembly(name, word, operands)
+    for place in range(8):
+        code, operand = word >> 4 * place & 15, operands[place // 2]
+        right = ELEMENTS["e2m1"].values[code] * 2.0 ** (operand - 127 - 64) if name == "e2m1" else code - operand
+        assert found[place // 2 + 4 * (place % 2)] == right
+
+
+def run_assembly(name: str, word: int, operands: tuple[int, ...]) -> list[float]:
+    """Interpret the PTX of a decoder for a word of codes: the eight results, those of low bits first.
+
+    operands: exponents or zero points of the four bytes.
+    """
+    registers: dict[str, int] = {"$4": word}
+    for place, operand in enumerate(operands, 5):
+        factor = operand * 0x00800080 + EXPONENTS.value if name == "e2m1" else operand * 0x00010001 + LESS_128.value
+        registers[f"${place}"] = factor % 2**32
 
     def value(text: str) -> int:
         return registers[text] if text in registers else int(text, 0)
@@ -85,10 +102,10 @@ def run_assembly(name: str, word: int, operand: int) -> list[float]:
 
     assembly: str = {"e2m1": OF_E2M1, "integers": OF_INTEGERS}[name].value
     for line in assembly.strip("{} ").split(";"):
-        op, _, operands = line.strip().partition(" ")
+        op, _, arguments = line.strip().partition(" ")
         if not op or op == ".reg":
             continue
-        to, *given = (each.strip() for each in operands.split(","))
+        to, *given = (each.strip() for each in arguments.split(","))
         if op == "fma.rn.bf16x2":
             parts = zip(*(halves(value(each)) for each in given), strict=True)
             exact = torch.tensor([a * b + c for a, b, c in parts], dtype=torch.float64)
@@ -98,8 +115,8 @@ def run_assembly(name: str, word: int, operand: int) -> list[float]:
             continue
         a, *others = map(value, given)
         if op == "prmt.b32":
-            zero, selector = others
-            both = zero << 32 | a
+            second, selector = others
+            both = second << 32 | a
             registers[to] = sum((both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i for i in range(4))
         elif op == "lop3.b32":
             b, c, table = others

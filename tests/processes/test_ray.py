@@ -18,11 +18,9 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 import torch
 from async_engines import run
 from faulty_processor import KILLED_AT_START, NAME
-from ray.cluster_utils import Cluster
 from small_engines import PROMPTS, SMALL
 from typer.testing import CliRunner
 
@@ -38,6 +36,10 @@ from compiled_engine.processes.ray_replicas import RayCluster, RayCore, ReplicaA
 from compiled_engine.processes.wire import FrontendOptions, Start, encode
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
+
+# Not every machine with a GPU has Ray.
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 ENGINE: dict[str, Any] = SMALL | {
     "dtype": "float32",
@@ -62,9 +64,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv(MARK, str(tmp_path))
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
     cluster.add_node(**NODE)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     before = {process.pid for process in psutil.Process().children()}
@@ -98,7 +100,7 @@ TWO_RANKS = pytest.mark.shown_by(
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=TWO_RANKS)])
 def test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed(
-    num_ranks: int, cluster: Cluster, tmp_path: Path
+    num_ranks: int, cluster: Any, tmp_path: Path
 ) -> None:
     with LLM(**ENGINE) as one:
         wanted = one.generate(TEXTS, PARAMS, use_tqdm=False)
