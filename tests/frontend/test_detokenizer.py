@@ -89,7 +89,9 @@ def test_text_goes_on_after_any_cut_of_any_tokens(tokenizer: Tokenizer, data: st
     completion = "".join(deltas(Detokenizer(tokenizer, prompt, skip_special_tokens=skip), token_ids))
     before, both = (whole(tokenizer, ids, skip) for ids in (prompt, prompt + token_ids))
     assert both.endswith(completion)
-    if REPLACEMENT not in before and both.startswith(before):
+    # A prompt of a space as a byte has no text, as a first space goes, and is U+FFFD with an invalid byte after it.
+    has_lost_bytes = not before and not tokenizer.byte_ids.keys().isdisjoint(prompt)
+    if REPLACEMENT not in before and both.startswith(before) and not has_lost_bytes:
         assert before + completion == both
 
 
