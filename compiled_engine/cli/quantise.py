@@ -53,7 +53,7 @@ def quantise(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint with quantised linears, and experts in FP8, in the format of compressed-tensors.
+    """Write a checkpoint with quantised linears and experts, in the format of compressed-tensors.
 
     The weights are those that the engine's option --quantization makes while it loads. Memory for about one tensor is
     needed, and no GPU. The folder appears under its name once it is complete.
