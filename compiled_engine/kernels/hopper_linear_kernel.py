@@ -10,8 +10,9 @@ product are summed, and the others are discarded.
 
 Weights and tokens pass through a ring buffer of stages in shared memory, which the copying warp fills.
 
-Elements have 16 bits, or are 8-bit codes with scales. The tensor cores accumulate products of codes with fewer bits
-than fp32, so the product of each 128 columns is scaled and added by other instructions.
+Elements have 16 bits, or are codes with scales. The tensor cores accumulate products of 8-bit codes with fewer bits
+than fp32, so the product of each 128 columns is scaled and added by other instructions. Four-bit codes are decoded in
+registers, see hopper_integers.py; their programs may also share the columns of the same rows, and write partial sums.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Boxes(NamedTuple):
 class Form(NamedTuple):
     """Sizes and options that a kernel is compiled for."""
 
-    bits: Any  # of an element
+    bits: Any  # of an element of the weight
     steps: Any  # steps along K
     groups: Any  # groups of warps that compute
     tokens: Any
@@ -547,7 +548,7 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     """Linear, or activation(gate) * up of its halves, plus bias and residual, for all tokens: at most TOKENS.
 
     A program computes GROUPS (1 to 3) times ROWS / PARTS rows of the weight. A step takes PARTS * PRODUCTS times STEP
-    columns, where STEP is 64, or 128 for 8-bit codes.
+    columns, where STEP is 64, or 128 for codes. Program (rows, split) computes its share of K.
 
     w_desc: PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous one: [PARTS *
         PRODUCTS, N, K], in boxes of [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS, N / 2 / BLOCK,
@@ -559,6 +560,15 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
         for all).
     input_scales_ptr: fp32 [C, input_stride], scales of the tokens' codes, one per INPUT_COLUMNS columns (128, or 0 for
         all), with room for TOKENS tokens.
+
+    Of four-bit codes, K and N are multiples of 128 and 16, and views of w_desc have WORDS words in place of STEP
+    columns:
+    x_desc: the first and the last 64 columns of each STEP: [2, PARTS * PRODUCTS, T, K], in boxes of [2, PARTS *
+        PRODUCTS, TOKENS, 64].
+    s_desc, z_desc: scales fp32 and zero points int16, [K / 128, N], in boxes of the rows of w_desc; z_desc may be None
+        for the zero point ZERO.
+    SPLITS: programs that share K. With several, out_ptr is fp32 [SPLITS, num_tokens, N], bias and residual are None,
+        and the sums are before the activation.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

@@ -21,14 +21,13 @@ from compiled_engine.passes.linear.hopper_linear import (
     multiprocessors,
     rows_for_boxes,
 )
+from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
 from compiled_engine.passes.linear.split_sums import sum_splits
 from compiled_engine.quantisation import LinearScheme
 
 # Columns of a step, and the only supported columns per scale.
 COLUMNS = 128
 MOST_TOKENS = TOKEN_BUCKETS[-1]
-# Bytes of shared memory of a program, besides barriers.
-SHARED_MEMORY = 226 << 10
 # Registers of a thread, by how many programs of one group of warps a multiprocessor holds; 0: no limit.
 _REGISTERS = {3: 80, 2: 128, 1: 0}
 # Programs for each multiprocessor from which on three groups of warps share the tokens.

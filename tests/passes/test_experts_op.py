@@ -176,6 +176,20 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("text", [*CODES, *PACKED])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_codes_on_a_gpu(case: Case, text: str) -> None:
+    assert_codes_are_right_on_a_gpu(case, text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["mxfp4 1x32", "uint4 1x32"])
+@pytest.mark.parametrize(
+    "case", [Case(64, 4, 2), Case(150, 3, 1), Case(700, 128, 8, 512, 256), Case(3000, 16, 4)], ids=str
+)
+def test_wide_blocks_decode_each_row_by_its_own_scale_and_zero_point(case: Case, text: str) -> None:
+    """In these a thread decodes bytes of two rows at once. Without a residual, which would hide a wrong scale."""
+    assert_codes_are_right_on_a_gpu(case, text)
+
+
+def assert_codes_are_right_on_a_gpu(case: Case, text: str) -> None:
     coded, decoded = encoded(arguments_of(case, torch.bfloat16, "cuda"), text)
     with nan_in_new_tensors():
         first = experts_op.experts(*coded)
