@@ -70,6 +70,7 @@ class FakeCore:
         self.requests: dict[str, tuple[EngineRequest, list[int], int]] = {}
         self.seeds: dict[str, int | None] = {}
         self.ended = False
+        self.saying = threading.Lock()  # a test's threads may overlap; a connection is for one
 
     def how_it_ended(self, timeout_s: float) -> str:
         return "it was killed"
@@ -79,7 +80,8 @@ class FakeCore:
         self.connection.close()
 
     def say(self, message: ToApi) -> None:
-        self.connection.send(frame(encode(message)))
+        with self.saying:
+            self.connection.send(frame(encode(message)))
 
     def listen(self) -> None:
         while self.connection.wait_readable(0):
