@@ -1,7 +1,6 @@
-"""The entry point of the command line.
+"""Entry point of the command line.
 
-It imports nothing heavy. Until the commands are imported, which takes a tenth of a second, Ctrl-C ends the process
-without a traceback.
+`main` imports the commands. Ctrl-C during these imports ends the process without a traceback.
 """
 
 from __future__ import annotations

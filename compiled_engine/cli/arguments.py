@@ -1,7 +1,7 @@
 """Command line options, generated from the declared options of the engine, sampling and the server.
 
 The command line takes precedence over the environment, and the environment over a YAML file. Only `serve` reads the
-latter two.
+environment and YAML files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TYPES: dict[str, type] = {"integer": int, "number": float, "boolean": bool}
 
 @dataclass(frozen=True)
 class Argument:
-    """A declared field as a command line option, absent unless given."""
+    """A declared field as a command line option. The command receives a value only if the option was given."""
 
     declaration: Declaration
 
@@ -41,12 +41,15 @@ class Argument:
 
     @property
     def type(self) -> Any:
-        """The type for typer."""
+        """The Python type to which typer converts the option's text."""
         return _type(self.declaration.schema)
 
     @property
     def written(self) -> str:
-        """The spelling, such as --max-num-seqs; --no-web-page if on by default, --on/--no-on if the default is None."""
+        """The option's spelling, such as --max-num-seqs.
+
+        A Boolean field is spelled --no-NAME if its default is True, and --NAME/--no-NAME if its default is None.
+        """
         if self.declaration.flag:
             return self.declaration.flag
         name = self.name.replace("_", "-")
@@ -61,7 +64,7 @@ class Argument:
 
     @property
     def help(self) -> str:
-        """The description as a plain sentence."""
+        """The field's description as a sentence without markup."""
         text = ("do not " if self.negates else "") + self.declaration.text
         text += "; may be repeated" * self.declaration.several + "; 0 for none" * self._may_be_emptied
         shown = plain(text)
@@ -69,7 +72,7 @@ class Argument:
 
     @property
     def defaults(self) -> tuple[Any, ...]:
-        """The default values; none if the option's name implies the default."""
+        """The default values. Empty if there are none, or if the default is a Boolean, which the spelling implies."""
         default = self.declaration.default
         if default in (None, (), "") or isinstance(default, bool):
             return ()
@@ -77,7 +80,7 @@ class Argument:
 
     @property
     def default(self) -> str:
-        """The default as a sentence, or ""."""
+        """The default as a sentence of the help; "" if there is none to show."""
         shown, meaning = ", ".join(map(str, self.defaults)), plain(self.declaration.default_is)
         if shown and meaning:
             return f" Default: {shown} ({meaning})."
@@ -113,7 +116,7 @@ class Argument:
 
     @property
     def negates(self) -> bool:
-        """Whether the option means the opposite of its description."""
+        """Whether the option sets the field to False, because the default is True."""
         return self.declaration.default is True
 
     @property
@@ -149,12 +152,12 @@ Command = Callable[..., Any]
 
 
 def takes_engine_options(command: Command) -> Command:
-    """Add the engine's options to a command, which gets the given ones as the dict `engine`."""
+    """Add the engine's options to a command. The command receives the given options as the dict `engine`."""
     return takes_options(command, "engine", "Engine", ENGINE_ARGUMENTS)
 
 
 def takes_sampling_params(command: Command) -> Command:
-    """Add sampling parameters to a command, which gets the given ones as the dict `sampling`."""
+    """Add sampling parameters to a command. The command receives the given parameters as the dict `sampling`."""
     panel = "Sampling (if not given: the checkpoint's defaults)"
     return takes_options(command, "sampling", panel, SAMPLING_ARGUMENTS, with_defaults=False)
 
@@ -168,9 +171,10 @@ def takes_options(
     from_environment: bool = False,
     with_defaults: bool = True,
 ) -> Command:
-    """Add options to a command, which gets the given ones as a dict under `keyword`.
+    """Add options to a command. The command receives the given options as a dict under `keyword`.
 
-    typer reads a command's signature, which is extended here.
+    typer reads options from a function's signature, so the returned wrapper's signature has a parameter for each
+    option.
     """
     shown = {"from_environment": from_environment, "with_default": with_defaults}
     added = [argument.parameter(panel, **shown) for argument in arguments]
@@ -194,7 +198,7 @@ def takes_options(
 
 
 def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
-    """Return the command line words that give these values, the reverse of parsing."""
+    """Return the command line words that set the options to the `given` values: the reverse of parsing."""
     words: list[str] = []
     for argument in arguments:
         if argument.name not in given:
@@ -211,15 +215,16 @@ def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[
 
 
 def take_model(named: str | None, engine: dict[str, Any]) -> None:
-    """Set the engine's model to the argument MODEL. Raises BadInputError if --model is another one."""
+    """Set `engine["model"]` to the argument MODEL, in place. Raises BadInputError if --model names another model."""
     if named is not None and engine.setdefault("model", named) != named:
         raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of the command's options. A callback for typer.
+    """Make the values of a YAML file the defaults of the command's options, as a callback for typer. Returns `path`.
 
-    Raises typer.BadParameter for another kind of file, or an unknown name.
+    Raises typer.BadParameter if the file cannot be read, is no mapping of option names to values, or has an unknown
+    name.
     """
     if path is None or context.resilient_parsing:
         return path
@@ -269,9 +274,9 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _names_of_options(context: typer.Context) -> dict[str, tuple[str, bool]]:
-    """Map each spelling of an option to its parameter's name, and whether the spelling negates it, as --no-x does.
+    """Map each spelling of an option to its parameter's name and whether the spelling negates it, as --no-x does.
 
-    Spellings have no leading dashes, and underscores for the other ones. --config is left out.
+    The keys have no leading dashes, and underscores in place of the inner dashes. --config is left out.
     """
     names: dict[str, tuple[str, bool]] = {}
     for parameter in context.command.params:

@@ -47,12 +47,12 @@ def ablation(
     """Measure the gain of each part: eager, with CUDA graphs, compiled, without each pass and, with --alone, with each
     alone.
 
-    Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
-    output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory. The variants
-    "compiled in fp8", "compiled in fp8_block" and "compiled in int4", on a GPU "compiled + full in fp8", quantise
-    linears while they are loaded; "compiled, int8 cache" and "compiled, fp8_e4m3 cache" have caches of 8 bits. They are
-    measured only if they are named, and compared with the whole engine on a text: the loss, and how far distributions
-    are from its own (Kullback-Leibler divergence, in nats a token).
+    Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. The figures are the time
+    per output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory. The
+    variants "compiled in fp8", "compiled in fp8_block" and "compiled in int4", on a GPU "compiled + full in fp8",
+    quantise linears while they are loaded; "compiled, int8 cache" and "compiled, fp8_e4m3 cache" have caches of 8 bits.
+    These variants are measured only if they are named. They are compared with the whole engine on a text: the loss, and
+    how far their distributions are from the whole engine's (Kullback-Leibler divergence, in nats a token).
 
     A variant that fails is marked in the result, the others are kept, and the exit code is 1. Ctrl-C ends the
     measurement in the same way, with the repeats before it.
@@ -153,7 +153,8 @@ def _memory(measured: Mapping[str, Any] | None) -> list[str]:
 
 
 def _on_text(figures: Mapping[str, Any] | None) -> list[str]:
-    """Return the loss, and the mean divergence from the whole engine if the variant is another."""
+    """Return the cells of the loss and of the mean divergence from the whole engine, each empty if it was not measured.
+    """
     if figures is None:
         return ["", ""]
     return [f"{figures['loss']:.4f}", f"{figures['divergence']['mean']:.1e}" if "divergence" in figures else ""]

@@ -44,8 +44,9 @@ def embed(
     """Measure embeddings: the engine, transformers and servers embed the same token ids in turn.
 
     Servers get requests of 32 texts, 16 at a time. Their model must have at least the engine's vocabulary. The ratio is
-    that of the engine's best repeat to the best of all others. Variants, such as "eager" or "compiled without
-    layer_norm" (on a GPU "compiled + full without layer_norm"), show the gain of each part, and do not count for it.
+    the engine's best rate divided by the best rate of all others. Variants, such as "eager" or "compiled without
+    layer_norm" (on a GPU "compiled + full without layer_norm"), show the gain of each part, and do not count for the
+    ratio.
 
     JSON: benchmark, results (workload, texts, tokens, ratio, contenders: texts_per_s and tokens_per_s), repeats,
     servers, date, machine, model, options, versions, command.

@@ -40,8 +40,8 @@ def http(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the cost of HTTP: a workload offline and through the server, latencies under constant load, and both
-    starts.
+    """Measure the cost of HTTP: a workload offline and through the server, latencies under constant load, and the
+    starts of both.
 
     On a GPU workload T of the table, on a CPU a small one. Every answer is streamed, each token as an event. Then
     requests of the same kind come at random times, at a share of the saturating rate.

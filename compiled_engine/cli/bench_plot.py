@@ -26,7 +26,7 @@ def plot(
         Path, typer.Option("--output", "-o", help="Folder for the plots; the page of an ablation or a load test too.")
     ],
 ) -> None:
-    """Draw the plots and the page of an ablation or a load test, or the curves of a table, again from JSON.
+    """Redraw from JSON the plots and the page of an ablation or a load test, or the curves of a table.
 
     Examples:
 
@@ -57,13 +57,13 @@ def plot(
 
 
 def make_plot_folder(name: str, folder: Path) -> None:
-    """Make a folder for plots. Raises ValueError with the option if plots cannot be drawn or written."""
+    """Make a folder for plots. Raises ValueError, which names the option, if plots cannot be drawn or written."""
     require_matplotlib(name, folder)
     make_folder(name, folder)
 
 
 def require_matplotlib(name: str, path: Path) -> None:
-    """Raise ValueError with the option that requests plots, if matplotlib is missing."""
+    """Raise ValueError if matplotlib is missing. The error names the option that requests plots."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"{name} is {str(path)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"

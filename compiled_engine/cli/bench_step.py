@@ -39,12 +39,13 @@ def step(
     """Split the time of a decode step, in microseconds: schedule, prepare, launch, wait, output, device.
 
     host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
-    which no step was on the device. With drafts: the tokens that a step yields for a request, and the time of one; if
-    their number or sharpness is chosen, the times and the acceptance that decide.
+    which no step was on the device. With drafts it shows the tokens that a step yields for a request, and the time of a
+    token. If the engine chooses the number or the sharpness of drafts, it shows the times and the acceptance that
+    decide.
 
     JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, date, machine,
-    model, options, versions, command; drafts, if their number or sharpness is chosen: the metrics that
-    decide, by name.
+    model, options, versions, command; drafts, if the engine chooses their number or sharpness: the metrics that decide,
+    by name.
 
     Examples:
 

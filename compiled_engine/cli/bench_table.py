@@ -49,8 +49,8 @@ def table(
     """Measure the main table, each row with its bound: minutes on a GPU.
 
     On a GPU: times per token, throughput, prefill, mixed steps and starts of the shapes qwen3-0.6b and qwen3-8b, with
-    random weights. On a CPU: smaller ones of the bundled model. With --model the same of that checkpoint. Faster
-    rows are repeated more often. The first run on a machine compiles, and takes longer.
+    random weights. On a CPU: smaller workloads of the bundled model. With --model: the same workloads of that
+    checkpoint. Faster rows are repeated more often. The first run on a machine compiles, and takes longer.
 
     A row that fails is marked in the result, the others are kept, and the exit code is 1.
 

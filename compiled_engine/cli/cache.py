@@ -37,7 +37,7 @@ _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @cache.command("ls")
 def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the entries, the last used first. Every file is read and compared with its digest for the status.
+    """List the entries, the most recently used first. Every file is read and compared with its digest for the status.
 
     Examples:
 
@@ -66,7 +66,7 @@ def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None
 
 @cache.command()
 def show(key: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """Show one entry: what its key was made of, and what it holds.
+    """Show one entry: its state, and the factors that its key was made of.
 
     Examples:
 
@@ -157,7 +157,7 @@ def verify(
 
     An entry is damaged if a file was changed, is missing, was added, is a link or belongs to another user, or if its
     factors are not those of its key. Kernels that entries share are read too; damaged ones are built again by the next
-    start. `ls`, `show`, `explain` and `prune` look at the same.
+    start. `ls`, `show`, `explain` and `prune` check entries in the same way.
 
     Examples:
 
@@ -227,7 +227,7 @@ def parse_seconds(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size: 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for others."""
+    """Parse a size: 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.lower())
     if not found:
         raise ValueError(f"max_size is {text!r}; allowed: a number with B, KB, MB, GB, TB or KiB to TiB, such as 5GB")

@@ -115,7 +115,7 @@ def _lines(sign: str) -> Iterator[str]:
 
 
 def _show(model: LocalModel | RemoteModel, texts: Iterable[str], quiet: bool) -> str:
-    """Print an answer and its speed as it arrives, and return it. Ctrl-C stops it."""
+    """Print an answer as it arrives, then its speed unless `quiet`, and return the answer. Ctrl-C stops the answer."""
     begin = time.perf_counter()
     first: float | None = None
     answer = ""

@@ -76,7 +76,7 @@ def replica_plan(config: EngineConfig) -> list[list[str]]:
 
 
 def config_table(config: EngineConfig) -> Table:
-    """Return a table with a row for each value: its dotted name, and the reason if it was chosen, not given."""
+    """Return a table with a row for each value: its dotted name, the value, and the reason if the engine chose it."""
     from compiled_engine.config import flat_fields
 
     table = Table(box=None)

@@ -68,9 +68,10 @@ def demo(
 def head_options(engine: Mapping[str, Any], head: bool | None, path: Path) -> dict[str, Any]:
     """Return the engine options with which the bundled model's head makes drafts; {} if it is not used.
 
-    `engine` has the given options. `head` is the user's choice; with None, the head is used on a CPU if it was measured
-    to be no slower there, and if neither model nor speculative_config is given. `path` is the head's folder. Raises
-    ValueError if `head` is True and one of them is given, or the head is missing.
+    `engine` has the given options. `head` is the user's choice. With None, the head is used if the engine runs on a
+    CPU, the head was measured to be no slower there, and neither `model` nor `speculative_config` is given. `path` is
+    the head's folder. Raises ValueError if `head` is True and `model` or `speculative_config` is given, or the head is
+    missing.
     """
     others = [name for name in ("model", "speculative_config") if engine.get(name) is not None]
     if head is False or (head is None and (others or not pays(engine, path))):

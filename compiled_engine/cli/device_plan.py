@@ -1,4 +1,4 @@
-"""The share of each rank and stage of a divided model, planned without starting a process."""
+"""Plan the share of each rank and stage of a divided model, without starting a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Slice:
-    """`count` parameters of the shape `whole` whose names differ only in the layer number."""
+    """A group of `count` parameters of the shape `whole` whose names differ only in the layer number."""
 
     name: str
     count: int
@@ -29,7 +29,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The share of one rank in a tensor-parallel model."""
+    """The weights and KV cache blocks of one rank of a tensor-parallel model."""
 
     ranks: int
     executor: str
@@ -44,7 +44,7 @@ class RankPlan:
 
 
 def rank_plan(config: EngineConfig) -> RankPlan:
-    """Plan the ranks without reading weights or creating a CUDA context."""
+    """Plan one rank's share without reading weights or creating a CUDA context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
     from compiled_engine.parallel.rank_share import local_model
@@ -75,7 +75,10 @@ def _is_summed(name: str, shard: Shard) -> bool:
 
 
 def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """Return the most KV cache blocks of these layers (None: all) that fit beside the weights; see RankPlan."""
+    """Return an upper bound on the KV cache blocks of `layers` (None: all layers) that fit beside the weights.
+
+    A configured number of blocks is returned unchanged. Without it, devices other than CUDA have no bound: None.
+    """
     import torch
 
     from compiled_engine.engine.cache_memory import block_bytes
@@ -128,7 +131,7 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class StageShare:
-    """The share of a pipeline stage."""
+    """The weights and KV cache blocks of a pipeline stage."""
 
     stage: int
     ranks: tuple[int, ...]
@@ -139,7 +142,7 @@ class StageShare:
 
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:
-    """Plan the stages without reading weights or creating a CUDA context."""
+    """Return the share of each pipeline stage, without reading weights or creating a CUDA context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.parallel.rank_share import local_model

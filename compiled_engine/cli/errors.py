@@ -44,7 +44,7 @@ def bad_input_is_reported(
 
 
 def read_text(name: str, path: Path) -> str:
-    """Read a text file. Raises ValueError with the option if it cannot be read, is not UTF-8, or is empty."""
+    """Read a text file. Raises ValueError, which names the option, if it cannot be read, is not UTF-8, or is empty."""
     try:
         words = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -82,7 +82,10 @@ class OneLineErrors(TyperGroup):
 
 
 def _origin(error: Any, given: Sequence[str]) -> str:
-    """Return an invalid value and its origin: the command line `given`, the environment, or a file."""
+    """Return the invalid value and its origin as the end of an error message; "" if the origin is unknown.
+
+    The origin is the command line `given`, the environment, or a YAML file.
+    """
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None:
         return ""
@@ -99,7 +102,7 @@ def _origin(error: Any, given: Sequence[str]) -> str:
 
 
 def _values(names: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the values that the command line gives an option with these names."""
+    """Return the values that the command line `given` has for the option with these `names`."""
     after = [value for name, value in pairwise(given) if name in names]
     return after + [value for name, sep, value in (word.partition("=") for word in given) if sep and name in names]
 

@@ -121,7 +121,7 @@ def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]
 
 
 def speeds(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, float | int | None]:
-    """Return output tokens in total and per second, and mean TTFT and TPOT over the prompts, in seconds."""
+    """Return the seconds of generation, output tokens in total and per second, and mean TTFT and TPOT in seconds."""
     timings = [output.metrics for output in outputs if output.metrics is not None]
     ttfts = [timing.ttft_s for timing in timings if timing.ttft_s is not None]
     tpots = [timing.tpot_s for timing in timings if timing.tpot_s is not None]

@@ -41,7 +41,8 @@ def inspect(
 ) -> None:
     """Show everything that the compiler did to a model.
 
-    Read from the compile cache; a model that is not there yet is compiled. No weights are read without --run.
+    The report is read from the compile cache; a model that is not there yet is compiled. No weights are read without
+    --run.
 
     Examples:
 
@@ -74,7 +75,10 @@ def inspect(
 
 
 def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the page and the folder of text files, after making their folders. `output` may name both."""
+    """Return the paths of the page and of the folder of text files, each None if it is not wanted. Makes the folders.
+
+    `output` is the path of the page. If it ends with a slash or is a folder, both go there.
+    """
     if text is not None:
         make_folder("text", text)
     if output is None:
@@ -105,7 +109,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
-    """Start an engine, generate a token, and report the engine."""
+    """Start an engine, generate some tokens, and return a report with start-up times and metrics."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.inspection.kernels import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report

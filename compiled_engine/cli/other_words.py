@@ -1,4 +1,4 @@
-"""Accept other engines' options on the command line and in YAML files, translated to a command's own."""
+"""Accept other engines' options on the command line and in YAML files, and translate them to the command's options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineCommand(TyperCommand):
 
 
 class BenchServeCommand(TyperCommand):
-    """`bench serve`, which also accepts options of vLLM's."""
+    """The command `bench serve`, which also accepts the options of vLLM's `bench serve`."""
 
     rows: ClassVar[Rows] = BENCH
 
@@ -50,9 +50,9 @@ class BenchServeCommand(TyperCommand):
 
 
 def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the command's own options for options of another engine, name -> value.
+    """Return the command's options, name -> value, for `words`, which may include another engine's options.
 
-    Prints the given options that have no effect to stderr. Raises BadInputError.
+    Prints the given options that have no effect to stderr. Raises BadInputError for values that cannot be translated.
     """
     defaults = {param.name: DEFAULTS.get(param.name, param.default) for param in command.params}
     with bad_input_is_reported((ValueError, TypeError)):
@@ -65,7 +65,7 @@ def own_values(command: Any, words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_read(param: Any, value: Any) -> Any:
-    """Convert an option's value to the command line parser's form; None if it is not given."""
+    """Convert an option's value to the form that the command line parser gives it. None means that it is not given."""
     if value is None:
         return None
     if param.is_flag:

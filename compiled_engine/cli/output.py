@@ -27,7 +27,7 @@ def console(width: int = 160) -> Console:
 
 
 def aligned(table: Table, num_names: int) -> Table:
-    """Right-align all columns but the first `num_names`, and keep those from wrapping."""
+    """Right-align all columns after the first `num_names`, which do not wrap. Changes the table, and returns it."""
     for column in table.columns[num_names:]:
         column.justify = "right"
     for column in table.columns[:num_names]:
@@ -36,7 +36,7 @@ def aligned(table: Table, num_names: int) -> Table:
 
 
 def write_json(path: Path | None, result: Any) -> None:
-    """Write a result to its file, if one is given."""
+    """Write a result as JSON to `path`. None writes nothing."""
     if path is not None:
         with written_to(path):
             path.write_text(json.dumps(result, indent=1) + "\n")
@@ -44,7 +44,7 @@ def write_json(path: Path | None, result: Any) -> None:
 
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError of the block, which lacks it if the disk is full."""
+    """Add the file name to an OSError of the block that has none, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -54,9 +54,9 @@ def written_to(path: Path) -> Iterator[None]:
 
 
 def make_folder(name: str, folder: Path) -> None:
-    """Make a folder for results before the work.
+    """Make a folder for results before they are computed.
 
-    Raises ValueError with the option if a file is in its place or it cannot be written to.
+    Raises ValueError, which names the option, if a file is in the folder's place or the folder cannot be written to.
     """
     given = f"{name} is {str(folder)!r}"
     for part in (folder, *folder.parents):
@@ -71,9 +71,9 @@ def make_folder(name: str, folder: Path) -> None:
 
 
 def make_room(name: str, path: Path | None) -> None:
-    """Make the folder of a result file before the work; None means no file.
+    """Make the folder of a result file before the result is computed; None means no file.
 
-    Raises ValueError with the option if the path is a folder, and the errors of `make_folder`.
+    Raises ValueError, which names the option, if the path is a folder, and the errors of `make_folder`.
     """
     if path is not None:
         if path.is_dir():

@@ -119,7 +119,7 @@ def checked_options(server: dict[str, Any], limits: dict[str, Any], engine: dict
 
 
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
-    """Start the engine. Its core's process imports in parallel with this one."""
+    """Start the engine. The process of the engine core runs its imports in parallel with this process."""
     from compiled_engine.process.init_cuda import given_device, init_cuda
     from compiled_engine.processes.core_child import CoreChild
 
@@ -166,7 +166,8 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:
-    """Return the model's default name: that on the hub, or of its folder."""
+    """Return the model's default name: "bundled" if no model is given, else its name on the hub or its folder's name.
+    """
     model = engine.config.model
     return "bundled" if given is None else model.hub_name or model.path.name
 

@@ -137,7 +137,7 @@ class RemoteModel:
 
     @contextmanager
     def _of_the_right_form(self) -> Iterator[None]:
-        """Report a response that does not follow the API, since `url` may name any server."""
+        """Convert errors in reading a response to BadInputError, since `url` may name a server with another API."""
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError) as error:

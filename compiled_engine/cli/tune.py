@@ -87,7 +87,7 @@ def tune(
 
 
 def _checked(path: Path) -> dict[str, Any] | None:
-    """Read the existing profile; None without one. Unwritable or invalid files are reported before the work."""
+    """Return the existing profile; None without one. Raises ValueError for a file that is unwritable or no profile."""
     make_room("output", path)
     if not path.exists():
         return None

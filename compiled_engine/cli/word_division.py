@@ -1,7 +1,7 @@
 """Divide a command line into a command's own options and other engines' options.
 
-Other engines' spellings of own options are converted: underscores, short names, dotted keys of JSON objects, several
-values in a row, and numbers with units.
+Other engines' spellings of the command's own options are converted: underscores, short names, dotted keys of JSON
+objects, several values in a row, and numbers with units.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Words:
 
 
 def divide(words: Sequence[str], params: Iterable[Any], rows: Rows) -> Words:
-    """Divide a command line.
+    """Divide the words of a command line.
 
-    `params` are the command's; `rows` describe other engines' options. Raises ValueError if one of those has no value;
-    unknown options are left to the command's parser.
+    `params` are the command's own parameters; `rows` describe other engines' options. Raises ValueError if another
+    engine's option has no value. Unknown options are left to the command's parser, which reports them.
     """
     reader = _Reader(list(words), list(params), rows)
     while reader.left:
@@ -44,7 +44,7 @@ def divide(words: Sequence[str], params: Iterable[Any], rows: Rows) -> Words:
 
 
 def find_row(rows: Rows, written: str) -> tuple[str, bool] | None:
-    """Return the name of an option's row, and whether the option is negated; None without a row."""
+    """Return the name of the row for the option `written`, and whether the option is negated; None without a row."""
     name = written.lstrip("-").replace("-", "_")
     if name in rows:
         return name, False
@@ -58,7 +58,7 @@ def is_number_of_other_kind(name: str, value: Any, rows: Rows) -> bool:
 
 
 def with_unit(name: str, value: Any) -> Any:
-    """Convert a number with a unit, for an option that takes integers; other values are returned unchanged."""
+    """Convert a number with a unit to an integer if the option takes integers. Other values are returned unchanged."""
     return read_length(value) if name in INTEGERS else value
 
 
@@ -90,7 +90,7 @@ class _Reader:
             self._read_option(word, word, "", [])
 
     def _known(self, name: str, keys: str) -> str:
-        """Return this engine's spelling: dashes between words, and a long name for a short one."""
+        """Return this engine's spelling of an option: dashes between words, and the long name of a short one."""
         if name in self._options:
             return name
         if name == "-O" and keys:
@@ -120,7 +120,7 @@ class _Reader:
         return self._places <= 0 or self._names_model
 
     def _take(self, several: bool) -> list[str]:
-        """Take the next word, or all words up to the next option."""
+        """Remove and return the next word, or with `several` all words up to the next option."""
         taken = [self.left.pop(0)] if self.left else []
         while several and self.left and not _is_option(self.left[0]):
             taken.append(self.left.pop(0))
@@ -168,7 +168,7 @@ def _is_option(word: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """Parse a value as JSON, True or False, or else as text."""
+    """Parse a value as JSON, or as Python's True, False or None. Other text is returned unchanged."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
