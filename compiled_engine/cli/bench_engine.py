@@ -46,8 +46,7 @@ def resolved(options: Mapping[str, Any]) -> Any:
 
 
 def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
-    """Raise ValueError unless the configuration allows `requests_at_once` requests, and a request of `longest` tokens.
-    """
+    """Raise ValueError unless the configuration allows `requests_at_once` requests and `longest` tokens per request."""
     if config.scheduler.max_num_seqs < requests_at_once:
         raise ValueError(f"max_num_seqs is {config.scheduler.max_num_seqs}; allowed: at least {requests_at_once}")
     if config.model.max_model_len < longest:

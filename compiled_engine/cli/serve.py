@@ -166,8 +166,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:
-    """Return the model's default name: "bundled" if no model is given, else its name on the hub or its folder's name.
-    """
+    """Return the model's default name: "bundled" if no model is given, else its name on the hub or of its folder."""
     model = engine.config.model
     return "bundled" if given is None else model.hub_name or model.path.name
 

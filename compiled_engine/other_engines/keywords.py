@@ -1,7 +1,7 @@
 """Tables of other engines' keywords: vLLM's `LLM` and `EngineArgs`, nano-vllm's `LLM`, SGLang's speculation options.
 
-A row says what becomes of a keyword here. It applies to the keyword in Python, as a key of a YAML file, and as a
-command line option. translate.py interprets the rows.
+A row says how this engine treats a keyword, which may be an argument in Python, a key of a YAML file or a command line
+option. translate.py interprets the rows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Honoured(OnCommandLine):
 
 @dataclass(frozen=True)
 class Only(OnCommandLine):
-    """A keyword for an unsupported feature."""
+    """A keyword for an unsupported feature. A value that would use the feature is an error."""
 
     values: tuple[Any, ...]  # values that do not use the feature
     instead: str  # the alternative, for the error
@@ -115,9 +115,10 @@ def same(names: str) -> Rows:
 
 
 def only(instead: str, **values: Any) -> Rows:
-    """Return rows for keywords of unsupported features. values: by keyword, the value or tuple of values allowed.
+    """Return rows for keywords of unsupported features.
 
-    instead: the alternative, for the error. A keyword whose allowed value is False is a switch on the command line.
+    instead: the alternative, for the error. values: for each keyword, the allowed value or a tuple of the allowed
+    values. A keyword whose allowed value is False is a switch on the command line.
     """
     return {
         name: Only(value if isinstance(value, tuple) else (value,), instead, switch=value is False)

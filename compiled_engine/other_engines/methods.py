@@ -56,9 +56,10 @@ POOLING_ARGUMENTS = {
 
 
 def refuse_arguments(method: str, given: Mapping[str, Any], *, pools: bool = False) -> None:
-    """Raise TypeError if an argument is unknown, or is another engine's and has a value that asks for something.
+    """Raise TypeError for an unknown argument, and for another engine's argument whose value would have an effect
+    there.
 
-    method: name of the called method, for errors. pools: it is a pooling method.
+    method: name of the called method, for errors. given: the arguments. pools: whether it is a pooling method.
     """
     known = ARGUMENTS | POOLING_ARGUMENTS if pools else ARGUMENTS
     for name, value in given.items():

@@ -35,7 +35,7 @@ class _Args:
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
-        """Build an instance from parsed arguments; other arguments of the script are ignored."""
+        """Build an instance from parsed arguments; arguments that are no keywords are ignored."""
         given: Mapping[str, Any] = vars(arguments)
         return cls(**{name: value for name, value in given.items() if name in FIELDS and value is not None})
 

@@ -1,4 +1,4 @@
-"""Table that translates server options of `vllm serve`; options of its engine are in keywords.py."""
+"""Tables that translate the server options of `vllm serve`. Its engine options are in keywords.py."""
 
 from __future__ import annotations
 

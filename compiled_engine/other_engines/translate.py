@@ -65,7 +65,7 @@ class Translated(NamedTuple):
 
 
 def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
-    """Translate the keywords of `LLM`, its own or other engines', to options; see `translate`.
+    """Return the options for keywords of `LLM`, which may be other engines' keywords; see `translate`.
 
     Issues a single warning that names every keyword without effect.
     """
@@ -91,9 +91,9 @@ def translate(
 ) -> Translated:
     """Translate keywords to options. Another engine's keyword has no effect if its value is None.
 
-    on_gpu: returns whether CUDA graphs are possible; called only if that matters. If they are not, other engines'
-    keywords about CUDA graphs have no effect. Neither have their capture sizes for batches that the graph mode does not
-    capture. rows: other engines' keywords. defaults: this engine's options and their defaults.
+    on_gpu: returns whether CUDA graphs are possible; called only if that matters. Without CUDA graphs, other engines'
+    keywords about them have no effect. Capture sizes from other engines also have no effect for batches that the graph
+    mode does not capture. rows: other engines' keywords. defaults: this engine's options and their defaults.
 
     Raises TypeError for an unknown keyword, and ValueError for a value that needs an unsupported feature or contradicts
     another keyword.
@@ -120,7 +120,7 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """Return the options of SIZES whose batches are captured in the wanted modes."""
+    """Return the names in SIZES whose batches the wanted `mode` and `graph_mode` capture."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -158,7 +158,10 @@ def _read_all(keywords: Mapping[str, Any], rows: Rows, defaults: Mapping[str, An
 
 
 def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
-    """Translate one keyword. given: all keywords, for rows that depend on several keywords."""
+    """Yield the options that the keyword `name` requests, and Ignored if it has no effect.
+
+    given: all keywords, for rows that depend on several keywords.
+    """
     if value is None:
         return
     match row:

@@ -1,4 +1,4 @@
-"""The layout of ranks into replicas, pipeline stages and shares of a layer, and how ranks join and connect."""
+"""Number the ranks of replicas, pipeline stages and shares of a layer, and connect them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RankLayout:
 
 
 def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
-    """Join the other ranks as `rank`, and wait for them. folder: empty and private to the ranks.
+    """Make this process rank `rank` of `size`, and wait for all ranks. folder: an empty folder for the ranks alone.
 
     device: "cuda" initialises the GPU if one is available, and lets the ranks use NCCL.
     """
@@ -102,10 +102,10 @@ class Connections(NamedTuple):
 
 
 def connect(config: EngineConfig, rank: int) -> Connections:
-    """Connect this rank to the other joined ranks; waits for them.
+    """Connect this rank to the other ranks, which have joined, and wait for them.
 
-    On a CPU, collectives use gloo. On GPUs they use symmetric memory. They use NCCL instead if the options request it,
-    for float16, or if the GPUs cannot access each other's memory.
+    On a CPU, collectives use gloo. On GPUs they use symmetric memory, or NCCL if the options request it, the model's
+    dtype is float16, or the GPUs cannot access each other's memory.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout.of_replica(parallel)

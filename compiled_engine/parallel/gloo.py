@@ -39,13 +39,13 @@ TIMEOUT = timedelta(hours=1)
 
 
 def join(backends: str, rank: int, size: int, folder: Path) -> None:
-    """Make this process rank `rank` of `size`, and wait for all ranks. folder: empty and private to the ranks."""
+    """Make this process rank `rank` of `size`, and wait for all ranks. folder: an empty folder for the ranks alone."""
     store = dist.FileStore(str(folder / "ranks"), size)
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 def leave() -> None:
-    """Undo `join`."""
+    """Destroy the process groups that `join` created, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """Collectives between GPUs: through symmetric memory if they can write each other's memory, otherwise through NCCL.
 
-Symmetric memory is PyTorch's, and also works in CUDA graphs. Small all-reduces are one-shot: every rank reads all
-ranks' tensors and sums them, in one exchange. Large ones are two-shot: each rank sums a part and the others fetch it,
-which moves fewer bytes. Neither uses NVLink's multicast.
+PyTorch's symmetric memory also works in CUDA graphs. Small all-reduces are one-shot: every rank reads all ranks'
+tensors and sums them, in one exchange. Large all-reduces are two-shot: each rank sums one part and then fetches the
+parts of the other ranks, which moves fewer bytes. Neither kind uses NVLink's multicast.
 """
 
 from __future__ import annotations
@@ -70,14 +70,18 @@ class NcclGroup:
 class SymmetricMemoryGroup:
     """Group whose collectives run over symmetric memory.
 
-    over: NCCL group of the same ranks. It runs all_reduce_min, and the collectives of whole rows that are too large for
-        the workspace.
+    over: NCCL group of the same ranks. It runs all_reduce_min, and reduce_scatter and gather_rows of tensors that are
+        larger than the workspace.
     workspace_bytes: size of the largest tensor in a collective, capped at MOST_WORKSPACE_BYTES.
-    row_bytes, most_rows: bytes of a row, and most rows of a batch, for kernels that include a sum over the ranks.
+    row_bytes, most_rows: bytes of a row and most rows of a batch, for the push buffer of kernels that include a sum
+        over the ranks.
     """
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):
-        """Wait for the other ranks. Raises RuntimeError if GPUs cannot access each other's memory."""
+        """Allocate the memory and map that of the other ranks, and wait for them.
+
+        Raises RuntimeError if GPUs cannot access each other's memory.
+        """
         self.kind, self.rank, self.size, self._over = "symmetric memory", over.rank, over.size, over
         device = over.device
         self._name = over.members.group_name

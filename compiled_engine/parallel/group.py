@@ -60,7 +60,9 @@ class PushBuffer:
         return data_offset(self.num_slots, self.num_ranks)
 
     def takes(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows of x_TD fit, and have the alignment that the kernels need."""
+        """Return whether each row of x_TD, [T, D], has a slot, and rows have the size and alignment that the kernels
+        need.
+        """
         is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
         return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
 
@@ -81,7 +83,7 @@ class PushBuffer:
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
-        """Return a buffer with as many slots for a single rank, on which the same kernels run without waiting."""
+        """Return a buffer with as many slots for one rank without peers. The same kernels run on it without waiting."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
         epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)
@@ -154,10 +156,11 @@ class Group(Protocol):
 
 
 class FakeGroup:
-    """Group of which only one rank runs. Results have the right shapes, but their values are right only for size 1.
+    """Group in which one rank runs without the others. Results have the right shapes, but their values are right only
+    for size 1.
 
-    `rows` gives this rank all rows. all_reduce_min: function for the smallest value of all ranks, if ranks of other
-    stages run; None if none do.
+    `rows` gives this rank all rows. all_reduce_min: function that returns the smallest value of all ranks; None if no
+    ranks of other stages run.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ def current_group() -> Group:
 
 @contextmanager
 def in_group(group: Group) -> Iterator[None]:
-    """Make this thread's collectives in the block go to `group`."""
+    """Make `group` the group of this thread's collectives in the block."""
     token = _GROUP.set(group)
     try:
         yield

@@ -134,7 +134,7 @@ def tagged_sum_kernel(
 
 @triton.jit
 def _awaited(row_ptr_W: tl.tensor, inside_W: tl.tensor, epoch: tl.tensor) -> tl.tensor:
-    """Return a peer's words once all of them have this epoch."""
+    """Wait until all of a peer's words have this epoch, and return their elements: int32, two bfloat16 each."""
     found_W = tl.load(row_ptr_W, inside_W, other=0, volatile=True)
     while tl.max((inside_W & ((found_W >> 32).to(tl.int32) != epoch)).to(tl.int32), 0) != 0:
         found_W = tl.load(row_ptr_W, inside_W, other=0, volatile=True)

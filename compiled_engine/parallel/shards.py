@@ -72,7 +72,7 @@ class Shard:
 
 
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
-    """Return shards by parameter name, with tied parameters under each name.
+    """Return the shard of each parameter by name. Tied parameters are listed under each of their names.
 
     whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
     name -> sizes, gives the sections of its parameters. Raises ValueError for a parameter that would be cut along more
@@ -120,7 +120,7 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Register hooks that sum outputs over the ranks.
+    """Register hooks on modules of `model` that sum their outputs over the ranks.
 
     The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary.
     """

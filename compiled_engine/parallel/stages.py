@@ -90,7 +90,9 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
     before = [0, *accumulate(read)]
 
     def load(first: int, end: int) -> int:
-        """Return the cost of layers `first` to `end` - 1, with everything after the last attention if `end` is last."""
+        """Return the cost of layers `first` to `end` - 1, plus everything after the last attention if `end` is
+        num_layers.
+        """
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
     # best[end]: (cost of the slowest stage, layers of each), for the stages so far, which hold the first `end` layers.
@@ -174,7 +176,7 @@ class StageLink:
             self._keep(work, values)
 
     def receive(self, into: torch.Tensor) -> None:
-        """Receive the previous stage's values into a tensor of the same size."""
+        """Receive the previous stage's values into the tensor `into`, which has their size."""
         _received(dist.irecv(into, self._before, group=self._values))
 
     def send_tokens(self, tokens: torch.Tensor) -> None:

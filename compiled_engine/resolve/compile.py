@@ -57,8 +57,8 @@ def resolve_compile(
 ) -> CompileConfig:
     """Return the compiler's configuration. enabled: False in eager mode.
 
-    Imports the option's plugins, and adds the reasons for chosen values to `reasons`. Raises ValueError or TypeError
-    with the field.
+    Imports the modules of the option `plugins`, and adds the reasons for chosen values to `reasons`. Raises ValueError
+    or TypeError, which names the field.
     """
     load_plugins(options.plugins)
     if not enabled:

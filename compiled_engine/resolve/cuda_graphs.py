@@ -52,7 +52,7 @@ def resolve_graphs(
     kernels for short contexts. recording_obstacle: result of the function of that name. decodes: False for an encoder,
     which has no decodes.
 
-    Raises ValueError or TypeError with the field.
+    Raises ValueError or TypeError, which names the field.
     """
     mode = _mode(options, compiled, graphed, attention, recording_obstacle, model, device, reasons)
     if mode in (GraphMode.NONE, GraphMode.RECORDED):

@@ -203,7 +203,7 @@ def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: 
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
-    """Log a warning if nothing can be compiled here, unless eager was requested."""
+    """Log a warning if the mode "auto" is eager because nothing can be compiled on this machine."""
     if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
         log.warning("mode is eager, which is slower: %s", obstacle)
 

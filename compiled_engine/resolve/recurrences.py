@@ -31,7 +31,7 @@ def most_requests(request_bytes: int, device: torch.device) -> int | None:
 def resolve_snapshots(
     options: EngineOptions, request_bytes: int, max_num_seqs: int, device: torch.device, reasons: dict[str, str]
 ) -> int:
-    """Return the number of snapshots, each of `request_bytes`.
+    """Return the number of snapshots, each of `request_bytes`; 0 without recurrences or without prefix caching.
 
     Raises ValueError if the option requests snapshots that would not be used.
     """

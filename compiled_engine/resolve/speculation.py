@@ -317,8 +317,8 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
     """Return SpeculationConfig.acceptance_rates.
 
-    A given mean length of a step's tokens is reached with the least variance: each step has its integer part, and one
-    token more with the probability of its fraction.
+    A given mean number of tokens per step is reached with the least variance: each step has its integer part, and one
+    more token with the probability of its fractional part.
     """
     rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
     if given.get("rejection_sample_method") != SYNTHETIC:
