@@ -48,7 +48,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Contents of both files."""
+    """Contents of an adapter's two files."""
 
     fields: JsonFields
     tensors: Mapping[str, StoredTensor]
@@ -77,7 +77,7 @@ def read_adapter_files(
     digest: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> AdapterFiles:
-    """Read both files.
+    """Read an adapter's two files.
 
     values: keep the tensors' bytes. within: folders that must contain the files after links are resolved; empty allows
     any. digest: required digest of the files. most_bytes: limit for the weights file.

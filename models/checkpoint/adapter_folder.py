@@ -54,7 +54,10 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Content of an adapter's folder. Modules have the base model's names."""
+    """Content of an adapter's folder.
+
+    Modules are named as in the adapter's files, without PEFT's prefix. `match_modules` gives the base model's names.
+    """
 
     path: Path
     digest: str  # SHA-256 of both files
@@ -73,7 +76,7 @@ class Adapter:
 
     @property
     def parts_tied_weights(self) -> bool:
-        """Return whether the adapter makes an output projection differ from the embedding that it is tied to."""
+        """Whether the adapter makes an output projection differ from the embedding that it is tied to."""
         names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
         return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
@@ -96,7 +99,7 @@ def read_adapter(
     digest: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Adapter:
-    """Read a folder; all values are checked to be finite.
+    """Read an adapter's folder, and check that all values are finite.
 
     values: False gives tensors on the device "meta", with shapes only. Other arguments: see `read_adapter_files`.
     Raises ValueError, one line with the folder, for files that are missing, damaged, contradictory or not supported.
@@ -140,10 +143,11 @@ def read_adapter(
 
 
 def match_modules(adapter: Adapter, known: Collection[str]) -> dict[str, str]:
-    """Return the base model's name of each adapted module: the adapter's own name, with or without the prefix `model`,
-    or that name without `language_model`, which multimodal checkpoints add.
+    """Map each adapted module to its name in the base model.
 
-    Raises ValueError for a module that the base model lacks, and for two modules with the same name in the base model.
+    The base model's name is the adapter's, with the prefix `model` added or removed if necessary, and without
+    `language_model`, which multimodal checkpoints add. Raises ValueError for a module that the base model lacks, and
+    for two modules with the same name in the base model.
     """
     found, unknown = {}, []
     for module in (*adapter.linears, *adapter.embeddings):

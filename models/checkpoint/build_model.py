@@ -18,11 +18,14 @@ from compiled_engine.parallel.shards import Shard, compare_shapes
 
 
 def build_model(config: ModelConfig) -> Any:
-    """Build the model on the meta device, in config.dtype; `parameters.materialize` allocates its parameters.
+    """Build the model on the meta device, in config.dtype. `parameters.materialize` allocates its parameters.
 
-    The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD`, and `logits(hidden_RD)
-    -> logits_RV` or, if it pools, `pooler(pooled_RW) -> result_RL`. With token types, an encoder's `forward` also takes
-    these; with recurrences it takes rows_R, see recurrence.sequences. Buffers (rotary frequencies) are fp32 on the CPU.
+    The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD`. It also has
+    `logits(hidden_RD) -> logits_RV` or, if it pools, `pooler(pooled_RW) -> result_RL`. The `forward` of an encoder with
+    token types also takes the token types, and with recurrences `forward` takes rows_R, see recurrence.sequences.
+    Buffers (rotary frequencies) are fp32 on the CPU.
+
+    T: tokens. R: requests. D: hidden size. V: vocabulary. W: width of pooled vectors. L: width of the pooler's results.
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
@@ -72,8 +75,10 @@ def _with_pooler(model: Any, config: ModelConfig) -> Any:
 
 
 def shards_of(config: EngineConfig) -> dict[str, Shard]:
-    """Return shards by parameter name, with tied parameters under each name; empty for a single rank. Raises as
-    `compare_shapes`."""
+    """Return the shard of each parameter by name, with tied parameters under each of their names.
+
+    Returns an empty dict for a single rank. Raises the errors of `compare_shapes`.
+    """
     if config.parallel.tensor_parallel_size == 1:
         return {}
     return compare_shapes(_tensors(config.model, config), _tensors(local_model(config), config))

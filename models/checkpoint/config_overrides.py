@@ -40,7 +40,11 @@ def _overridden(stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Treat both names of the rope section as one; otherwise the checkpoint's section would hide the user's."""
+    """Return `result` with a single rope section, whichever of its two names the checkpoint and the user give it.
+
+    Otherwise the checkpoint's section could hide the user's. The user's section replaces the checkpoint's, except for
+    the values ROPE_BASE, which stay unless the user overrides them.
+    """
     parts = {name: part for name in ROPE_SECTIONS if isinstance(part := stated.get(name), Mapping)}
     base = {key: part[key] for part in parts.values() for key in ROPE_BASE if key in part}
     base |= {key: given[key] for key in ROPE_BASE if key in base and key in given}

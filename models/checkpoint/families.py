@@ -54,8 +54,10 @@ def _mistral_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, .
 
 
 def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window for the sliding layers of `layer_types`, or without that field for layers from
-    `max_window_layers` on."""
+    """Return the window of each layer, None for full attention.
+
+    The sliding layers of `layer_types` have a window. Without that field, layers from `max_window_layers` on have it.
+    """
     in_use = fields.boolean("use_sliding_window", False)
     window = fields.nullable_integer("sliding_window", absent=4096) if in_use else None
     if "layer_types" not in fields:
@@ -94,7 +96,7 @@ def _gemma3_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ..
 
 
 def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[int | None, ...]:
-    """Return the window of each layer; without `layer_types`, all layers but the last of each period have it."""
+    """Return the window of each layer. Without `layer_types`, all layers but the last of each period have a window."""
     window = fields.nullable_integer("sliding_window", absent=4096)
     types = fields.texts("layer_types") if "layer_types" in fields else None
     if types is None:

@@ -18,7 +18,7 @@ from compiled_engine.models.foreign.find_description import find_description
 def foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: Sequence[str]
 ) -> tuple[ModelConfig, str]:
-    """Return the model, and the source of its max_model_len, the longest supported.
+    """Return the model's configuration, and the source of its max_model_len, the longest supported length.
 
     names: architectures to try in order, until transformers knows one. Raises ValueError, with the name, for a model
     that transformers lacks or the engine cannot run.

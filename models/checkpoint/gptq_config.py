@@ -16,8 +16,10 @@ _OF_CALIBRATION = ("damp_percent", "static_groups", "true_sequential", "mse")
 
 
 def read_gptq(config: JsonFields, instead: str) -> Quantisation:
-    """Return the rules of a GPTQ checkpoint. Raises ValueError for other widths and layouts, with `instead`, what else
-    there is to do."""
+    """Return the rules of a GPTQ checkpoint. Raises ValueError for unsupported bit widths and layouts.
+
+    instead: the alternative, for the error.
+    """
     config.require("is_marlin_format", not config.values.get("is_marlin_format"), f"false{instead}")
     name = "checkpoint_format" if "checkpoint_format" in config else "format"
     layout = config.one_of(name, (GPTQ, GPTQ_V2), GPTQ, instead=instead)
@@ -39,7 +41,7 @@ def read_gptq(config: JsonFields, instead: str) -> Quantisation:
 
 
 def read_awq(config: JsonFields, instead: str) -> Quantisation:
-    """Return the rules of an AWQ checkpoint. Argument and errors: see `read_gptq`."""
+    """Return the rules of an AWQ checkpoint. For the argument and the errors see `read_gptq`."""
     config = config.replaced(version=str(config.values.get("version") or "gemm").lower())
     config.one_of("version", ("gemm",), instead=instead)
     config.require_values(instead, backend="autoawq", zero_point=True)
@@ -66,7 +68,7 @@ def _bits(fields: JsonFields, name: str, allowed: tuple[int, ...], instead: str)
 
 
 def _group_size(fields: JsonFields, name: str) -> int:
-    """Return the columns of a group, 0 for whole rows."""
+    """Return the number of columns of a group; 0 for whole rows."""
     if fields.values.get(name) == -1:
         return 0
     size = fields.integer(name)

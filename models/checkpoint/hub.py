@@ -101,7 +101,7 @@ def find_checkpoint(repository: Repository, progress: Progress, *, with_weights:
 
 
 def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot:
-    """Return a snapshot with a tokenizer. Raises as `find_checkpoint`."""
+    """Return a snapshot with a tokenizer. Raises the errors of `find_checkpoint`."""
     for name in VOCABULARY_FILES:
         if cached := _cached(repository, name):
             return Snapshot(cached, "from the cache of huggingface_hub")
@@ -116,7 +116,7 @@ def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot
 
 
 def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
-    """Return a snapshot with an adapter's two files. Raises as `find_checkpoint`."""
+    """Return a snapshot with an adapter's two files. Raises the errors of `find_checkpoint`."""
     if all(_cached(repository, name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
         folder = _cached(repository, WEIGHTS_FILE)
         assert folder is not None
@@ -131,7 +131,7 @@ def find_adapter(repository: Repository, progress: Progress) -> Snapshot:
 
 
 def download_weights(name: str, folder: Path, progress: Progress) -> None:
-    """Download missing weights into a snapshot returned by `find_checkpoint`. Raises as `find_checkpoint`."""
+    """Download missing weights into a snapshot returned by `find_checkpoint`. Raises the errors of that function."""
     if not _weights_problem(folder):
         return
     repository = Repository("model", name, folder.name, folder.parents[2])
@@ -141,21 +141,21 @@ def download_weights(name: str, folder: Path, progress: Progress) -> None:
 
 
 def _cached(repository: Repository, file: str) -> Path | None:
-    """Return the revision's snapshot if the cache has this file in it."""
+    """Return the revision's snapshot folder if the cache has this file in it."""
     with _errors_in_words(repository, ""):
         path = try_to_load_from_cache(repository.name, file, repository.cache_dir, repository.revision)
     return Path(path).parent if isinstance(path, str) else None
 
 
 def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
-    """Describe files missing in the cache; empty if it is complete."""
+    """Describe files missing in the cache; "" if it is complete."""
     if cached is None:
         return f"revision {repository.revision}"
     return _weights_problem(cached) if with_weights else ""
 
 
 def _weights_problem(folder: Path) -> str:
-    """Describe weights missing in a snapshot; empty if it is complete."""
+    """Describe weights missing in a snapshot; "" if it is complete."""
     if (folder / INDEX).is_file():
         return name_some([name for name in indexed_files(folder) if not (folder / name).is_file()])
     try:
@@ -205,7 +205,10 @@ def _weight_files(repository: Repository, listed: dict[str, int], folder: Path |
 
 
 def _download_first(repository: Repository, name: str) -> Path:
-    """Download by the revision's name, so that the cache maps it to the commit; returns the snapshot's folder."""
+    """Download a file by the revision's name, so that the cache maps the revision to a commit.
+
+    Returns the snapshot's folder.
+    """
     path = hf_hub_download(
         repository.name,
         name,
@@ -262,8 +265,10 @@ def _named(repository: Repository) -> str:
 
 @contextmanager
 def _errors_in_words(repository: Repository, lacking: str) -> Iterator[None]:
-    """Turn the library's errors into one line that says what is wrong and what to do. lacking: files missing in the
-    cache."""
+    """Convert huggingface_hub's errors to one line that says what is wrong and what to do.
+
+    lacking: files missing in the cache.
+    """
     name, hub = repository.name, constants.ENDPOINT
     start = f"{repository.field} is {name!r}, which is no local folder"
     lacks = f"the cache {repository.cache_dir or constants.HF_HUB_CACHE} lacks {lacking}"

@@ -85,19 +85,21 @@ class JsonFields:
         return ValueError(f"{self.source}: {name} must be {allowed}, got {shown}")
 
     def require(self, name: str, holds: bool, allowed: str) -> None:
-        """Raise ValueError with what the field must be, and its value, unless that holds."""
+        """Raise ValueError, with the field's value and what is allowed, unless `holds`."""
         if not holds:
             raise self.error(name, allowed)
 
     def require_values(self, instead: str = "", **supported: Any) -> None:
-        """Raise ValueError unless each of these fields is absent, null or the one supported value. instead: what else
-        there is to do."""
+        """Raise ValueError unless each of these fields is absent, null or the one supported value.
+
+        instead: the alternative, for the error.
+        """
         for name, value in supported.items():
             shown = value if isinstance(value, str) else json.dumps(value)
             self.require(name, self.values.get(name) in (None, value), f"{shown}{instead}")
 
     def one_of(self, name: str, allowed: Collection[str], default: str | None = None, *, instead: str = "") -> str:
-        """A string that is one of these. instead: what else there is to do."""
+        """Return a string that must be one of `allowed`. instead: the alternative, for the error."""
         value = self.text(name, default)
         self.require(name, value in allowed, f"one of {', '.join(allowed)}{instead}")
         return value

@@ -34,7 +34,7 @@ def kv_scales_of(
     rank: int,
     num_ranks: int,
 ) -> torch.Tensor:
-    """Return a rank's values [2, K] of a parameter with the role KV_SCALES.
+    """Return a rank's values of a parameter with the role KV_SCALES: [2, K], for keys and values of K heads.
 
     num_kv_heads: heads of the undivided layer. Scales below LEAST_SCALE, as of heads whose values are all 0, are raised
     to it. Raises ValueError, with the tensor's name, unless all scales are finite and positive.

@@ -44,7 +44,8 @@ class Matched:
 def match_tensors(
     tensors: Mapping[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
 ) -> Matched:
-    """Match by name. model: undivided, may be on the meta device. cache_dir: see `load_weights`.
+    """Match the checkpoint's tensors to the model's by name. model: undivided, may be on the meta device. cache_dir:
+    see `load_weights`.
 
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or of a dtype that is not supported.
     """
@@ -139,8 +140,10 @@ def _of_textbook(
 def _tied_apart(
     placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
-    """Separate placements to read from further copies of tied tensors, both by the tensor's first name: (read,
-    twins)."""
+    """Return (read, twins): placements to read, and those of further copies of tied tensors.
+
+    Both are by name; a tied tensor has the first of its names.
+    """
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
     chosen: dict[str, str] = {}

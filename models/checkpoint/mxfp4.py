@@ -18,8 +18,10 @@ _FORMAT = Rounding("mxfp4", 1, BLOCK)
 
 
 def decode_mxfp4(sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Decode blocks [E, R, G, 16] and scales [E, R, G], both uint8, into a tensor [E, R, 32 G], on its device and in
-    its dtype, one index of E at a time."""
+    """Decode blocks [E, R, G, 16] and scales [E, R, G], both uint8, of E experts with R rows of G blocks.
+
+    The values are written to `target`, [E, R, 32 G], on its device and in its dtype, one expert at a time.
+    """
     for blocks, scales, out in zip(*sources, target, strict=True):
         codes, exponents = blocks.to(target.device).flatten(1), scales.to(target.device)
         out.copy_(decode(codes, exponents, _FORMAT))

@@ -17,7 +17,10 @@ _SHOWN = 80
 
 
 class NamePatterns:
-    """Numbers for modules. The first pattern counts that matches the whole name, or its end after a dot."""
+    """Numbers for modules, from patterns of module names.
+
+    A module has the number of the first pattern that matches its whole name, or the end of its name after a dot.
+    """
 
     def __init__(self, fields: JsonFields, name: str) -> None:
         """Compile the patterns of a field.

@@ -66,12 +66,12 @@ class PackedWeight:
 
     @property
     def stored(self) -> torch.Tensor | None:
-        """The codes as `to` returns them, if the checkpoint stores them so; otherwise None."""
+        """The codes as `to` returns them, if the checkpoint already stores them in that layout; otherwise None."""
         as_stored = self.layout == PACKED and self.columns is None and self.rounding.dtype == torch.uint8
         return self._bytes_of(self.words) if as_stored else None
 
     def _bytes_of(self, by_rows: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of words of neighbouring columns, which are those of the engine's layout."""
+        """Return the codes' bytes, which are those of the engine's layout. by_rows: words of neighbouring columns."""
         return by_rows.view(torch.uint8)[:, : self.num_columns // self.rounding.format.per_byte]
 
     def to(self, device: torch.device) -> torch.Tensor:
@@ -90,12 +90,12 @@ class PackedWeight:
 def read_packed(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None, path: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
-    """Return the checkpoint's tensors with packed weights in the engine's layout, and the packed codes, by weight.
+    """Return the checkpoint's tensors with packed weights in the engine's layout, and the codes by the weight's name.
 
-    Words are replaced by a tensor `weight` [N, K] on the meta device, which only says what the codes stand for. Under
-    their own names, scales become [N, G], zero points uint8 [N, G], and groups the order of the columns, int32 [K], or
-    nothing if columns are not reordered. Raises ValueError, with names and values, if tensors contradict each other or
-    the rules.
+    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces the words; it has the weight's shape
+    and the codes' dtype. The other tensors keep their names: scales become [N, G], and zero points uint8 [N, G]. Groups
+    become the order of the columns, int32 [K], or are left out if columns are not reordered. Raises ValueError, with
+    names and values, if tensors contradict each other or the rules.
     """
     if quantisation is None or not quantisation.layout:
         return dict(tensors), {}
@@ -151,7 +151,9 @@ class _Linear:
         return WORD // self.bits
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of `read_packed` for this linear. Raises ValueError if they contradict each other."""
+        """Return this linear's tensors as `read_packed` describes them. Raises ValueError if they contradict each
+        other.
+        """
         num_rows, num_columns = self._sizes()
         rounding, by_group = self.scheme.weight, self.layout != PACKED
         rows, groups = rounding.grid(num_rows, num_columns)
@@ -173,7 +175,9 @@ class _Linear:
         return PackedWeight(words, self.layout, self.scheme.weight, self._sizes()[1], self._columns())
 
     def _part(self, kind: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one of the tensors, which must exist, of this shape and dtype."""
+        """Return the tensor `kind`. Raises ValueError if it is missing, or has another shape or dtype than the given
+        ones.
+        """
         name, tensor = f"{self.module}.{kind}", self.parts[kind]
         if tensor is None:
             raise ValueError(f"{name} is missing")

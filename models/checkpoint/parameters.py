@@ -1,4 +1,6 @@
-"""Allocate the parameters that a rank's graphs name, or its model has; each is allocated once."""
+"""Allocate the parameters that a rank's compiled graphs name or, in eager mode, its model has. Each is allocated once,
+even if several graphs name it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Weights:
     tensors: dict[str, torch.Tensor]
 
     def leaves(self) -> list[Parameter]:
-        """Return the model's tensors to be read, each once."""
+        """Return the tensors that are read from a checkpoint, each once."""
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
@@ -72,18 +74,17 @@ def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -
 
 
 def states_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that hold recurrence states, which are kept parameters."""
+    """Return the names of the buffers that hold recurrence states. As parameters they have the role KEPT."""
     names: Any = getattr(model, "row_states", frozenset())
     return frozenset(names)
 
 
 def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
-    """Allocate parameters on the device, and move the model's buffers there. Kept parameters are zeros, the others
-    uninitialised.
+    """Allocate parameters on the device, and move the model's buffers there.
 
-    parameters: those of all graphs, with repetitions; a tensor that is separate in one graph and packed in another
-    becomes a view of the packed one. The tensors replace the model's parameters; parameters not named stay on the meta
-    device.
+    Parameters of the role KEPT are zeros, all others uninitialised. parameters: those of all graphs, with repetitions.
+    A tensor that one graph uses alone and another packs becomes a view of the packed tensor. The tensors replace the
+    model's parameters. Parameters of the model that are not named stay on the meta device.
 
     Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
     InsufficientMemoryError for a device that is too small.
@@ -144,8 +145,10 @@ def _written(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Group derived parameters so that their inputs take at most STAGED_BYTES; those with the same inputs stay
-    together."""
+    """Yield groups of derived parameters whose inputs take at most STAGED_BYTES, or groups of one parameter.
+
+    Parameters with the same inputs are in one group.
+    """
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):
         if group and _staged_bytes([*group, parameter]) > STAGED_BYTES:
@@ -161,7 +164,9 @@ def _staged_bytes(made: Iterable[Parameter]) -> int:
 
 
 def _check(stored: list[Parameter], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless the parameters fit. own: the model's parameters, tied ones under the first name."""
+    """Raise ValueError unless the parameters fit the model and each other. own: the model's parameters, tied ones under
+    the first name.
+    """
     leaves = {leaf.name: leaf for parameter in stored for leaf in parameter.leaves() if leaf.role == WEIGHT}
     if unknown := [name for name in leaves if name not in own]:
         raise ValueError(f"parameters that the model lacks: {', '.join(unknown)}")

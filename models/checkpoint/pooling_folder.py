@@ -76,7 +76,7 @@ RERANKER_TEMPLATE = (
 
 
 class PoolingOptions(NamedTuple):
-    """Options of the same names, as checked by EngineOptions."""
+    """The options runner, convert and pooler_config, as checked by EngineOptions."""
 
     runner: str = "auto"
     convert: str = "auto"
@@ -92,8 +92,8 @@ class _Stated(NamedTuple):
 
 
 def causal_name(architecture: str) -> str:
-    """Return the causal language model with the same decoder: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for
-    Gemma3TextModel.
+    """Return the architecture of the causal language model with the same decoder: Qwen3ForCausalLM for Qwen3Model,
+    Gemma3ForCausalLM for Gemma3TextModel.
 
     Names such as GPT2LMHeadModel already are causal language models.
     """
@@ -106,8 +106,10 @@ def causal_name(architecture: str) -> str:
 
 
 def headless_name(architecture: str, convert: str) -> str:
-    """Return the model without its head: BertModel for BertForMaskedLM. A classifier keeps its head unless it
-    embeds."""
+    """Return the architecture without its head: BertModel for BertForMaskedLM.
+
+    A classifier keeps its head, unless `convert` is "embed".
+    """
     if architecture.endswith(CLASSIFIER) and convert != EMBED:
         return architecture
     for suffix in (*SUFFIXES, CAUSAL):
@@ -117,8 +119,10 @@ def headless_name(architecture: str, convert: str) -> str:
 
 
 def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
-    """Treat a classifier that names tokens as a decoder whose logits of these tokens classify, since it has no other
-    head."""
+    """Return the fields of config.json and the options, changed for a classifier that names tokens.
+
+    Such a classifier has no other head. It becomes a decoder whose logits of these tokens are the scores.
+    """
     architecture = fields.texts("architectures")[0]
     if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
         return fields, asked
@@ -280,8 +284,10 @@ def _overridden(pooling: Pooling, override: PoolerConfig, hidden_size: int, reas
 
 
 def stated_length(path: Path) -> tuple[int, str] | None:
-    """Return the longest text in tokens, and the field that states it: the transformer module's, or else the
-    tokenizer's, which later versions of sentence-transformers use."""
+    """Return the longest text in tokens, and the field that states it; None if no field does.
+
+    The field is the transformer module's, or else the tokenizer's, which later versions of sentence-transformers use.
+    """
     fields = _transformer(path)
     if LENGTH in fields:
         return fields.integer(LENGTH), f"{LENGTH} of {Path(fields.source).name}"
@@ -386,7 +392,7 @@ def _list(path: Path) -> list[JsonFields]:
 def pooling_tensors(
     tensors: Mapping[str, torch.Tensor], own: Collection[str], config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors under the model's names, with its own head's and without unused heads.
+    """Return a checkpoint's tensors under the model's names, with those of its head and without those of unused heads.
 
     own: the model's parameter names; tensors of a decoder stored alone lack the prefix `model`. Raises ValueError if
     tensors of the head are missing.
@@ -407,15 +413,17 @@ def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.
 
 
 def _own_name(name: str, own: Collection[str]) -> str:
-    """Return the model's name of a decoder's tensor, which may be stored without a prefix; scales are named as their
-    weight."""
+    """Return the model's name of a decoder's tensor. A decoder that is stored alone lacks the prefix `model`.
+
+    A scale, which is no parameter of the model, gets the prefix if its weight does.
+    """
     weight = f"{name.rpartition('.')[0]}.weight"
     is_stored_alone = any(f"model.{each}" in own and each not in own for each in (name, weight))
     return f"model.{name}" if is_stored_alone else name
 
 
 def _of_head(dense: Dense, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the linear's "weight" and, if it has one, "bias"."""
+    """Return the tensors of one linear of the head: "weight" and, if it has one, "bias"."""
     if dense.tokens:
         names = (*([] if config.tie_word_embeddings else [_OUTPUT]), *_embeddings(tensors))
         output_VD = next((tensors[name] for name in names if name in tensors), None)

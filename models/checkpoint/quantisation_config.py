@@ -86,7 +86,7 @@ def read_quantisation(fields: JsonFields, folder: Path) -> Quantisation | None:
 
 
 def find_settings(fields: JsonFields, folder: Path) -> JsonFields | None:
-    """Return quantization_config of config.json, or what a file of SETTINGS says in its place; None without either.
+    """Return quantization_config of config.json, or else the settings of a file of SETTINGS; None without either.
 
     fields: config.json. Raises ValueError, naming file, field and values, if both exist and contradict each other.
     """
@@ -172,7 +172,7 @@ def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
 
 
 def _inputs(group: JsonFields, stated: str) -> Rounding | None:
-    """Return the rounding of inputs, whose numbers must be of the type `stated` of the weights."""
+    """Return the rounding of inputs; None if they are not rounded. stated: the type of weights, which inputs share."""
     if group.values.get("input_activations") is None:
         return None
     fields, element = group.section("input_activations"), _ELEMENTS[stated]
@@ -231,7 +231,7 @@ def _list(config: JsonFields, name: str) -> list[str]:
 
 
 def as_compressed_tensors(quantisation: Quantisation) -> dict[str, Any]:
-    """Return the section for these rules; `read_quantisation` reads the same rules from it."""
+    """Return the section quantization_config for these rules. `read_quantisation` reads the same rules from it."""
     groups = {f"group_{i}": _group(rule) for i, rule in enumerate(quantisation.rules)}
     formats = {group["format"] for group in groups.values()}
     return {

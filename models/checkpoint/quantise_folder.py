@@ -1,8 +1,8 @@
 """Quantise a checkpoint into a new folder in the format of compressed-tensors, which transformers and others load.
 
 The quantised linears, including expert matrices, are those that `quantization` would quantise at load time, with the
-same values and scales, except where the number of rows is no multiple of a tile's. Files are processed one tensor at a
-time, in the source's shards. A folder gets its final name when it is complete.
+same values and scales, except where the number of rows is no multiple of a tile's rows. Files are processed one tensor
+at a time, in the source's shards. A folder gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _IN_PARTS = "the checkpoint holds it in parts, or together with others"
 
 @dataclass(frozen=True)
 class QuantisePlan:
-    """The work for one checkpoint."""
+    """The linears of one checkpoint to quantise and to keep, and the sizes before and after."""
 
     path: Path
     rules: Quantisation
     schemes: Mapping[str, LinearScheme]  # scheme of each tensor to quantise, by its name in the files
     kept: Mapping[str, str]  # linears and expert matrices left unquantised, with the reason
-    ignore: tuple[str, ...]  # targets of those, as written to the folder's config
+    ignore: tuple[str, ...]  # targets that match `kept`, as written to the folder's config
     bytes_before: int
     bytes_after: int
 
@@ -166,7 +166,9 @@ def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
 
 
 def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, [N, K] or packed, and fp32 scales [R, C], computed some rows at a time to save memory."""
+    """Return codes, [N, K] or packed, and fp32 scales [R, C] of R x C tiles. Computes some rows at a time to save
+    memory.
+    """
     rounding = scheme.weight
     codes_NK = torch.empty(rounding.stored(*weight_NK.shape), dtype=rounding.dtype)
     scales_RC = torch.empty(rounding.grid(*weight_NK.shape))
@@ -194,10 +196,10 @@ def _why_not(placements: Sequence[Placement], weight: torch.Tensor) -> str | Non
 def _experts(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], read: Mapping[str, Sequence[Placement]]
 ) -> dict[str, str | None]:
-    """Return the checkpoint's names of expert matrices, each with the reason why its tensor cannot be quantised; None
-    if it is a single, unchanged matrix.
+    """Map each expert matrix, by its name in the checkpoint, to the reason why its tensor cannot be quantised.
 
-    own: the model's parameters by name; those of experts have three dimensions.
+    The reason is None if the tensor is a single, unchanged matrix. own: the model's parameters by name; those of
+    experts have three dimensions.
     """
     found: dict[str, str | None] = {}
     for name, placements in read.items():
@@ -212,7 +214,7 @@ def _experts(
 
 
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
-    """Return targets that match exactly these modules: the rules' own, all experts if none is quantised, and names."""
+    """Return targets that match exactly `modules`: the rules' targets, EXPERTS if no expert is quantised, and names."""
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)
     if stay and not any(matches(EXPERTS, module) for module in quantised):
@@ -242,7 +244,7 @@ def _described(name: str, tensor: torch.Tensor, scheme: LinearScheme | None) -> 
 
 
 def _quantised(name: str, weight_NK: torch.Tensor, scheme: LinearScheme) -> dict[str, torch.Tensor]:
-    """Return the tensors of `_described`. Raises ValueError for weights that are not finite."""
+    """Return the values of the tensors that `_described` lists. Raises ValueError for weights that are not finite."""
     codes, scales = quantise_weight(weight_NK, scheme)
     if not scales.isfinite().all():
         raise ValueError(f"{name} has values that are not finite, which no scale covers")

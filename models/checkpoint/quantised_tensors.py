@@ -34,14 +34,19 @@ class Stored:
 
     @property
     def beside(self) -> list[str]:
-        """Names of the tensors that are stored with the codes: the scales, and those of the others that exist."""
+        """Names of the tensors that are stored with the codes: the scales, then zero points, column order and input
+        scale if they exist.
+        """
         return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
 
 def find_stored(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None
 ) -> tuple[dict[str, Stored], dict[str, list[str]]]:
-    """Return the tensors that belong to each quantised tensor, by its name, and problems: kind -> names."""
+    """Return the companions of each quantised tensor, by its name, and problems: kind -> names.
+
+    The companions are scales, zero points, column order and input scale.
+    """
     found: dict[str, Stored] = {}
     problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "quantised against the rules": []}
     dtypes = {element.dtype for element in ELEMENTS.values()}
@@ -72,7 +77,10 @@ def find_stored(
 
 
 def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation) -> tuple[str | None, str | None]:
-    """Return the names of the zero points and of the order of the columns, which `read_packed` has checked."""
+    """Return the names of the zero points and of the column order, each None if the scheme has none.
+
+    `read_packed` has checked the tensors.
+    """
     if not quantisation.layout:
         return None, None
     names = NAMES[quantisation.layout]
@@ -81,7 +89,7 @@ def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation)
 
 
 def encoded(placement: Placement, stored: Mapping[str, Stored]) -> Placement:
-    """Return the placement, with values to be decoded if its source is quantised."""
+    """Return the placement, marked for decoding if its source is quantised."""
     if placement.source not in stored:
         return placement
     beside = stored[placement.source]
@@ -143,9 +151,10 @@ def place_quantised(
 
 
 def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
-    """Return the placement of codes or scales of experts in MXFP4, whose tensors become [E, N, K / 2] and [E, N, C].
+    """Return the placement of codes or scales of experts in MXFP4, and reshape their tensor in `tensors`.
 
-    Raises ValueError, with the name, for scales that kernels do not decode.
+    Codes become [E, N, K / 2], and scales [E, N, C], for E experts with N rows, K columns and C scales a row. Raises
+    ValueError, with the name, for scales that kernels do not decode.
     """
     blocks, scales = of_weight.sources
     if leaf.role == CODES:
@@ -161,7 +170,7 @@ def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.
 
 
 def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return the parts `taken` and `placed` of a tensor with an element for each tile."""
+    """Return the placement's spans `taken` and `placed` in tiles, for a tensor with one element for each tile."""
     return _tiles_of(placement.taken, tile, placement), _tiles_of(placement.placed, tile, placement)
 
 
@@ -176,7 +185,7 @@ def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 
 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Dequantise a part of values [N, K] into a tensor, on its device and in its dtype.
+    """Dequantise the part `part` of values [N, K] into `target`, on its device and in its dtype.
 
     sources: codes, scales, then zero points and the order of the columns, if the scheme has them.
     """

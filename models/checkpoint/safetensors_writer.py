@@ -20,7 +20,7 @@ class Described(NamedTuple):
 
 
 class SafetensorsWriter:
-    """An open file. Tensors not passed to `write` are zeros."""
+    """A safetensors file, open for writing. Tensors that are not passed to `write` are zeros."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Described]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -50,7 +50,7 @@ def copy_to_device(
 
 
 def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
-    """Yield views of about chunk_bytes, at least one row if only rows are contiguous."""
+    """Yield chunks of about chunk_bytes, views of source and target; at least one row if only rows are contiguous."""
     if source.is_contiguous():
         source, target = source.view(-1), target.view(-1)
     # In a slice of columns only single rows are contiguous; making it contiguous would be a copy.
@@ -63,7 +63,7 @@ def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> I
 def _copy_chunks(
     chunks: deque[_Chunk], buffer_bytes: int, device: torch.device, advance: Callable[[int], None]
 ) -> None:
-    """Run one thread's loop until no chunk is left, or another thread has failed and cleared them."""
+    """Copy chunks in one thread until none is left. An error clears `chunks`, so that the other threads end too."""
     buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     events = [torch.cuda.Event() for _ in buffers]
     stream = torch.cuda.Stream(device)

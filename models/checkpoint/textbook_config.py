@@ -13,7 +13,7 @@ from compiled_engine.models.textbook.rope import ROPE_KINDS
 
 
 def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[ModelConfig, str]:
-    """Return the model of a textbook family, and the source of its max_model_len, the longest supported.
+    """Return the configuration of a textbook model, and the source of its max_model_len, the longest supported length.
 
     Raises ValueError for a field that is wrong, missing or not supported.
     """

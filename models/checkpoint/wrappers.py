@@ -123,7 +123,7 @@ def text_name(name: str) -> str | None:
 
 
 def text_tensors(tensors: Mapping[str, T]) -> tuple[dict[str, T], Counter[str]]:
-    """Return the text model's tensors under the names they have there, and the number of tensors of each other part."""
+    """Return the text model's tensors by their names in that model alone, and the number of unread tensors by part."""
     found: dict[str, T] = {}
     unread: Counter[str] = Counter()
     for name, tensor in tensors.items():

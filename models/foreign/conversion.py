@@ -100,12 +100,12 @@ def plan_of_encoder(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def _scales_of(name: str) -> str:
-    """Return the name of the scales of packed values; empty for any other name."""
+    """Return the name of the scales of packed values; "" for any other name."""
     return name.removesuffix(_BLOCKS) + "_scales" if name.endswith(_BLOCKS) else ""
 
 
 def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
-    """Place packed values [E, R, G, 16], 32 values in 16 bytes, in a parameter [E, 32 G, R]."""
+    """Return the placement of packed values [E, R, G, 16], 32 values in 16 bytes, in a parameter [E, 32 G, R]."""
     experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
     placed = tuple((0, size) for size in (experts, 2 * groups * num_bytes, rows))
     taken = tuple((0, size) for size in shape)

@@ -15,7 +15,7 @@ log = logging.getLogger("compiled_engine")
 
 
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Return the description of the model of a config.json: from its file, or made with transformers.
+    """Return the description of the model of a config.json, read from its file or made with transformers.
 
     Raises ValueError for a model that cannot be run, or without a supported version of transformers.
     """

@@ -111,8 +111,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute the engine's attention: q, k, v are [1, heads, T, d]; returns ([1, T, heads, d], None).
 
-    `module` has `step` and its layer number, `layer_idx`. The arguments in `others` do not affect the result, which was
-    checked when the model was observed. The window is that of the observed mask, since no mask is created here.
+    `module` has `step` and its layer number, `layer_idx`. The arguments in `others` do not affect the result; `observe`
+    has checked this. The window is that of the observed mask, since no mask is created here.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -85,6 +85,6 @@ def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, enc
 
 
 def _outside_recurrences(model: nn.Module) -> list[nn.Module]:
-    """Return the modules, without the parts of recurrences that the engine supports."""
+    """Return the model's modules, without those inside recurrences that the engine supports."""
     inside = {part for _, module in recurrent_modules(model) for part in module.modules() if part is not module}
     return [module for module in model.modules() if module not in inside]

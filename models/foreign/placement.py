@@ -39,7 +39,7 @@ class Placement:
         return (self.source, *self.beside)
 
     def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
-        """Return the parts in a rank's parameter, which holds these places along `dim`.
+        """Return placements for a rank's slice of the parameter, which has these `places` along `dim`.
 
         Raises ValueError if the source cannot be divided along that dimension.
         """
@@ -64,12 +64,12 @@ class Placement:
         return found
 
     def view(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the part of the source in the parameter's layout, except for dimensions of size 1."""
+        """Return the part `taken` of the source in the parameter's layout, except for dimensions of size 1."""
         part = _part(source, self.taken)
         return part.mT if self.transposed else part
 
     def place_in(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the part of the parameter."""
+        """Return the part `placed` of the parameter `target`, as a view."""
         return _part(target, self.placed)
 
 

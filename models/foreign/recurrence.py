@@ -38,7 +38,7 @@ class Functions(Protocol):
         activation: str | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Apply a causal convolution; input and result are [1, D, T]."""
+        """Apply a causal convolution along T tokens to D channels; input and result are [1, D, T]."""
         ...
 
     def apply_rule(
@@ -51,7 +51,11 @@ class Functions(Protocol):
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Apply the gated delta rule: q, k [1, T, G, k], v and result [1, T, H, v], g and beta [1, T, H]."""
+        """Apply the gated delta rule to T tokens.
+
+        q, k [1, T, G, k], for G heads of k elements. v and result [1, T, H, v], for H heads of v elements. g and beta
+        [1, T, H].
+        """
         ...
 
 

@@ -216,7 +216,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
 
 def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> tuple[Encoder, Observation] | None:
-    """Build an encoder; None if its attention is causal. Raises as `build_foreign_model`."""
+    """Build an encoder; None if its attention is causal. Raises the errors of `build_foreign_model`."""
     try:
         _require_fixed_angles(config)
         found = make_encoder(config, encoder_names(config)[name], dtype, classifies=name.endswith("Classification"))
@@ -291,7 +291,7 @@ def _require_head_alone(model: Any) -> None:
 
 
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
-    """Build the model and return its description. Raises as `build_foreign_model`."""
+    """Build the model and return its description. Raises the errors of `build_foreign_model`."""
     model, observation = build_foreign_model(config_json, dtype)
     inner, token_types, before = model, 0, 0
     if isinstance(model, Encoder):

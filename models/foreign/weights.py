@@ -1,6 +1,6 @@
 """Finds the placements of a checkpoint's tensors in a transformers model.
 
-They are read from a file beside the model's description, or computed.
+The placements are read from a file beside the model's description, or computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Set the attribute `packed` on modules with packed parameters, as textbook modules have it.
+    """Set the attribute `packed` on modules with packed parameters. Textbook modules set it themselves.
 
     qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up, in experts too; in_proj_qkv and conv1d of
     a gated delta net those of its q, k and v. Comparisons of log-probabilities verify that a family splits them like

@@ -30,7 +30,8 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
 
     The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and `logits(hidden_RD)
     -> logits_RV`. A draft head's `forward` also takes features, and the head has `combine(aux_hidden_states_TE) ->
-    features_TD`. Buffers (rotary frequencies) are fp32 on the CPU.
+    features_TD`, where E elements are hidden states of several layers. Buffers (rotary frequencies) are fp32 on the
+    CPU.
     """
     with torch.device("meta"):
         model = ARCHITECTURES[config.architecture](config) if config.head is None else Eagle3Head(config, config.head)

@@ -130,7 +130,8 @@ class LlamaForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the final norm.
 
-        kv_caches: [N, 2, P, K, d] for each layer; this step's keys and values are written into them.
+        kv_caches: for each layer [N, 2, P, K, d], N blocks of P positions with K KV heads of d elements. This step's
+        keys and values are written into them.
         """
         return self.model(input_ids_T, positions_T, attention_inputs, kv_caches)
 
