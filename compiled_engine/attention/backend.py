@@ -22,9 +22,10 @@ PACKAGES = {"torch": "torch", "cpp": "torch", "triton": "triton", "flash_attn": 
 
 
 class AttentionBackend(Protocol):
-    """Computes attention. Stateless; `accept` says in which CUDA graphs its methods may be captured.
+    """Computes attention and writes the KV cache. A backend has no state.
 
-    By default a backend plans nothing and has no kernels for unrotated queries.
+    `accept` says in which CUDA graphs its methods may be captured. By default a backend plans nothing and has no
+    kernels for unrotated queries.
     """
 
     name: str

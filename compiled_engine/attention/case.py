@@ -133,7 +133,7 @@ class GraphSupport(Enum):
 
 
 def no_short_contexts(num_requests: int) -> tuple[int, ...]:
-    """Offer no kernels for short contexts."""
+    """Return no context lengths: there are no special kernels for short contexts."""
     return ()
 
 
@@ -146,8 +146,8 @@ def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...
 class Support:
     """A backend's support of a case that it accepts.
 
-    A backend may have special kernels for short contexts. A captured graph does not know context lengths, so such
-    batches have separate graphs.
+    A backend may have special kernels for short contexts. A captured graph does not know context lengths, so batches
+    with short contexts have graphs of their own.
     """
 
     graphs: GraphSupport

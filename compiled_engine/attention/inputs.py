@@ -42,15 +42,15 @@ class AttentionInputs:
     """The inputs of attention in a batch, whose decodes come first.
 
     query_start_loc_R1: int32 [R+1], start of each row's tokens; the last entry is T.
-    seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads
-        nothing and whose output is zeros.
+    seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads nothing
+        and whose output is zeros.
     block_table_RB: int32 [R, B], block ids of each row, in order; entries past the end are 0.
     slot_mapping_T: int64 [T], block * block_size + offset for each token's K and V; -1 writes nothing.
     host_3: int32 [3] on the CPU: (num_decodes, max_query_len, max_seq_len), where the first num_decodes rows have
         exactly one query token, and max_seq_len is an upper bound of seq_lens_R. If all rows are decodes, max_query_len
         is the number of consecutive rows per request: for its newest token and its drafts, with contexts that end one
-        after the other; the last rows of a request may be padding. A backend may ignore that. All values that a
-        captured kernel uses are part of its GraphKey.
+        after the other; the last rows of a request may be padding. A backend may ignore this grouping. All values that
+        a captured kernel uses are part of its GraphKey.
     backend: name of the attention backend.
     work_W: int32 [W], the backend's plan for this batch. Empty if nothing was planned: a backend that needs a plan then
         makes one at each call.

@@ -1,8 +1,8 @@
 """The custom ops of attention.
 
-There are three: write K and V to the paged cache and attend (`attention`); attend to a cache that has them; and attend
-among the tokens of each request, without a cache (`packed_attention`). They mutate their arguments, so the graph is
-split around them (compiled_engine.graphs.compiler.plan).
+There are three: write K and V to the paged cache and attend (`attention`); attend to a cache that already has them
+(`attend`); and attend among the tokens of each request, without a cache (`packed_attention`). They mutate their
+arguments, so the graph is split around them (compiled_engine.graphs.compiler.plan).
 
 Transformers' code may change tensors in place, and no tracer can functionalise that around an op that mutates its
 arguments. So its trace has functional stand-ins, named `..._value`, and `passes.layout.lowering` puts the ops back.
@@ -63,7 +63,7 @@ def attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Attend into `out_THd` over a cache that already has this step's K and V."""
+    """Write to `out_THd` the attention over a cache that already has this step's K and V."""
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
@@ -82,7 +82,7 @@ def write_and_attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Store K and V, then attend; see `attention`."""
+    """Store K and V, then write to `out_THd` the attention over the cache; see `attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, kv_scales_2K, inputs.backend)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
@@ -101,7 +101,7 @@ def attend_packed(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Attend into `out_THd` bidirectionally among the tokens of each request; see `packed_attention`."""
+    """Write to `out_THd` the bidirectional attention among the tokens of each request; see `packed_attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend_packed(q_THd, k_TKd, v_TKd, out_THd, inputs, scoring)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round to the dtype; returns fp32."""
+    """Return x rounded to the dtype, in fp32."""
     return x.to(dtype).to(tl.float32)
 
 

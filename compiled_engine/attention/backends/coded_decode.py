@@ -5,8 +5,8 @@ registers, in the order in which the tensor cores take them: four codes need two
 (int8), or two conversions (FP8). For a thread to read neighbouring bytes of a value, the columns of results are
 permuted, see `column_of`.
 
-Scales multiply scores and weights, never elements. Keys are split as in triton_decode.py, and combined by the same
-kernel.
+Scales multiply scores and weights, never elements. Keys are split between programs as in triton_decode.py, and the same
+kernel combines the splits.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ def raw_halves(codes):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def value_layout(keys: int, head_dim: int, warps: int) -> Any:
-    """Return the layout for values [keys, head_dim] in which a thread reads neighbours, of keys that it multiplies."""
+    """Return the layout of a tile of values [keys, head_dim] in registers.
+
+    A thread reads neighbouring elements, of the keys whose weights it multiplies them with.
+    """
     near = head_dim // (8 * warps)
     registers = [[0, 1 << i] for i in range(near.bit_length() - 1)] + [[1, 0]]
     registers += [[8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
@@ -267,11 +270,11 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
 
-    It first norms and rotates q. The split with the last key does so with the new key, and writes it and the new value
-    to the cache if they have a slot. With k_ptr None, queries are rotated already, and keys and values are in the
-    cache. Results are those of triton_decode.decode_kernel: out, or partial results.
+    It first norms and rotates q. The split with the last key also norms and rotates the new key, and writes it and the
+    new value to the cache if they have a slot. With k_ptr None, queries are rotated already, and keys and values are in
+    the cache. Results are written as in triton_decode.decode_kernel: to out, or as partial results.
 
-    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
     cache_ptr: codes [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes. sinks_ptr: [H] or None.
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
@@ -551,10 +554,10 @@ class CodedPlan:
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
     """Choose splits and tiles from the fields of a graph's key and the device alone.
 
-    max_seq_len: the host's upper bound of the keys that are read. scaled: the cache holds scales (int8). Up to one
-    program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit context
-    has room for all its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS programs, and
-    further if a split would exceed LONG_SPLIT keys.
+    max_seq_len: the host's upper bound of the keys that are read. scaled: the cache holds scales (int8). With at most
+    one program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit
+    context has room for all its keys. Otherwise keys are split until each multiprocessor has about PROGRAMS programs,
+    and further if a split would exceed LONG_SPLIT keys.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs <= num_sms and (splits := short_splits(num_requests, max_seq_len, SHORT_CONTEXTS)):
@@ -581,8 +584,8 @@ def coded_decode(
     """Write the attention of the first num_decodes tokens, the queries of the first requests, from q_THd to out_THd.
 
     q_THd, out_THd: [T, H, d], 16 bits, d contiguous. kv_cache_N2PKd: 8 bits, contiguous.
-    new: this step's keys and values, which are rotated and written to the cache along with the queries; None: queries
-        are rotated, and keys and values are in the cache.
+    new: this step's keys and values. The kernel rotates queries and keys, and writes keys and values to the cache.
+        None: queries are rotated already, and the cache has the keys and values.
 
     Launches a second kernel to combine several splits. See exists_on_hopper for the sizes that the kernel supports.
     """

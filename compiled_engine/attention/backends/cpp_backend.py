@@ -33,7 +33,7 @@ FORMATS = {torch.uint8: 1, torch.float8_e4m3fn: 2}
 
 
 class CppBackend(AttentionBackend):
-    """See the module's docstring. Decodes read the cache in place, all of a layer in one call."""
+    """Attention in C++, see the module. One call per layer computes all decodes, which read the cache in place."""
 
     name = "cpp"
     default_block_size = 16
@@ -175,10 +175,11 @@ def rotate_and_write(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Store k and v, and return q normed and rotated, contiguous [T, H, d]; None, with nothing done, unless float32.
+    """Norm and rotate q and k, store k and v, and return the new q, contiguous [T, H, d].
 
-    The cache may also have 8 bits. d is at most 256. The elements of a head must be consecutive, and so must those of a
-    token's cos and sin. Raises CannotCompile, and ValueError for other layouts.
+    Returns None, with nothing done, unless all operands are float32; the cache may also have 8 bits. d is at most 256.
+    The elements of a head must be consecutive, and so must those of a token's cos and sin. Raises CannotCompile, and
+    ValueError for other layouts.
     """
     weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
     angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}

@@ -43,10 +43,10 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
     num_requests: rows of the batch, padding included. max_seq_len: the host's upper bound of the contexts.
 
-    Without splits there is one program per request and K/V head. If these are few, they are split until there are two
-    per multiprocessor. If they are more, up to one per multiprocessor, they are split into small programs, so that the
-    longest context does not delay the step. Still more programs balance each other and are not split, unless contexts
-    may exceed LONG_SPLIT.
+    Without splits there is one program per request and K/V head. If there are few such programs, they are split until
+    there are two per multiprocessor. If there are more, but at most one per multiprocessor, they are split into small
+    programs, so that the longest context does not delay the step. Still more programs balance each other, and are not
+    split unless contexts may exceed LONG_SPLIT.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)

@@ -75,7 +75,7 @@ def decode_contexts_kernel(
 ) -> None:
     """Dequantise contexts: program (block, half) writes a workspace block's keys (half 0) or values (half 1).
 
-    Nothing is dequantised if the contexts need more than `capacity` blocks, nor are blocks before all windows.
+    Nothing is dequantised if the contexts need more than `capacity` blocks. Blocks before all windows are skipped.
 
     cache_ptr: codes [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; new_cache_ptr: the workspace, [capacity, 2, P,
         K, d].

@@ -62,8 +62,8 @@ class Rings(NamedTuple):
 
     key_stages, value_stages: [STAGES, dim / WIDTH * KEYS, WIDTH]. A `full` barrier completes when the stage is copied,
     an `empty` one when both groups of warps have finished with the stage. `cleared` completes when the first group has
-    cleared the values after an item's last key. A group is at most STAGES tiles ahead of the other, so STAGES of these
-    suffice.
+    cleared the values after an item's last key. A group is at most STAGES tiles ahead of the other, so STAGES `cleared`
+    barriers suffice.
     """
 
     key_stages: Any

@@ -28,7 +28,10 @@ from compiled_engine.kv_format import has_scales, is_coded
 
 
 class Kernel(Enum):
-    """The attention kernels, by the function that launches them. Those in ROTATING can also norm, rotate and write."""
+    """The attention kernels, by the function that launches them.
+
+    The kernels in ROTATING can also norm and rotate q and k, and write k and v.
+    """
 
     SHORT_DECODE = "short_decode"
     SHORT_DRAFTS = "short_drafts"

@@ -1,8 +1,8 @@
 """Gluon kernel for Hopper: decode attention without splits, which also norms and rotates q and k, and writes k and v.
 
 One program handles all keys of a request and K/V head, so there are no splits to combine. Keys of earlier steps do not
-depend on the kernels just before this one, so with programmatic dependent launch the first ones are loaded before the
-wait.
+depend on the kernels just before this one, so with programmatic dependent launch the first of them are loaded before
+the wait for these kernels.
 
 Short contexts are read at once: keys into the registers from which the tensor cores take them, values into shared
 memory. Otherwise tiles of both pass through a ring buffer in shared memory, which leaves registers for more programs.
@@ -266,7 +266,7 @@ class ShortTiles:
 
         A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to five programs share a
         multiprocessor. If contexts may differ widely, the longest must not be slow, so two run at a time, with more
-        warps. Many programs balance each other, and each waits less for its first keys than for the next program.
+        warps. Many programs balance each other, so more of them run at a time, with fewer warps.
         """
         if num_programs <= num_sms:
             return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
@@ -327,11 +327,12 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Decode attention: program (K/V head, request) computes one query's GROUP heads over all keys, and writes them.
+    """Decode attention: program (K/V head, request) computes one query's GROUP heads over all keys.
 
-    It norms and rotates q and the new key, and writes the new key and value to the cache if they have a slot.
+    It norms and rotates q and the new key, writes the new key and value to the cache if they have a slot, and writes
+    the results to out.
 
-    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
     cache_ptr: [N, 2, P, K, d], 16 bits like q. sinks_ptr: [H] or None.
     slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.

@@ -133,7 +133,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     It norms and rotates q and the new keys, and writes new keys and values to the cache if they have slots. The rows
     (tokens) of a request are consecutive, padding last, as in decode_kernel.
 
-    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of rows.
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of rows.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
     cache_ptr: [N, 2, P, K, d], 16 bits like q. sinks_ptr: [H] or None.
     slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.

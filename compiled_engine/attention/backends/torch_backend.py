@@ -27,7 +27,7 @@ QUERIES_PER_TILE = 32
 
 
 class TorchBackend(AttentionBackend):
-    """See the module's docstring."""
+    """Attention in plain torch, see the module."""
 
     name = "torch"
     default_block_size = 16
@@ -92,7 +92,7 @@ class TorchBackend(AttentionBackend):
 def _attend_both_ways(
     q_NLHd: torch.Tensor, k_NLKd: torch.Tensor, v_NLKd: torch.Tensor, out_NLHd: torch.Tensor, scoring: Scoring
 ) -> None:
-    """Compute attention within each of N requests of L tokens."""
+    """Write to out_NLHd the bidirectional attention within each of N requests of L tokens."""
     length = q_NLHd.shape[1]
     q_NHLd, k_NKLd, v_NKLd = (x.transpose(1, 2) for x in (q_NLHd, k_NLKd, v_NLKd))
     hidden_LL = None
@@ -119,7 +119,7 @@ def write_kv_waiting(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> None:
-    """Store K and V of all tokens but padding. Finding padding waits for slots that are on a device."""
+    """Store K and V of all tokens but padding. The host waits for slots that are on a GPU, to find the padding."""
     block_size = kv_cache_N2PKd.shape[2]
     real_T = slot_mapping_T >= 0
     if not bool(real_T.all()):
@@ -177,7 +177,8 @@ def _decode_in_groups(
     longest: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the first num_decodes requests, in groups, so that few keys are gathered at a time.
+    """Write to out_THd the attention of the first num_decodes requests, in groups, so that few keys are gathered at a
+    time.
 
     longest: upper bound of the contexts; on a CPU their true maximum is used, as reading seq_lens costs nothing.
     """
@@ -217,7 +218,10 @@ def _decode(
     ragged: bool,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of one query per request. ragged: contexts have different lengths, up to `longest`."""
+    """Write to out_RHd the attention of one query per request.
+
+    ragged: contexts have different lengths, up to `longest`; otherwise all have `longest` tokens.
+    """
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     sliding_window = scoring.sliding_window
@@ -262,7 +266,10 @@ def _decode(
 
 
 def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Return attention weights from scores, which are overwritten. hidden_RHQL: mask of keys that get no weight."""
+    """Return attention weights [R, H, Q, L] from scores of R requests, H heads, Q queries and L keys.
+
+    The scores are overwritten. hidden_RHQL: mask of keys that get no weight.
+    """
     if scoring.soft_cap:
         scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if hidden_RHQL is not None:
@@ -281,7 +288,10 @@ def _decode_one(
     seq_len: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the first request's single query, in few operations, since each costs more than its work."""
+    """Write to out_THd the attention of the first request's single query.
+
+    It uses few operations, since each costs more than its work.
+    """
     if is_coded(kv_cache_N2PKd.dtype):
         block_size = kv_cache_N2PKd.shape[2]
         skipped = max(0, seq_len - scoring.sliding_window) // block_size if scoring.sliding_window else 0
@@ -321,7 +331,7 @@ def prefill_each(
     num_decodes: int,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of the requests after the first num_decodes, one by one."""
+    """Write to out_THd the attention of the requests after the first num_decodes, one by one."""
     if num_decodes == inputs.seq_lens_R.shape[0]:
         return
     starts = inputs.query_start_loc_R1.tolist()
@@ -354,7 +364,7 @@ def _prefill(
     block_table_B: torch.Tensor,
     scoring: Scoring,
 ) -> None:
-    """Compute attention of a request's queries, which are the last of its seq_len positions.
+    """Write to out_THd the attention of a request's queries, which are the last of its seq_len positions.
 
     Queries are taken in chunks, each of which gathers only the keys that it sees.
     """

@@ -47,8 +47,8 @@ class PackedTiles:
 def packed_tiles(head_dim: int, element_size: int, num_tokens: int) -> PackedTiles:
     """Return tiles for a head size (elements) and element size (bytes) that fit registers and shared memory.
 
-    num_tokens: tokens of the batch. They alone decide whether tiles are small; the number of rows says nothing about
-    the length of texts, because a captured graph has rows for the largest number of requests.
+    num_tokens: tokens of the batch, which decide whether tiles are small. The number of rows says nothing about the
+    length of texts, because a captured graph has rows for the largest number of requests.
     """
     if element_size == 4:
         return PackedTiles(32, 16 if head_dim > 128 else 32, num_warps=8 if head_dim > 128 else 4, num_stages=2)

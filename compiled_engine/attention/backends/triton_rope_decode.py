@@ -106,10 +106,10 @@ def rope_decode_kernel(
 ) -> None:
     """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
 
-    It norms and rotates q. The split with the last key does so with the new key, and writes it and the new value to the
-    cache if they have a slot. Results are those of decode_kernel: out, or partial results.
+    It norms and rotates q. The split with the last key also norms and rotates the new key, and writes it and the new
+    value to the cache if they have a slot. Results are written as in decode_kernel: to out, or as partial results.
 
-    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; their strides without HEAD are those of tokens.
+    q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.
     cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes. sinks_ptr: [H] or None.
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.

@@ -28,7 +28,7 @@ TILES_OF_KEYS = tl.constexpr(128)
 class HeadCache(NamedTuple):
     """The part of a paged cache [N, 2, P, K, WIDTH] that belongs to a K/V head: an argument of device functions.
 
-    Make it where it is passed: Triton turns the sizes of an assigned tuple into tensors.
+    Construct it in the argument list of a call: if it is assigned to a variable, Triton turns its sizes into tensors.
     """
 
     ptr: tl.tensor  # the cache from the head on
@@ -352,7 +352,7 @@ def normalised(
     mask_M: tl.tensor,
     scale_log2: tl.tensor,
 ) -> tl.tensor:
-    """Return acc divided by the sum of the weights, that of the head's sink included; zeros for rows that saw no key.
+    """Return acc divided by the sum of the weights, including that of the head's sink; zeros for rows that saw no key.
 
     sinks_ptr: [H], see Scoring; None: no sinks. heads_M: the query head of each row.
     """
