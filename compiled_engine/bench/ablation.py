@@ -200,7 +200,9 @@ def _add_losses(records: list[dict[str, Any]], plan: Plan, text: TextWorkload, p
 
 
 def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) -> AblationWorkload:
-    """Return the default workload, with the user's choices in place of defaults. Prefills fit the context length."""
+    """Return the default workload, with the user's choices in place of defaults. The length of prefills is cut to the
+    context length.
+    """
     workload = QUICK if asked.quick else AblationWorkload(seed=config.model.seed)
     if config.device.type != "cuda" and not asked.quick:
         workload = replace(workload, batch_sizes=CPU_BATCH_SIZES)

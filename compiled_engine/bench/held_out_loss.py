@@ -1,7 +1,7 @@
 """Measure the loss of engine variants on a text, and how far their distributions diverge from float32's.
 
 The text is tokenised as a whole, without special tokens, and cut into windows. Each window is a sequence of its own,
-whose first token is context only and has no loss. The stated loss of the bundled model has this definition too.
+whose first token is context only and has no loss. The loss stated for the bundled model is defined in the same way.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def draw_curves(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
 
 
 def _draw_curve(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) -> bytes:
-    """Draw two panels: time on the left, tokens per second on the right."""
+    """Return a PNG with two panels: time on the left, tokens per second on the right."""
     rows = sorted(rows, key=lambda row: row["place"])
     figure = new_figure(CURVE_INCHES)
     title, label = TITLES[curve]
@@ -442,7 +442,7 @@ def _by_rate(runs: Sequence[Run], subtitle: str, theme: Theme) -> bytes:
 
 
 def _latencies(run: Run, subtitle: str, theme: Theme) -> bytes:
-    """Draw for each latency the share of answers, or of gaps within answers, that came within a time."""
+    """Return a PNG with a curve for each latency: the share of answers, or of gaps within answers, within a time."""
     figure = new_figure(LOAD_INCHES)
     edges, width = PANELS[3]
     for left, names in zip(edges, (("ttft_ms",), ("itl_ms", "tpot_ms"), ("e2el_ms",)), strict=True):

@@ -51,7 +51,7 @@ def host_record() -> dict[str, Any]:
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of Python and of those of the packages that are installed."""
+    """Return the version of Python, and the versions of the given packages that are installed."""
     versions = {"python": platform.python_version()}
     for name in packages:
         try:

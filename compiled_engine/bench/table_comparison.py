@@ -104,9 +104,10 @@ def read_peers(path: Path) -> Peers:
 
 
 def with_peers(row: Mapping[str, Any], peers: Peers) -> dict[str, Any]:
-    """Return the row with the peers' figures of the same row, if there are any, as `peers`.
+    """Return the row with the peers' figures of the same row, if there are any, as the field `peers`.
 
-    peers: engine name -> figure, and ratio: how many times better the row's median is than the engine's best figure.
+    The field maps each engine's name to its figure and a ratio: how many times better the row's median is than the
+    engine's best figure.
     """
     found = dict(row)
     if row["id"] in peers:

@@ -33,7 +33,7 @@ LOWER, HIGHER = "lower", "higher"
 
 
 class Needs(NamedTuple):
-    """What a workload requires of an engine, in tokens and requests."""
+    """The requirements of a workload on an engine, in tokens and requests."""
 
     longest: int  # tokens of the longest request, prompt and output
     at_once: int = 1  # requests that must run concurrently

@@ -1,4 +1,6 @@
-"""Compile all candidate kernels in several processes before the first is measured: each takes a second or more."""
+"""Compile all candidate kernels in several processes before the first is measured, since each takes a second or
+more.
+"""
 
 from __future__ import annotations
 

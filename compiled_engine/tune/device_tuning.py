@@ -205,5 +205,7 @@ def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Return what identifies a row's weight, its shape and whether it is gated. A run measures all its token counts."""
+    """Return (rows, columns, whether it is gated) of a row's linear. A run measures a linear at all its token
+    counts.
+    """
     return row["num_rows"], row["k"], row["silu_mul"]

@@ -90,7 +90,10 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
 
 
 def _codes_of(weight: fx.Node, codes: str, prefix: str) -> dict[str, Any]:
-    """Return the op's arguments, under names with this prefix, for a quantised weight; empty for a plain one."""
+    """Return the op's arguments for a quantised weight; {} for any other weight.
+
+    codes: name of the argument for the codes. prefix: how the names for scales, zero points and scheme begin.
+    """
     if not is_call(weight, experts_weight):
         return {}
     found = named(weight)
@@ -129,7 +132,9 @@ def _is_share(value: Any, weights: fx.Node | None) -> bool:
 
 
 def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
-    """Return (sum, x, first product, gate, second product) of the experts whose weights are scattered, or why not."""
+    """Return (sum, x, first product, gate, second product) of the experts that get these weights, or why they do not
+    match.
+    """
     transposed: Any = user_through_cast(scatter)
     column: Any = None if transposed is None else only_user(transposed)
     weighted: Any = None if column is None else only_user(column)

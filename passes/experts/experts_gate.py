@@ -79,7 +79,7 @@ def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
 
 
 def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None:
-    """Match gate * sigmoid(alpha * gate) and up + 1, both of clamped values."""
+    """Match gate * sigmoid(alpha * gate) and up + 1, both of clamped values; otherwise return None."""
     if not (is_call(raised, aten.add.Tensor) and raised.args[1:] in ((1,), (1.0,)) and not raised.kwargs):
         return None
     up: Any = raised.args[0]

@@ -58,12 +58,13 @@ def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, wid
 
 
 def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents: bool) -> GroupedTiles:
-    """Choose tiles for codes of four bits, by the mean number of an expert's tokens at the next of TOKEN_COUNTS.
+    """Choose tiles for codes of four bits, by the mean number of tokens per expert.
 
-    share: of the experts, those that a token chooses. by_exponents: scales of MXFP4.
+    The mean is taken at the next larger of TOKEN_COUNTS. share: fraction of the experts that a token chooses.
+    by_exponents: whether the scales are those of MXFP4.
 
-    Few tokens are bound by decoding, so a block mostly has all of an expert's. Two warps take small products, in which
-    a thread decodes four bytes at once; more warps take those of 64 rows.
+    With few tokens, decoding takes most of the time, so a block usually has all tokens of an expert. Two warps compute
+    small products, in which a thread decodes four bytes at once; more warps compute products of 64 rows.
     """
     per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
     if dtype == torch.float32:
@@ -173,9 +174,9 @@ def _linear(
     scheme: str,
     bias_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute one expert's linear, with quantised weights in fp32, rounded once at the end.
+    """Return one expert's linear of x. With quantised weights it is computed in fp32, and rounded once.
 
-    weight: of all experts, with scales and zero points.
+    weight: values or codes of all experts, then their scales and zero points.
     """
     weight_NK, scales_RC, zeros_RC = (None if part is None else part[expert] for part in weight)
     assert weight_NK is not None
@@ -214,7 +215,7 @@ class _Weight:
 
     @property
     def tiles(self) -> dict[str, Any]:
-        """The constexprs of kernels that do not decode four bits."""
+        """The constexprs of kernels that do not decode codes of four bits."""
         return {name: self.codes[name] for name in ("TILE_ROWS", "TILE_COLUMNS")}
 
     @property
@@ -437,7 +438,7 @@ def _grouped(
 
 
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
-    """Return the columns of a step of grouped_kernel, which ends with a tile unless scales are exponents."""
+    """Return the columns of a step of grouped_kernel. A step ends where a tile ends, unless scales are exponents."""
     if weight.codes["PACKED"] == "e2m1":
         return tiles.block_k
     return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)

@@ -21,7 +21,10 @@ def _shifted(to: str, left: int) -> str:
 
 
 def _e2m1(out: str, operands: str, sign: int, magnitude: int) -> str:
-    """sign, magnitude: how far to the left their bits are moved."""
+    """Return instructions that decode a register's two e2m1 codes and multiply them by their factors.
+
+    sign, magnitude: how far to the left the bits of each part are moved.
+    """
     return (
         f"{_shifted('s', sign)}{_shifted('m', magnitude)}and.b32 m, m, 0x01C001C0; "
         f"lop3.b32 s, s, 0x80008000, m, 0xEA; fma.rn.bf16x2 {out}, s, {operands}, c; "
@@ -110,7 +113,7 @@ def _power(scales: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def zero_of(zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return the operand for zero points of integers."""
+    """Return the operand of `halves_of` for zero points of integers."""
     if dtype == tl.bfloat16:
         return zeros.to(tl.int32) * 0x00010001 + LESS_128
     else:

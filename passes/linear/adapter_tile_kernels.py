@@ -261,7 +261,7 @@ class Tiles(NamedTuple):
 
     window: int  # tokens among which a program looks for those of its slot
     turns: int  # programs per window, which share its slots
-    # Of a tile: tokens, rows of A, results.
+    # tokens, rows and results: the tokens, rows of A and results of a tile.
     tokens: int
     rows: int
     columns: int  # of x per program

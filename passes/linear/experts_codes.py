@@ -64,9 +64,9 @@ def scaled(
 
 
 def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernels do not support these codes of rows of num_columns columns, or None.
+    """Return why the kernels do not support codes of this scheme, with num_columns columns a row; None if they do.
 
-    On a CPU, plain torch decodes them.
+    On a CPU, plain torch decodes the codes.
     """
     rounding = scheme.weight
     columns, is_packed = rounding.columns, rounding.format.per_byte > 1
@@ -103,7 +103,9 @@ def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
 
 
 def columns_of(codes: torch.Tensor, scheme: str) -> int:
-    """Return the columns of a weight from its values or codes [..., N, K]."""
+    """Return the number of columns of a weight, given its values [..., N, K], or its codes, several of which may share
+    a byte.
+    """
     return codes.shape[-1] * (Rounding.parse(scheme).format.per_byte if scheme else 1)
 
 

@@ -1,7 +1,7 @@
 """Hopper's kernel for linears with four-bit codes: which it supports, the layout it reads, its tiles and launch.
 
-The codes are in words (see `to_words`), and the scales and zero points transposed, one row for each 128 columns. An
-operand of int32 codes tells this layout.
+The codes are in words (see `to_words`), and the scales and zero points transposed, one row for each 128 columns. Codes
+of dtype int32 mean this layout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def why_not_in_words(num_rows: int, k: int, scheme: LinearScheme, dtype: torch.d
 def in_rows(
     words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return codes, scales and zero points as the loader stores them, from those of Hopper's kernel."""
+    """Convert operands of Hopper's kernel to codes, scales and zero points by rows, as linears have them otherwise."""
     return from_words(words), scales_CN.t(), None if zeros_CN is None else zeros_CN.t().to(torch.uint8)
 
 
@@ -63,8 +63,8 @@ def integer_tiles(
 ) -> tuple[HopperTiles, int]:
     """Return the tiles of a [num_tokens, k] x [num_rows, k] product of four-bit codes, and its number of splits.
 
-    Each program reads all tokens of its share of K, which exceeds the codes from some 16 tokens on. Programs therefore
-    share K rather than rows: as many splits as there are places on the multiprocessors.
+    Each program reads all tokens' values in its columns. From about 16 tokens on, these are more bytes than the codes.
+    Programs therefore share K rather than rows: as many splits as there are places on the multiprocessors.
     """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
     programs, blocks = cdiv(num_rows, 64), k // COLUMNS

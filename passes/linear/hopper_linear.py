@@ -166,7 +166,7 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
 def _fitted(
     tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Adapt the tiles of the near shape to this one, see AS_BUSY.
+    """Adapt the tiles measured for the shape `near` to `shape`, see AS_BUSY.
 
     None if too few multiprocessors would be busy, or if rows or columns are not divisible.
     """

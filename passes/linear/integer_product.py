@@ -69,7 +69,7 @@ def _scaled(
 
 @triton.jit
 def _unsigned(codes: tl.tensor) -> tl.tensor:
-    """Return signed codes plus 128, and others as they are."""
+    """Return codes as unsigned numbers: int8 codes plus 128, all others unchanged."""
     if codes.dtype == tl.int8:
         return codes.to(tl.uint8, bitcast=True) ^ 128
     else:
@@ -87,7 +87,7 @@ def _of_tiles(
 ) -> tl.tensor:
     """Load values of tiles for a step of BYTES bytes: [N, 1] of one tile, [N, BYTES] of several.
 
-    first_N: of each row of ROW_TILES tiles, the first. The step has TILES tiles from `tile` on.
+    first_N: index of the first of the ROW_TILES tiles in each row. The step has TILES tiles from `tile` on.
     """
     if TILES == 1:
         return tl.load(ptr + first_N + tile)[:, None]
@@ -199,7 +199,10 @@ def decode_kernel(
     BYTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, columns): decodes BYTES bytes of ROWS rows. Arguments: see integer_product_kernel."""
+    """Program (rows, columns): decodes BYTES bytes of ROWS rows into out, [num_rows, K].
+
+    For the arguments see integer_product_kernel.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -242,7 +245,7 @@ def decode_words_kernel(
 ) -> None:
     """Program (rows, block): decodes a block of 128 columns of ROWS rows from words, see `to_words`.
 
-    scales, zeros: [K / 128, num_rows].
+    scales, zeros: [K / 128, num_rows]. out: [num_rows, K].
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -273,7 +276,10 @@ def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str
 
 
 def columns_of_step(scheme: LinearScheme) -> int:
-    """Return the columns of a step: several of the smallest tiles, else see step_of; 0 if the kernels do not serve."""
+    """Return the columns of a step; 0 if the kernels do not support the scheme.
+
+    A step has several tiles if they have FINE_COLUMNS columns. For all other tiles see step_of.
+    """
     return MOST_COLUMNS if scheme.weight.columns == FINE_COLUMNS else step_of(scheme)
 
 
@@ -295,8 +301,10 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Multiply x by the weight and apply what quantised_linear fuses: [T, N], or [T, N / 2] with silu_mul, in the dtype
-    of x. The weight must be contiguous."""
+    """Multiply x by the weight and apply what quantised_linear fuses: [T, N], or [T, N / 2] with silu_mul.
+
+    The result has the dtype of x. The weight must be contiguous.
+    """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()
     (num_tokens, k), num_rows, rounding = x_TK.shape, codes_NB.shape[0], scheme.weight
@@ -336,7 +344,7 @@ def launch(
 def decode_words(
     words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None, zero: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return `decode_weight` for the operands of Hopper's kernel, see hopper_integers."""
+    """Return the weight's values as `decode_weight` does, from the operands of Hopper's kernel, see hopper_integers."""
     num_rows, k = words.shape[0], words.shape[1] * 8
     out_NK = torch.empty((num_rows, k), dtype=dtype, device=words.device)
     decode_words_kernel[(cdiv(num_rows, _WORD_ROWS), k // 128)](

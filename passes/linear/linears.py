@@ -165,12 +165,12 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
 
 
 def is_by_columns(node: fx.Node) -> bool:
-    """Return whether an expert matrix is [E, K, N]: products read it as it is."""
+    """Return whether an expert matrix has the shape [E, K, N], which products read without a transpose."""
     return any(is_call(user, aten.bmm.default) for user in node.users)
 
 
 def by_rows(node: fx.Node) -> Parameter:
-    """Return the description of an expert matrix as [E, N, K], in which it is in memory."""
+    """Return the description of an expert matrix with the shape [E, N, K], its order in memory."""
     weight = parameter_of(node)
     if not is_by_columns(node):
         return weight

@@ -5,8 +5,8 @@ bandwidth better than several small ones. Weights are packed before loading: the
 without copies. silu_mul needs gate and up merged, so gate and up are kept apart from other linears of the same input,
 such as attention's in parallel blocks.
 
-Of quantised weights, codes and scales are packed. Where the weights' tiles differ in rows, scales are repeated, so
-nothing is rounded again.
+For quantised weights, codes and scales are packed. Where the weights' tiles differ in rows, scales are repeated, so
+nothing is rounded a second time.
 """
 
 from __future__ import annotations

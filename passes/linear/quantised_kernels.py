@@ -164,7 +164,10 @@ def multiply(
     activation: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute `launch` for codes with scales [C, T], or without scales for inputs that are not rounded."""
+    """Compute the product of `launch` and the steps after it.
+
+    x_TK: codes with the scales inputs_CT, or values that are not rounded if inputs_CT is None.
+    """
     kernel = _kernel_for(x_TK, codes_NK, silu_mul, bias_N, scheme, dtype)
     if kernel == HOPPER_CODES:
         scaling = scaling_of(scales_RC, inputs_CT, scheme)

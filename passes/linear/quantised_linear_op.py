@@ -42,11 +42,10 @@ def reference(
     """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
 
     scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words with scales and zero
-    points by columns, see hopper_integers. zeros_RC: zero points, uint8, for
-    schemes that have them. input_scale_1: for static inputs. input_scales_CT: scales of x if x is codes (see
-    round_inputs), for results of `dtype` and without a norm. columns_1K: the column of x for each column of the codes,
-    for reordered schemes. Other arguments and the order of steps: see
-    small_batch_linear.
+    points by columns, see hopper_integers. zeros_RC: zero points, uint8, for schemes that have them. input_scale_1: for
+    static inputs. input_scales_CT: scales of x if x is codes (see round_inputs); the results then have `dtype`, and
+    there is no norm. columns_1K: the column of x for each column of the codes, for reordered schemes. For the other
+    arguments and the order of steps see small_batch_linear.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if codes_NK.dtype == torch.int32:

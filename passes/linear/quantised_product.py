@@ -68,7 +68,10 @@ def store_outputs(
     SILU_MUL: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ) -> None:
-    """Store products with the rows of `weight_rows` from output `first` on, after the bias and what is fused."""
+    """Add the bias to products, apply what is fused, and store the outputs from `first` on.
+
+    y_TN: products of tokens with the rows that `weight_rows` returns.
+    """
     ROWS: tl.constexpr = y_TN.shape[1]
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     output_M = first + tl.arange(0, OUTPUTS)
@@ -182,7 +185,7 @@ def step_of(scheme: LinearScheme) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens and weight rows of a program, gate and up counted together, and its compilation."""
+    """The tokens and weight rows of a program, gate and up counted together, and its compilation options."""
 
     tokens: int
     rows: int

@@ -1,7 +1,7 @@
 """Rounds the inputs of quantised linears in the kernel that computes them.
 
-That is an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by themselves. A program
-handles one row.
+That kernel computes an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by a kernel
+of their own. A program handles one row.
 
 Why: in plain torch, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel with the
 row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
@@ -462,7 +462,7 @@ def _round_inputs(
 
 
 def fake_codes(x_TK: torch.Tensor, rounding: str, halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised codes and scales of x. halves: for half as many columns as x has."""
+    """Return uninitialised codes and scales of x, for tracing. halves: for half as many columns as x has."""
     num_tokens, k = x_TK.shape
     parsed = rounding_of(rounding)
     codes_TK = x_TK.new_empty((num_tokens, k // 2 if halves else k), dtype=parsed.dtype)
@@ -537,7 +537,7 @@ def fake_sum(
     rounding: str,
     *others: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return uninitialised results of `sum_reference`."""
+    """Return uninitialised results with the shapes and dtypes of those of `sum_reference`."""
     return *fake_codes(x_TD, rounding), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
 
 

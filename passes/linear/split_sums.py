@@ -30,7 +30,7 @@ def sum_splits_kernel(
     OUTPUTS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (outputs, token): adds the splits in order, then the bias and what is fused.
+    """Program (outputs, token): adds the splits in order, then adds the bias and applies what is fused.
 
     partials: fp32 [SPLITS, num_tokens, num_outputs, or twice with SILU_MUL]; out, residual: [num_tokens, num_outputs].
     """
@@ -68,7 +68,7 @@ def sum_splits(
     activation: str,
     out_TM: torch.Tensor,
 ) -> None:
-    """Write the sum of the splits to out: plus bias, or with `gated` activation(gate) * up, plus the residual."""
+    """Write to out_TM the sum of the splits plus bias, or with `gated` activation(gate) * up of that, plus residual."""
     splits, num_tokens, _ = partials_STN.shape
     outputs = out_TM.shape[1]
     sum_splits_kernel[(cdiv(outputs, _OUTPUTS), num_tokens)](

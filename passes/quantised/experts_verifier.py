@@ -118,8 +118,10 @@ class _Checkpoint:
         return self._of_rank(random_values(leaf.name, shape, self.device).to(leaf.torch_dtype), leaf.shard)
 
     def _stacked(self, name: str, part: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Apply `part` to the codes, scales, zero points and shape of each projection; an expert's results are
-        stacked."""
+        """Return the results of `part` for all projections: [experts, rows of all projections, ...].
+
+        part: takes the codes, scales, zero points and shape of one projection.
+        """
         weight, rounding, projections = self.weights[name], self._rounding(name), projections_of(name)
         num_experts, num_rows, k = weight.shape if weight.shard is None else weight.shard.whole
         made = []

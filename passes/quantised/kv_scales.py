@@ -1,7 +1,7 @@
 """Gives attention over an FP8 cache the scales of its keys and values, as a parameter.
 
-Model files need no change for them. The pass runs before fusing passes, which keep the argument. The parameter is
-filled from the checkpoint, or with 1 if the checkpoint has no scales: see models/checkpoint/kv_scales.py.
+Model files contain nothing about these scales. The pass runs before the fusing passes, which keep the argument. The
+parameter is filled from the checkpoint, or with 1 if the checkpoint has no scales: see models/checkpoint/kv_scales.py.
 """
 
 from __future__ import annotations

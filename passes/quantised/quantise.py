@@ -126,7 +126,7 @@ _EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:
-    """Return (rows, columns) that tiles must divide; 0: any.
+    """Return (rows, columns) that the rows and columns of a tile must divide; 0: no condition.
 
     Rows end at each sharded section, since linears are merged; columns end only where the share does.
     """

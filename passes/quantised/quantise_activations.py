@@ -81,9 +81,9 @@ def _rounded(
     linears: list[fx.Node],
     replacements: list[Replacement],
 ) -> tuple[fx.Node, fx.Node, str]:
-    """Emit the codes and scales of a value that these linears read; returns them and where they are computed.
+    """Emit the rounding of a value that these linears read. Return (codes, scales, where they are computed).
 
-    Appends to `replacements` the sum of a norm that is replaced.
+    If the rounding is in the norm of a sum, appends the replacement of the sum to `replacements`.
     """
     how: dict[str, Any] = {"static_1": static, "rounding": str(rounding)}
     by = "alone"

@@ -32,7 +32,7 @@ class ReorderCodes(GraphPass):
         return None if device_type == "cuda" else "only a kernel of Hopper reads another order"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect nothing: which linears fit is known once they are merged. The notes name the others."""
+        """Expect no match: which linears fit is known only after merging. Notes name the linears that do not fit."""
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -60,7 +60,7 @@ def _obstacle(node: fx.Node) -> str | None:
 
 
 def reorder(graph: fx.Graph, node: fx.Node) -> None:
-    """Let a quantised linear read reordered operands."""
+    """Change a quantised linear so that it reads reordered codes, scales and zero points."""
     arguments = named(node)
     operands = {
         "codes_NK": _made(graph, arguments["codes_NK"], "words", "int32"),
@@ -75,7 +75,7 @@ def reorder(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _made(graph: fx.Graph, operand: fx.Node, step: str, dtype: str) -> fx.Node:
-    """Return an input of the graph that the loader makes from another one."""
+    """Add an input to the graph that the loader makes from `operand` by the step `step`, and return it."""
     value = operand.meta["val"]
     with fake_mode_of(value):
         result = STEPS[step](torch.empty(value.shape, dtype=value.dtype, device=value.device), dtype)

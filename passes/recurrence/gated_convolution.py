@@ -1,6 +1,6 @@
 """Moves the products around a short convolution into its op.
 
-They are the product of its input with a factor, and the product of its result with a gate.
+The products are those of its input with a factor, and of its result with a gate.
 
 Why: each product would be a kernel that reads and writes the whole activation for a few multiplications. In a decode
 step such a kernel takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without
