@@ -68,7 +68,7 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """Compute causal attention over the cache into `out_THd`, writing every element.
+        """Write causal attention over the cache to every element of `out_THd`.
 
         q and out may have more tokens than the requests: padding, whose output is not read.
         """
@@ -83,7 +83,7 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """Compute bidirectional attention among the tokens of each request into `out_THd`; see `op.packed_attention`.
+        """Write to `out_THd` the bidirectional attention among the tokens of each request; see `op.packed_attention`.
 
         Of the inputs, only query_start_loc_R1, seq_lens_R and host_3 are read. A row with seq_len 0 is padding, whose
         output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
@@ -152,7 +152,7 @@ def choose_backend(requested: str, requested_block_size: int | str, cases: Seque
         raise ValueError(f"block_size is {requested_block_size!r}; allowed: 1 to {MAX_BLOCK_SIZE}, or 'auto'")
 
     def chosen(name: str, reasons: dict[str, str]) -> AttentionChoice:
-        """Choose this backend. Raises Refused or ImportError."""
+        """Return the choice of this backend. Raises Refused or ImportError."""
         backend = get_backend(name)
         if requested_block_size == "auto":
             block_size = backend.default_block_size

@@ -138,7 +138,7 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 
 def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all of these contexts."""
+    """Return all `contexts`: each of them has other kernels for requests with drafts."""
     return contexts
 
 

@@ -53,7 +53,7 @@ def key_offset(
 ) -> tl.tensor:
     """Return the number of elements before a key in the cache. key: see row_of.
 
-    The key's value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH elements further.
+    The value that belongs to the key is BLOCK_SIZE * NUM_KV_HEADS * WIDTH elements further.
     """
     if WIDTH == HEAD_DIM:
         return row_of(block, key, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)

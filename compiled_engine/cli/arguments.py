@@ -59,7 +59,7 @@ class Argument:
 
     @property
     def variable(self) -> str:
-        """The environment variable for the option: its name in capitals."""
+        """The environment variable for the option: its name in capitals, after the prefix ENVIRONMENT."""
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     @property
@@ -121,7 +121,10 @@ class Argument:
 
     @property
     def _may_be_emptied(self) -> bool:
-        """Whether 0 can stand for an empty list: [] differs from the default None, and 0 is no valid entry."""
+        """Whether the option takes 0 for an empty list.
+
+        It does if an empty list differs from the default None, and 0 is no valid entry.
+        """
         items = self.declaration.schema.get("items", {})
         return self.declaration.default is None and items.get("minimum") == 1
 
@@ -133,7 +136,7 @@ def _type(schema: JsonSchema) -> Any:
 
 
 def arguments_of(options: type[Any]) -> tuple[Argument, ...]:
-    """Return the options that a dataclass declares with values that a command line can express."""
+    """Return a dataclass's options whose values can be written on a command line."""
     return tuple(
         Argument(each) for each in declarations(options) if each.flag is not None and _can_be_written(each.schema)
     )

@@ -28,9 +28,9 @@ def startup(
 ) -> None:
     """Measure the seconds from the start of a process to its first token, cold (empty compile cache) and warm.
 
-    Every start is a fresh process, and its imports count; each pair has a temporary cache. With --shape the checkpoint
-    has a tokenizer of 151,000 tokens, as the real ones have. The bound is a process that imports PyTorch and computes a
-    number on the device, measured in turn with the starts.
+    Every start is a fresh process, and its imports count. Each pair of a cold and a warm start has a temporary cache.
+    With --shape the checkpoint has a tokenizer of 151,000 tokens, as the real ones have. The bound is a process that
+    imports PyTorch and computes a number on the device, measured in turn with the starts.
 
     JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), torch_alone (the
     bound, with median and spread), repeats, date, machine, model, options, versions, command.

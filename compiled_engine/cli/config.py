@@ -24,7 +24,8 @@ def config(
 ) -> None:
     """Show the configuration that the engine would run with, and why.
 
-    Nothing is compiled, no weights are read or downloaded. For a model on several devices it shows the share of each.
+    Nothing is compiled, and no weights are read or downloaded. A model on several devices is shown with each device's
+    share.
 
     Examples:
 

@@ -92,7 +92,7 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
-    """Report the cache entry, after building it if it is missing."""
+    """Return a report on the cache entry of a configuration. A missing entry is built first."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report

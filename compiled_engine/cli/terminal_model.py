@@ -17,7 +17,10 @@ ALLOWED_URL = "http://HOST:PORT or https://HOST:PORT"
 
 
 class LocalModel:
-    """A model in this process. Raises BadInputError for invalid options and input."""
+    """A model that runs in this process.
+
+    Its constructor raises BadInputError for invalid options, its methods for invalid input.
+    """
 
     def __init__(self, engine: Mapping[str, Any], sampling: Mapping[str, Any], *, quiet: bool) -> None:
         with bad_input_is_reported():

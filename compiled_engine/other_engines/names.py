@@ -1,4 +1,4 @@
-"""Counterparts of names that scripts import from vLLM and that this engine does not have: EngineArgs and prompts."""
+"""Counterparts of vLLM's EngineArgs, TokensPrompt and TextPrompt, which scripts import."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option hf_overrides, merged from all keywords of OVERRIDES; each keyword yields the same result."""
+    """Return the option hf_overrides, merged from all keywords of OVERRIDES, whichever of them `value` has."""
     found: dict[str, Any] = {}
     for name in OVERRIDES:
         each = given.get(name)

@@ -90,7 +90,10 @@ def resolve_parallel(
 
 
 def _stage_layers(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> tuple[int, ...]:
-    """Return ParallelConfig.stage_layers. Raises ValueError for a model that cannot be divided into stages."""
+    """Return the number of layers of each pipeline stage, () for a single stage.
+
+    Raises ValueError for a model that cannot be divided into stages.
+    """
     stages = options.pipeline_parallel_size
     if stages == 1:
         return ()

@@ -82,7 +82,7 @@ def read_adapter_files(
     values: keep the tensors' bytes. within: folders that must contain the files after links are resolved; empty allows
     any. digest: required digest of the files. most_bytes: limit for the weights file.
 
-    Raises ValueError, one line, if a file is missing, damaged, not supported or exceeds a limit.
+    Raises ValueError, with a message of one line, if a file is missing, damaged or not supported, or exceeds a limit.
     """
     whole, weights = hashlib.sha256(), hashlib.sha256()
     config = _read_config(folder, within)

@@ -102,7 +102,8 @@ def read_adapter(
     """Read an adapter's folder, and check that all values are finite.
 
     values: False gives tensors on the device "meta", with shapes only. Other arguments: see `read_adapter_files`.
-    Raises ValueError, one line with the folder, for files that are missing, damaged, contradictory or not supported.
+    Raises ValueError, with one line that names the folder, for files that are missing, damaged, contradictory or not
+    supported.
     """
     files = read_adapter_files(folder, values=values, within=within, digest=digest, most_bytes=most_bytes)
     fields, tensors = files.fields, _tensors(folder, files)
@@ -195,8 +196,10 @@ class _Scales:
         self._rslora, self._dora = fields.boolean("use_rslora", False), fields.boolean("use_dora", False)
 
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
-        """Return a module's scale. Raises ValueError if its rank, or the presence of a magnitude, contradicts the
-        config."""
+        """Return a module's scale.
+
+        Raises ValueError if the module's rank, or the presence of a magnitude, contradicts the config.
+        """
         named = self._ranks.number(module)
         if named is None and "r" in self._fields:
             named = self._fields.integer("r")

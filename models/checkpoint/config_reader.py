@@ -61,13 +61,13 @@ def read_model_config(
     pooling: PoolingOptions | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
-    """Return the model in a checkpoint folder, and the reasons for values that were chosen, by dotted field name.
+    """Return the configuration of a checkpoint folder's model, and the reasons for chosen values by dotted field name.
 
     dtype, load_format, model_impl, quantization: as checked by EngineOptions. max_model_len: tokens, None for the
-    model's limit. device_type: cpu or cuda. hub_name, revision: the hub's name of the checkpoint; its weights need not
-    be downloaded yet. cache_dir: folder for descriptions of transformers' models. quantization: None for the
-    checkpoint's own. quantization_ignore: targets to leave unquantised. overrides: values that replace those of
-    config.json.
+    model's limit. device_type: cpu or cuda. hub_name, revision: name and commit of a checkpoint from the hub, whose
+    weights need not be downloaded yet. cache_dir: folder for descriptions of transformers' models. quantization: None
+    for the checkpoint's own. quantization_ignore: targets to leave unquantised. pooling: the user's options for a
+    pooling model. overrides: values that replace those of config.json.
 
     Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
@@ -150,7 +150,9 @@ def read_model_config(
 def _foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None, names: list[str], architecture: str
 ) -> tuple[ModelConfig, str]:
-    """Call foreign_model; if transformers does not know the architecture, name the textbook's in the error."""
+    """Return the result of foreign_model. If transformers does not know the architecture, the error also names the
+    architectures of the textbook.
+    """
     try:
         return foreign_model(fields, path, dtype, cache_dir, names)
     except UnknownArchitectureError as error:

@@ -32,7 +32,7 @@ UNREAD = (TOKENS, "t2d", "mask_hidden")
 
 
 def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: str) -> tuple[ModelConfig, list[int]]:
-    """Return the head in a folder, and the indices (from 0) of the target model's layers whose inputs it reads.
+    """Return the configuration of a folder's head, and the layers of the target model (from 0) whose inputs it reads.
 
     target: the model to draft for. The head accepts positions up to max_model_len, whatever length it was trained with.
     Raises ValueError for a field or tensor that is wrong or missing, and for a head of another model.

@@ -141,7 +141,7 @@ def download_weights(name: str, folder: Path, progress: Progress) -> None:
 
 
 def _cached(repository: Repository, file: str) -> Path | None:
-    """Return the revision's snapshot folder if the cache has this file in it."""
+    """Return the revision's snapshot folder if the cache has this file in it; None otherwise."""
     with _errors_in_words(repository, ""):
         path = try_to_load_from_cache(repository.name, file, repository.cache_dir, repository.revision)
     return Path(path).parent if isinstance(path, str) else None
@@ -259,7 +259,7 @@ def _report_to(advance: Advance) -> type[tqdm]:
 
 
 def _named(repository: Repository) -> str:
-    """Begin an error message with the option and the repository."""
+    """Return the beginning of an error message: the option and the repository."""
     return f"{repository.field} is {repository.name!r} on {constants.ENDPOINT}"
 
 

@@ -58,7 +58,7 @@ class JsonFields:
 
     @classmethod
     def from_text(cls, path: Path, text: bytes) -> JsonFields:
-        """Parse a file's content. Raises as `from_file`."""
+        """Parse the content `text` of the file `path`. Raises the errors of `from_file`."""
         try:
             if not text.strip():
                 raise ValueError("it is empty")

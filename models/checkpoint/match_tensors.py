@@ -83,7 +83,7 @@ def match_tensors(
 
 
 def _is_zero_bias(name: str, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> bool:
-    """Return whether a tensor is the bias of zeros that writers of GPTQ gave each linear, with or without a bias."""
+    """Return whether a tensor is a bias of zeros, which writers of GPTQ store for linears without a bias."""
     module, _, kind = name.rpartition(".")
     return kind == "bias" and f"{module}.weight" in stored and not tensors[name].any()
 
@@ -95,7 +95,7 @@ def _of_transformers(
     shapes: Mapping[str, Shape],
     cache_dir: Path | None,
 ) -> tuple[list[Placement], Problems]:
-    """Match as transformers would load the tensors; a pooler's tensors are matched by name."""
+    """Match the checkpoint's tensors to the model's as transformers does. A pooler's tensors are matched by name."""
     of_pooler = [name for name in shapes if name.startswith(f"{POOLER}.")]
     stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
     try:
@@ -112,7 +112,7 @@ def _of_transformers(
 def _of_textbook(
     model: nn.Module, own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[list[Placement], Problems]:
-    """Match by the model's parameter names; experts declare the names of their parts."""
+    """Match the checkpoint's tensors to the model's by name. Experts declare their tensors' names."""
     expected = {name: (name, tuple((0, size) for size in tensor.shape)) for name, tensor in own.items()}
     of_file = {name: tuple(tensor.shape) for name, tensor in own.items()}
     for path, module in model.named_modules():

@@ -25,8 +25,8 @@ class NamePatterns:
     def __init__(self, fields: JsonFields, name: str) -> None:
         """Compile the patterns of a field.
 
-        Raises ValueError, one line with the pattern, if one cannot be matched in linear time or its value is no number
-        above 0.
+        Raises ValueError, with one line that names the pattern, if a pattern cannot be matched in linear time or its
+        value is no number above 0.
         """
         section = fields.section(name)
         self._source = section.source

@@ -47,9 +47,9 @@ def read_nvfp4(
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
     """Return the checkpoint's tensors with NVFP4 weights in the engine's layout, and the codes by the weight's name.
 
-    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has their shape and
-    element type. Scales become fp32 [N, K / 16], as `weight_scale`. Raises ValueError, with names and values, if
-    tensors contradict each other.
+    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces the codes; it has the weight's shape
+    and the codes' dtype. Scales become fp32 [N, K / 16], as `weight_scale`. Raises ValueError, with names and values,
+    if tensors contradict each other.
     """
     found, packed = dict(tensors), dict[str, PackedWeight]()
     if quantisation is None or quantisation.method not in _NAMES:

@@ -71,7 +71,7 @@ class PackedWeight:
         return self._bytes_of(self.words) if as_stored else None
 
     def _bytes_of(self, by_rows: torch.Tensor) -> torch.Tensor:
-        """Return the codes' bytes, which are those of the engine's layout. by_rows: words of neighbouring columns."""
+        """Return the codes' bytes in the engine's layout. by_rows: words, each of neighbouring columns of a row."""
         return by_rows.view(torch.uint8)[:, : self.num_columns // self.rounding.format.per_byte]
 
     def to(self, device: torch.device) -> torch.Tensor:
@@ -151,9 +151,7 @@ class _Linear:
         return WORD // self.bits
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this linear's tensors as `read_packed` describes them. Raises ValueError if they contradict each
-        other.
-        """
+        """Return this linear's tensors as `read_packed` does. Raises ValueError if they contradict each other."""
         num_rows, num_columns = self._sizes()
         rounding, by_group = self.scheme.weight, self.layout != PACKED
         rows, groups = rounding.grid(num_rows, num_columns)
@@ -175,9 +173,7 @@ class _Linear:
         return PackedWeight(words, self.layout, self.scheme.weight, self._sizes()[1], self._columns())
 
     def _part(self, kind: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the tensor `kind`. Raises ValueError if it is missing, or has another shape or dtype than the given
-        ones.
-        """
+        """Return the tensor `kind`. Raises ValueError if it is missing, or has another shape or dtype than given."""
         name, tensor = f"{self.module}.{kind}", self.parts[kind]
         if tensor is None:
             raise ValueError(f"{name} is missing")

@@ -407,13 +407,13 @@ def pooling_tensors(
 
 
 def _of_linears(heads: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Name the tensors of the head's linears as in the model."""
+    """Return the tensors of the head's linears under their names in the model."""
     named = ((f"{POOLER}.{number}.{name}", t) for number, head in enumerate(heads) for name, t in head.items())
     return dict(named)
 
 
 def _own_name(name: str, own: Collection[str]) -> str:
-    """Return the model's name of a decoder's tensor. A decoder that is stored alone lacks the prefix `model`.
+    """Return a decoder tensor's name in the model. A decoder that is stored alone lacks the prefix `model`.
 
     A scale, which is no parameter of the model, gets the prefix if its weight does.
     """

@@ -158,7 +158,7 @@ def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
 
 
 def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
-    """Return why the format cannot hold a weight; None if it is quantised."""
+    """Return why the format cannot hold a weight; None if it can."""
     columns = scheme.weight.columns
     if not scheme.weight.is_integer:
         return None
@@ -166,8 +166,9 @@ def _obstacle(weight: torch.Tensor, scheme: LinearScheme) -> str | None:
 
 
 def quantise_weight(weight_NK: torch.Tensor, scheme: LinearScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, [N, K] or packed, and fp32 scales [R, C] of R x C tiles. Computes some rows at a time to save
-    memory.
+    """Return codes, [N, K] or packed, and fp32 scales [R, C] of R x C tiles.
+
+    Computes some rows at a time, which saves memory.
     """
     rounding = scheme.weight
     codes_NK = torch.empty(rounding.stored(*weight_NK.shape), dtype=rounding.dtype)

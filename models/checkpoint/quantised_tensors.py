@@ -34,8 +34,9 @@ class Stored:
 
     @property
     def beside(self) -> list[str]:
-        """Names of the tensors that are stored with the codes: the scales, then zero points, column order and input
-        scale if they exist.
+        """Names of the tensors that are stored with the codes.
+
+        The scales come first, then zero points, column order and input scale if they exist.
         """
         return [name for name in (self.scales, self.zeros, self.columns, self.input_scale) if name is not None]
 
@@ -185,7 +186,7 @@ def _tiles_of(spans: tuple[Span, ...], tile: Rounding, placement: Placement) -> 
 
 
 def decode_scaled(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Dequantise the part `part` of values [N, K] into `target`, on its device and in its dtype.
+    """Dequantise `part` of a weight [N, K] into `target`, on the device and in the dtype of `target`.
 
     sources: codes, scales, then zero points and the order of the columns, if the scheme has them.
     """

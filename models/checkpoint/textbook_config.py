@@ -100,8 +100,10 @@ def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_hea
 
 
 def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
-    """Return the model's rope, and the theta of sliding-window layers if it differs: per layer type in rope_parameters
-    (transformers 5), or in rope_local_base_freq (4)."""
+    """Return the model's rope, and the theta of sliding-window layers; None if it is the same in all layers.
+
+    In transformers 5 rope_parameters has both, by layer type. In transformers 4 rope_local_base_freq has the theta.
+    """
     by_kind = fields.section("rope_parameters")
     if "full_attention" in by_kind and "sliding_attention" in by_kind:
         full, sliding = by_kind.section("full_attention"), by_kind.section("sliding_attention")
@@ -148,7 +150,10 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
 
 
 def _supported_length(rope: RopeConfig, local_theta: float | None, max_position_embeddings: int) -> tuple[int, str]:
-    """Return a number of tokens and its source. Gemma 3, which has a local rope, already includes the linear factor."""
+    """Return the longest supported length in tokens, and its source.
+
+    With a local rope, as in Gemma 3, max_position_embeddings already includes the linear factor.
+    """
     if rope.kind == "linear" and local_theta is None:
         return int(max_position_embeddings * rope.factor), "max_position_embeddings x the linear rope factor"
     if rope.kind == "yarn" and rope.original_max_position_embeddings is not None:

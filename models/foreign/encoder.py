@@ -84,7 +84,7 @@ class Classifier(Encoder):
         return _heads(self.model)
 
     def pooler(self, pooled_RW: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, L] from pooled hidden states."""
+        """Return logits [R, L] of L labels from pooled hidden states [R, W]."""
         return self.model(inputs_embeds=pooled_RW.unsqueeze(1), hand_on=True).logits
 
 
@@ -105,8 +105,8 @@ class Base:
 class HandedOn:
     """Stands in for the base model's output where a classifier's head runs alone.
 
-    last_hidden_state was computed earlier; pooler_output is the pooler's result of it, None without a pooler. All other
-    outputs are None.
+    last_hidden_state was computed earlier; pooler_output is the pooler's result for it, None without a pooler. All
+    other outputs are None.
     """
 
     hidden_states = attentions = cross_attentions = cache = past_key_values = None

@@ -64,7 +64,10 @@ class Placement:
         return found
 
     def view(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the part `taken` of the source in the parameter's layout, except for dimensions of size 1."""
+        """Return the part `taken` of the source, with its last two dimensions swapped if `transposed`.
+
+        Its shape is that of the part `placed`, except for dimensions of size 1.
+        """
         part = _part(source, self.taken)
         return part.mT if self.transposed else part
 

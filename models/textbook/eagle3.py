@@ -104,7 +104,7 @@ class Eagle3Head(nn.Module):
         return hidden_TD
 
     def combine(self, aux_hidden_states_TE: torch.Tensor) -> torch.Tensor:
-        """Return features [T, D] from the target model's hidden states, the layers concatenated in each row."""
+        """Return features [T, D] from hidden states of several layers of the target model, concatenated by columns."""
         features_TD: torch.Tensor = self.fc(self.input_norm(aux_hidden_states_TE))
         return features_TD
 

@@ -92,7 +92,8 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
 def _codes_of(weight: fx.Node, codes: str, prefix: str) -> dict[str, Any]:
     """Return the op's arguments for a quantised weight; {} for any other weight.
 
-    codes: name of the argument for the codes. prefix: how the names for scales, zero points and scheme begin.
+    codes: name of the argument for the codes. prefix: begins the names of the arguments for scales, zero points and
+    scheme.
     """
     if not is_call(weight, experts_weight):
         return {}

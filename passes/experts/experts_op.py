@@ -45,7 +45,7 @@ class GroupedTiles:
 
 
 def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
-    """Choose tiles by the step's tokens, which many experts share, and by the columns of both products."""
+    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both products."""
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens <= FEW_TOKENS:
@@ -438,7 +438,7 @@ def _grouped(
 
 
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
-    """Return the columns of a step of grouped_kernel. A step ends where a tile ends, unless scales are exponents."""
+    """Return the columns of a step of grouped_kernel. They share a scale, unless scales are exponents."""
     if weight.codes["PACKED"] == "e2m1":
         return tiles.block_k
     return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)

@@ -53,7 +53,7 @@ def why_not_in_words(num_rows: int, k: int, scheme: LinearScheme, dtype: torch.d
 def in_rows(
     words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Convert operands of Hopper's kernel to codes, scales and zero points by rows, as linears have them otherwise."""
+    """Convert operands of Hopper's kernel to codes, scales and zero points by rows, as other kernels read them."""
     return from_words(words), scales_CN.t(), None if zeros_CN is None else zeros_CN.t().to(torch.uint8)
 
 

@@ -64,7 +64,7 @@ def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_
 
 
 def stages_of(tiles: HopperTiles, silu_mul: bool, k: int, memory: int) -> int:
-    """Return how many stages fit this many bytes of shared memory, at most one per step."""
+    """Return the number of stages that fit `memory` bytes of shared memory, at most one per step."""
     steps = cdiv(k, COLUMNS * tiles.parts * tiles.products)
     return max(1, min((memory - tiles.ending_bytes(silu_mul)) // tiles.stage_bytes, steps))
 

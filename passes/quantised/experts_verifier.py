@@ -141,7 +141,10 @@ class _Checkpoint:
         return scheme.weight
 
     def _local(self, weight: Parameter) -> Rounding:
-        """Return the tiles of a weight that is quantised while loading: each rank quantises its own part."""
+        """Return the rounding of a weight that is quantised while loading.
+
+        Each rank quantises its own part, so tiles are cut to end where the part does.
+        """
         rounding, (_, rows, columns) = self._rounding(weight.name), weight.shape
         divided = rounding.columns and weight.shard is not None and weight.shard.divides_input
         return Rounding(

@@ -126,9 +126,10 @@ _EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:
-    """Return (rows, columns) that the rows and columns of a tile must divide; 0: no condition.
+    """Return the numbers of rows and of columns that the rows and columns of a tile must divide; 0: no condition.
 
-    Rows end at each sharded section, since linears are merged; columns end only where the share does.
+    A tile must not cross the end of a rank's part of a section of rows, since linears are merged, or the end of a
+    rank's columns.
     """
     shard = weight.shard
     if shard is None or shard.dim is None:

@@ -26,8 +26,10 @@ from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
 
 class QuantiseExperts(GraphPass):
-    """The pass for textbook models, and for MXFP4. With transformers' model code, other codes of experts are decoded
-    while they are loaded."""
+    """Keeps expert matrices quantised in textbook models, and in MXFP4 in all models.
+
+    With transformers' model code, all other codes of experts are decoded while they are loaded.
+    """
 
     name = "quantise_experts"
     required = True  # its parameters make the loader read codes

@@ -156,7 +156,7 @@ def random_zeros(name: str, shape: tuple[int, ...], rounding: Rounding, device: 
 
 
 def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return stored scales in fp32: those of one byte are powers of two."""
+    """Return stored scales in fp32. Scales of one byte are exponents of two."""
     if rounding.format.scales != torch.uint8:
         return scales
     return torch.tensor([2.0 ** (power - 127) for power in range(255)], device=scales.device)[scales.long()]
@@ -218,7 +218,10 @@ def _verify(name: str, checkpoint: _Checkpoint, old: Linear, new: Linear) -> Non
 
 
 def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
-    """Return the tiles of a weight that is quantised while loading: each rank quantises its own part."""
+    """Return the rounding of a weight that is quantised while loading.
+
+    Each rank quantises its own part, so tiles are cut to end where the part does.
+    """
     shard, (rows, columns) = weight.shard, weight.shape
     lengths = [rows] if shard is None or shard.dim != 0 else [length // parts for length, parts in shard.sections]
     divided = rounding.columns and shard is not None and shard.divides_input

@@ -95,7 +95,7 @@ def raw_halves(codes):  # type: ignore[no-untyped-def]
 def value_layout(keys: int, head_dim: int, warps: int) -> Any:
     """Return the layout of a tile of values [keys, head_dim] in registers.
 
-    A thread reads neighbouring elements, of the keys whose weights it multiplies them with.
+    Each thread reads neighbouring elements of a value. It reads them for the keys that its part of the product needs.
     """
     near = head_dim // (8 * warps)
     registers = [[0, 1 << i] for i in range(near.bit_length() - 1)] + [[1, 0]]

@@ -168,7 +168,8 @@ def prefill_sources(
 def workspace_blocks(facts: BatchFacts, block_size: int) -> tuple[int, int]:
     """Return the number of blocks of the workspace, and the largest number that the contexts of the prompts may need.
 
-    The workspace has at least one block, because even without prompts a program must tell the prefill kernels so.
+    The workspace has at least one block. So a program runs even without prompts, and writes the numbers of tiles that
+    prefill kernels read.
     """
     num_prompts = facts.num_requests - facts.num_decodes
     bound = cdiv(MOST_CONTEXT_PER_TOKEN * facts.num_tokens, block_size) + num_prompts

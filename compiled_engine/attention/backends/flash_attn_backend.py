@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashAttnBackend(AttentionBackend):
-    """See the module's docstring. For a row with seq_len 0 the kernels write zeros and read no key."""
+    """Attention with flash-attn, see the module. For a row with seq_len 0 the kernels write zeros and read no key."""
 
     name = "flash_attn"
     default_block_size = 256

@@ -460,7 +460,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
     """Return whether hopper_prefill serves a batch with tiles of tile_rows rows.
 
-    It does not read an 8-bit cache, because keys and values are copied directly to where they are multiplied.
+    The kernel does not read an 8-bit cache, because keys and values are copied directly to where they are multiplied.
     """
     return (
         tile_rows == ROWS.value

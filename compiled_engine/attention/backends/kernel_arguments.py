@@ -68,7 +68,7 @@ def _paged_constants(
 
 
 class NewKeys(NamedTuple):
-    """This step's keys and values, which are to be written, and the rotation to apply to queries and keys before."""
+    """This step's keys and values to be written, and the rotation to apply to queries and keys before that."""
 
     k_TKd: torch.Tensor
     v_TKd: torch.Tensor

@@ -97,8 +97,8 @@ def _num_items(
     """Return the number of splits and the number of tiles of each request. A request with a single query is a decode.
 
     All layers share the list, but a layer with a window splits only the keys in its window, which may make more splits
-    than all keys make: 16 of 2,048 keys, 13 of 2,049. So the list has the largest number of splits that any layer may
-    need.
+    than all keys make: 2,048 keys may make 16 splits, and 2,049 keys 13. So the list has the largest number of splits
+    that any layer may need.
     """
     splits = tl.minimum(tl.maximum(tl.cdiv(num_keys, min_keys), 1), MAX_SPLITS)
     return tl.where(query_len == 1, splits, 0), tl.where(query_len > 1, tl.cdiv(query_len, QUERIES), 0)
