@@ -242,7 +242,7 @@ EXTRA_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Preparation:
-    """How to fill the compile cache before the measurement, in processes that each start one variant."""
+    """Plan for filling the compile cache before the measurement, by processes that each start one variant."""
 
     at_a_time: int  # concurrent processes
     num_blocks: int  # size of each KV cache

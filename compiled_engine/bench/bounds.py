@@ -254,7 +254,7 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure the rates: the best of a few large copies and of a few square products."""
+    """Measure the device's rates: the best of a few large copies and of a few square products in `dtype`."""
     num_bytes = COPY_BYTES[device.type]
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)

@@ -202,7 +202,7 @@ def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int)
 
 
 def draft_choice(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those engine metrics that show how the number of drafts and their sharpness are chosen.
+    """Return the engine metrics that show how the number of drafts and their sharpness are chosen.
 
     Empty if both are fixed. Includes the number of requests that stopped drafting, if any did.
     """

@@ -47,7 +47,7 @@ class Variant:
         return not {"quantization", "kv_cache_dtype"}.isdisjoint(self.options)
 
     def engine_options(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the shared options that this variant accepts, combined with its own options.
+        """Return the shared options that this variant accepts, combined with the variant's own options.
 
         Compiler options are dropped for eager variants, and graph options for variants without graphs. Sequence
         parallelism is dropped if one of its passes is disabled.

@@ -199,7 +199,7 @@ ON_CPU = HttpWorkload(32, 16, 64, 4096, 0.6, 8, 32, 64)
 
 
 def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
-    """Measure a workload with this engine. task: result of the workload's method `task`."""
+    """Measure a workload with this engine, and return its figures. task: result of the workload's method `task`."""
     if task["kind"] == "http":
         return HttpWorkload(**task["fields"]).measure(llm, task["repeats"])
     if task["kind"] == "text":

@@ -219,7 +219,7 @@ def prune(
 
 
 def parse_seconds(text: str) -> int:
-    """Parse a duration such as 90s, 10m, 12h, 30d or 8w. Raises ValueError for anything else."""
+    """Return the seconds of a duration such as 90s, 10m, 12h, 30d or 8w. Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+)([smhdw])", text)
     if not found:
         raise ValueError(f"older_than is {text!r}; allowed: a whole number with one of s, m, h, d, w, such as 30d")
@@ -227,7 +227,9 @@ def parse_seconds(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size: 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for anything else."""
+    """Return the bytes of a size: 800, 500MB, 1.5GB (powers of ten) or 2GiB (powers of two). Raises ValueError for
+    anything else.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.lower())
     if not found:
         raise ValueError(f"max_size is {text!r}; allowed: a number with B, KB, MB, GB, TB or KiB to TiB, such as 5GB")

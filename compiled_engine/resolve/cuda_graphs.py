@@ -95,7 +95,7 @@ def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
 
 
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
-    """Return Support.short_contexts of the backend if the pass that uses the kernels for short contexts is enabled.
+    """Return the backend's function Support.short_contexts if the pass that uses kernels for short contexts is enabled.
 
     Otherwise return a function that finds none.
     """

@@ -315,10 +315,10 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
 
 
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
-    """Return SpeculationConfig.acceptance_rates.
+    """Return SpeculationConfig.acceptance_rates; () unless acceptance is synthetic.
 
-    A given mean number of tokens per step is reached with the least variance: each step has its integer part, and one
-    more token with the probability of its fractional part.
+    Without rates, the given value is a mean number of tokens per step. It is reached with the least variance: each step
+    has its integer part, and one more token with the probability of its fractional part.
     """
     rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
     if given.get("rejection_sample_method") != SYNTHETIC:

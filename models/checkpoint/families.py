@@ -105,7 +105,10 @@ def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[in
 
 
 def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
-    """Read the experts. A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it."""
+    """Return the sizes of the experts, and the dense layers.
+
+    A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it.
+    """
     named = fields.values.get("mlp_only_layers") or []
     are_layers = isinstance(named, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in named)
     fields.require("mlp_only_layers", are_layers, f"a list of layers, 0 to {num_layers - 1}")
@@ -118,7 +121,7 @@ def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
 
 
 def _number_of_experts(fields: JsonFields) -> int:
-    """Read the number of experts: num_experts in transformers 4, also num_local_experts in 5."""
+    """Return the number of experts: num_experts in transformers 4, also num_local_experts in 5."""
     return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", 128)
 
 

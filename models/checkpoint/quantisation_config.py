@@ -188,7 +188,7 @@ def _inputs(group: JsonFields, stated: str) -> Rounding | None:
 
 
 def _block(fields: JsonFields, name: str) -> tuple[int, int]:
-    """Parse [128, 128] or "128x128"."""
+    """Return the two sizes of a block, written [128, 128] or "128x128"."""
     value: Any = fields.values.get(name)
     sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):

@@ -80,7 +80,7 @@ def indexed_files(folder: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: tensor name to file name."""
+    """Return the index: file name by tensor name."""
     section = JsonFields.from_file(folder / INDEX).section("weight_map")
     for name in section.values:
         file_name = section.text(name)

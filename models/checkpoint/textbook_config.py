@@ -118,7 +118,7 @@ def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> 
 
 
 def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int) -> RopeConfig:
-    """Read rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    """Return the rope that rope_theta and rope_scaling (transformers 4) or rope_parameters (5) describe."""
     scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", default_theta)
     kind_field = "rope_type" if "rope_type" in scaling else "type"

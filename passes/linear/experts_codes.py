@@ -89,10 +89,10 @@ def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device:
 
 
 def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
-    """Return the constexprs of kernels for a scheme of rows of num_columns columns; "" means weights that are not
-    quantised.
+    """Return the constexprs of kernels that read weights of num_columns columns.
 
-    PACKED: "" for none, "e2m1" or "integers"; ZERO: the zero point of all tiles; UNIT: see `unit_of`.
+    scheme: "" for weights that are not quantised. PACKED: "" for none, "e2m1" or "integers"; ZERO: the zero point of
+    all tiles; UNIT: see `unit_of`.
     """
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
     packed, zero, unit = "", 0, 0

@@ -38,11 +38,11 @@ _WORD_ROWS = 64
 
 @triton.jit
 def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return integer codes minus their zeros, or the values of codes of e2m1: exact in each floating-point dtype.
+    """Return integer codes minus zero points, or the values of e2m1 codes. Both are exact in each floating-point dtype.
 
-    The bits of e2m1 in the place of float16's are a float16 that is too small by 2^14. A conversion from integers is
-    slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32 that of 2^23, so setting the
-    low bits adds the code. Codes of 8 bits do not fit beside 128.
+    The bits of e2m1 in the place of float16's are a float16 that is too small by 2^14. Integer codes are not converted,
+    which is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32 that of 2^23, so
+    setting the low bits adds the code. Codes of 8 bits do not fit beside 128.
     """
     if ELEMENT == "e2m1":
         bits = (codes & 7).to(tl.int16) << 9 | (codes & 8).to(tl.int16) << 12

@@ -136,7 +136,7 @@ def random_values(name: str, shape: tuple[int, ...], device: torch.device) -> to
 def random_codes(
     name: str, shape: tuple[int, ...], rounding: Rounding, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of this shape and scales over three decades that depend on the name alone."""
+    """Return codes of this shape, and scales over three decades. Both depend on the name alone."""
     scales = random_values(f"{name} scales", rounding.grid(*shape), device).exp() * 1e-3
     if rounding.format.scales == torch.uint8:
         scales = scales.log2().round().add(127).to(torch.uint8)
@@ -165,7 +165,7 @@ def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 def values_of_codes(
     codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return the values of codes before their scales, by each element's position."""
+    """Return the values of codes before the scales multiply them, by each element's position."""
     if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
