@@ -58,10 +58,10 @@ def compare(
     each way is measured with one thread and with all threads, while the engine chooses its number of threads itself.
     All prompts have the same length, so that nothing is padded.
 
-    Returns results with "one" and "many". Each has engine (tokens per second with median and spread), bandwidth_share
-    (bytes that the engine's steps must read per second, as a share of the copy bandwidth), transformers (a list of way,
-    threads, tokens_per_s), fastest (the entry of that list with the highest median), and ratio (the engine's median
-    divided by that median). rates has the copy and product rates of the device.
+    Returns results with "one" and "many". Both have engine (tokens per second with median and spread), transformers (a
+    list of way, threads, tokens_per_s), fastest (the entry of that list with the highest median), and ratio (the
+    engine's median divided by that median). Both also have bandwidth_share: the bytes that the engine's steps must read
+    per second, as a share of the copy bandwidth. The result also has rates: the copy and product rates of the device.
 
     Raises ValueError for an unknown way, RuntimeError if a contender generates a wrong number of tokens.
     """

@@ -1,7 +1,7 @@
 """NVFP4 weights of a checkpoint: check them, and multiply their two scales.
 
-A linear with N outputs and K inputs has codes of e2m1, two in a byte with the first in its low half, a scale in e4m3
-for 16 columns of a row, and one in fp32 for the whole weight. By Quantisation.method:
+A linear with N outputs and K inputs has codes of e2m1, two in a byte with the first in its low half. Each 16 columns of
+a row have a scale in e4m3, and the whole weight has one in fp32. Names and shapes by Quantisation.method:
 
 - compressed-tensors: weight_packed [N, K / 2], weight_scale [N, K / 16], weight_global_scale [1], which divides.
 - modelopt: weight [N, K / 2], weight_scale [N, K / 16], weight_scale_2 [], which multiplies.

@@ -1,7 +1,7 @@
 """Quantise a checkpoint into a new folder in the format of compressed-tensors, which transformers and others load.
 
-The quantised linears, including expert matrices, are those that `quantization` would quantise at load time, with the
-same values and scales, except where the number of rows is no multiple of a tile's rows. Files are processed one tensor
+The quantised linears, including expert matrices, are those that `quantization` would quantise at load time. Values and
+scales are the same too, except where the number of rows is no multiple of a tile's rows. Files are processed one tensor
 at a time, in the source's shards. A folder gets its final name when it is complete.
 """
 

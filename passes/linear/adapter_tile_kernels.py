@@ -66,9 +66,9 @@ def shrink_kernel(
 ) -> None:
     """Shrink: write z = A x, by split of K, for all members of a merged linear.
 
-    Program (window of tokens, one of TURNS and tile of A's rows, split of K) multiplies the window's tokens that have
-    one of the program's slots by BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's rank, and
-    tokens without an adapter, are not written.
+    Program (window of tokens, one of TURNS and tile of A's rows, split of K) takes the window's tokens that have one of
+    the program's slots. It multiplies them by BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's
+    rank, and tokens without an adapter, are not written.
 
     x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32
         [num_tokens].

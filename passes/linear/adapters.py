@@ -1,8 +1,8 @@
 """Adds the requests' LoRA adapters to each linear: B(Ax) with A and B from the slot of the token's adapter.
 
-The pass runs right after merge_linears, so that q, k and v, or gate and up, share one product with A, and before the
-passes that fuse a linear with its neighbours: the sum belongs after a norm and before an activation. If a linear's
-input is sharded, the columns of A are too, and the linear's all-reduce completes both.
+The pass runs right after merge_linears, so that q, k and v, or gate and up, share one product with A. It runs before
+the passes that fuse a linear with its neighbours, since the sum belongs after a norm and before an activation. If a
+linear's input is sharded, the columns of A are too, and the linear's all-reduce completes both.
 
 Slots are kept parameters, filled by the runner (see `site_of`). The pass only runs in a separate variant of the forward
 (graphs/compiler/signature.py), so steps without adapters run unchanged code.

@@ -1,9 +1,9 @@
 """Keeps the expert matrices that the model's rules name as codes and scales, which the experts' kernels decode.
 
-Why: with few tokens a mixture of experts costs the read of the experts in use, which is half in FP8 and a quarter in
-four bits, and two or four times as many experts fit. The matrices become calls of experts_weight; the pass `experts`
-then passes codes and scales to its own op. As in checkpoints, rules name each projection of each expert. As in
-`quantise`, the pass sees a rank's share and cuts tiles smaller if the share does not end with one.
+Why: with few tokens a mixture of experts costs the read of the experts in use. It is half in FP8 and a quarter in four
+bits, and two or four times as many experts fit into memory. The matrices become calls of experts_weight; the pass
+`experts` then passes codes and scales to its own op. As in checkpoints, rules name each projection of each expert. As
+in `quantise`, the pass sees a rank's share and cuts tiles smaller if the share does not end with one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Program of the process that sends a load test's requests and reads the answers.
 
 Nothing else runs in the process, so that its times are reliable. It reads a job as a line of JSON, reports that it is
-ready, waits for a line with the start time, reports how many requests have ended, and finally writes its result, which
-includes its own delays.
+ready, and waits for a line with the start time. It then reports how many requests have ended. Finally it writes its
+result, which includes its own delays.
 
 Connections are asyncio protocols with httptools' parser: with thousands of streams, a client library would dominate the
 measurement.
