@@ -68,7 +68,10 @@ class ParallelConfig:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether requests are divided among several engine cores, each in its own process, here or on other hosts."""
+        """Whether the engine cores are replicas in processes of their own, here or on other hosts.
+
+        Also True for a single replica on Ray.
+        """
         return self.data_parallel_size > 1 or self.executor == "ray"
 
     @property

@@ -129,10 +129,11 @@ class LinearScheme(NamedTuple):
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that divide num_rows and num_columns, at most as large as before.
+        """Return the scheme with tiles that divide a part of num_rows rows and num_columns columns.
 
-        num_columns 0: tiles keep their columns. A scale shared by all rows becomes one scale per row. Columns of input
-        tiles are reduced in the same way.
+        Each size becomes its greatest common divisor with the part's. Tiles that span all rows become single rows;
+        tiles that span all columns stay as they are. The columns of input tiles are reduced like the weight's.
+        num_columns 0: no columns change.
         """
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0

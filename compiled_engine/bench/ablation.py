@@ -155,11 +155,14 @@ def _text_workload(config: EngineConfig, asked: Asked) -> TextWorkload:
 
 
 def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Run the plan and return the result as JSON.
+    """Run the plan and return the result as JSON, with these keys:
 
-    The keys are benchmark ("ablation"), variants (see `measure`; text: see `compare_on_text`), bound (see
-    `AblationWorkload.bound`), rates, which the bound assumes, workload, repeats, notes, and those of
-    `results.conditions`.
+    benchmark: "ablation".
+    variants: the records of `measure`, with the `text` of `compare_on_text`.
+    bound: see `AblationWorkload.bound`.
+    rates: the device's rates that the bound assumes.
+    workload, repeats, notes: of the plan and this call.
+    Also the keys of `results.conditions`.
     """
     rates = device_rates(plan.config.device, plan.config.model.dtype)
     preparation = prepare_with(plan.config, plan.sizes)

@@ -27,7 +27,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BadInputError(Exception):
-    """The user's input is invalid. The message has the field and the reason."""
+    """Ends a command with one line on stderr instead of a traceback. The message is that line."""
 
 
 @contextmanager

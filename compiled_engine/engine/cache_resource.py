@@ -52,7 +52,8 @@ class FindableResource(CacheResource, Protocol):
     """A resource whose contents later requests can reuse. Contents are in numbered places such as blocks."""
 
     def take_registered(self) -> list[int]:
-        """Return the places added to the prefix cache since the last call. Steps in flight may still write them."""
+        """Return the places added to the prefix cache since the last call. Steps in flight may not have filled them
+        yet."""
         ...
 
     def unregister(self, places: Iterable[int]) -> None:

@@ -191,7 +191,7 @@ class StepOutputs:
         )
 
     def in_columns(self) -> Iterator[EngineOutput]:
-        """Yield an output for each request in the columns."""
+        """Yield an EngineOutput for each request that the columns hold. Requests in `others` are left out."""
         for index, (request_id, tokens) in enumerate(self.rows()):
             logprobs = None if self.logprobs is None else self.logprobs.select(tokens)
             extras = {name: column[index] for name, column in self.columns.items()}

@@ -129,7 +129,7 @@ class Advance(Protocol):
 
 
 class StepAdvance:
-    """The `Advance` of batches in which each request has one row."""
+    """The `Advance` of steps without drafts: each request has one row of logits, and gets at most one token."""
 
     def __init__(self, states: RequestStates, buffers: InputBuffers) -> None:
         self._states, self._buffers = states, buffers

@@ -41,8 +41,10 @@ def base_of(dtype: Any) -> int:
 
 @gluon.constexpr_function
 def _decoding(dtype: Any) -> str:
-    """Return PTX that decodes two words, $8 and $9, to eight pairs of their codes' values; $10: base_of plus the zero
-    point, twice."""
+    """Return PTX that decodes the 16 codes of two words, $8 and $9, to values of 16 bits, two in each of $0 to $7.
+
+    Both halves of $10 hold the base (see _BASES) plus the zero point, which is subtracted.
+    """
     base, kind = _BASES[dtype.name]
     lines = [".reg .b32 low, high, shifted;", "prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
     for i in range(8):
@@ -72,7 +74,7 @@ def _side_by_side(a, b, c, d, layout: gl.constexpr):  # type: ignore[no-untyped-
 def decoded(words, zeros, dtype: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return the values of a block's codes, its first and its last 64 columns, each [ROWS, 64] of a 16-bit type.
 
-    words: [ROWS, WORDS]; zeros: int32 [ROWS, 1], zero points plus base_of, twice.
+    words: [ROWS, WORDS]. zeros: int32 [ROWS, 1]; both halves hold the base (see _BASES) plus the zero point.
     """
     values = gl.inline_asm_elementwise(
         _decoding(dtype),

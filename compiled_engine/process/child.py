@@ -52,9 +52,10 @@ def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ())
 
 
 def import_path() -> str:
-    """Return this process's import path as a PYTHONPATH for processes in the same folder.
+    """Return sys.path as a PYTHONPATH for child processes with the same working directory.
 
-    Prompts and notebooks import from the current folder, which is "" in sys.path but needs another name in PYTHONPATH.
+    Interactive interpreters and notebooks have the working directory in sys.path as "". PYTHONPATH needs another name
+    for it.
     """
     return os.pathsep.join(path or os.curdir for path in sys.path)
 

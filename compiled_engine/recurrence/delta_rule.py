@@ -1,4 +1,4 @@
-"""Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences, with a state per row.
+"""Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences.
 
 A head's state, [k, v], maps keys to values. Each token first multiplies the state by exp(g). Then it moves the value
 stored under its key towards its own value: beta is the fraction of the way. The token's result is the value that the

@@ -84,7 +84,10 @@ class Signature:
         return padding_of(self.tensors, _EXAMPLE, device)
 
     def passed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the callable's arguments, made of these tensors. tensors: by name, as `examples` returns them."""
+        """Return the arguments for a call, in order: tensors, lists of tensors, or AttentionInputs of several tensors.
+
+        tensors: by name, as `examples` returns them.
+        """
         return tuple(self._argument(name, tensors) for name in self.arguments)
 
     def _argument(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:

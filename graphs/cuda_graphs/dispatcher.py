@@ -85,7 +85,11 @@ class KeyField:
 
 
 def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, query_len: int = 1) -> GraphKey:
-    """Return the key of a full graph of num_requests decodes, with query_len rows for each."""
+    """Return the key of a FULL graph for num_requests requests that decode.
+
+    query_len: rows of attention, of one token each, per request; more than 1 if drafts are verified. max_seq_len,
+    short: see GraphKey.
+    """
     num_rows = num_requests * query_len
     return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, query_len, max_seq_len, short)
 

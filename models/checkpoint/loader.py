@@ -146,7 +146,7 @@ def _placements(
 
 
 def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_ranks: int) -> list[Placement]:
-    """Cut placements to this rank's part of a tensor."""
+    """Cut placements to this rank's part of a tensor. Returns [] if the rank's part holds no stored values."""
     if _is_zero(leaf, rank):
         return []
     if leaf.shard is None or leaf.shard.dim is None:

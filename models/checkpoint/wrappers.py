@@ -1,4 +1,4 @@
-"""Checkpoints of multimodal models, of which only the text model runs: its config fields and tensors."""
+"""Reads multimodal checkpoints as text models: the text model's config fields and tensors, without the other parts."""
 
 from __future__ import annotations
 

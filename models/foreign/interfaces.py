@@ -111,8 +111,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute the engine's attention: q, k, v are [1, heads, T, d]; returns ([1, T, heads, d], None).
 
-    `module` has `step` and its layer number, `layer_idx`. The arguments in `others` do not affect the result; `observe`
-    has checked this. The window is that of the observed mask, since no mask is created here.
+    `module` has `step` and its layer number, `layer_idx`. `attention_mask` is ignored: the sliding window is the one
+    that `observe` found in the model's own mask. The arguments in `others` do not affect the result; `observe` has
+    checked this.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -67,7 +67,11 @@ class DeviceProfile:
         return f"it is slower on {self.device}: {-gain:.1f} microseconds in a step of {tokens} tokens"
 
     def product(self, num_tokens: int, num_rows: int, k: int, gated: bool) -> dict[str, Any] | None:
-        """Return the fields of ProductTiles for a product; None where another kernel is faster."""
+        """Return the measured tiles (fields of ProductTiles) of Hopper's kernel for many tokens.
+
+        The product is [num_tokens, k] x [num_rows, k]. None if another kernel is faster, or if the shape was not
+        measured.
+        """
         shape = num_rows, k, gated
         return next(
             (p.tiles for p in self.products if p.first <= num_tokens <= p.last and (p.num_rows, p.k, p.gated) == shape),

@@ -37,7 +37,7 @@ def layer_stack(names: Iterable[str]) -> str:
 class AuxHiddenStates(GraphPass):
     """Appends the inputs of the given layers, [T, D] each, to the graph's outputs.
 
-    Runs after layers are repeated and sharded, and before all fusing passes.
+    Runs once the graph has all layers (see repeated_layers) and is divided among ranks, and before all fusing passes.
     """
 
     name = "aux_hidden_states"

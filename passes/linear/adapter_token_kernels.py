@@ -37,10 +37,11 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Shrink: write z = A x of one token, for a tile of a member's ranks, over one split of K.
+    """LoRA shrink for one token: partial sums of z = A x over one split of K, for BLOCK_R rows of a member's A.
 
-    Program (token, split of K, member and tile of BLOCK_R ranks). Ranks beyond an adapter's rank, and tokens with a
-    negative slot, are not written.
+    Program (token, split of K, member and tile of rows of A). Members are the linears that were merged into one, each
+    with an A of its own. Rows beyond the rank that a member has in the token's adapter, and tokens with a negative
+    slot, which have no adapter, are not written.
 
     x_ptr: [T, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32 [T]; z_ptr:
     float32 [splits, num_tokens, MEMBERS * RANK].

@@ -40,7 +40,9 @@ TOKEN_COUNTS = (64, 128, 256, 384, 1024, 1152, 2048, 4096)
 
 @cache
 def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiprocessors: int) -> CodesTiles:
-    """Return the tiles with the least total time, by COSTS. A round is one tile on each multiprocessor.
+    """Return the tiles with the least estimated time.
+
+    The estimate is the number of rounds, each of one tile per multiprocessor, times a tile's time in COSTS.
 
     num_rows: gate and up counted together. has_blocks: scales are of blocks, not of whole rows.
     """

@@ -211,10 +211,7 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (codes [T, D], scales [C, T], total [T, D]).
-
-    Codes and scales are those of `reference`'s first result, see round_inputs; total is its second result.
-    """
+    """Return the results of `reference` with normed rows quantised: codes [T, D], scales [C, T], and the sum [T, D]."""
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 

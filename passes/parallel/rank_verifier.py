@@ -99,9 +99,10 @@ class _Rank:
         self._computed, self._packed = computed, packed
 
     def slice(self, node: fx.Node) -> Any:
-        """Return the rank's value of a node: its slice of the recorded value, or a part of a sum, which it computes.
+        """Return a node's value on this rank: a slice of the value that the undivided graph recorded.
 
-        Raises VerificationError for a node without a counterpart in the undivided graph.
+        Terms of a sum over ranks have no such slice; they are computed. Raises VerificationError for a node without a
+        counterpart in the undivided graph.
         """
         if node in self._computed:
             return self.compute(node)

@@ -91,7 +91,11 @@ class Quantise(GraphPass):
         return f"{module}: {scheme}{alone}; {source}; {nbytes:,} bytes; {kernels}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare each linear, on each rank, with the checkpoint's own layout; see quantise_verifier."""
+        """Compare each quantised linear on each rank with what a random checkpoint states for it, see
+        quantise_verifier.
+
+        Returns the number of linears compared.
+        """
         from compiled_engine.passes.quantised.quantise_verifier import verify_quantised
 
         assert self._before is not None

@@ -100,7 +100,11 @@ def normed_pairs(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both elements of the pairs of normed heads, fp32. Elements beyond a head's end must be zeros."""
+    """Normalise heads (RMSNorm) that are given as pairs of elements rotated together.
+
+    Returns the first and the second elements of the pairs, fp32 [H, P]. Elements beyond HEAD_DIM must be zeros, as they
+    enter the sum of squares.
+    """
     squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
     scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
     return (

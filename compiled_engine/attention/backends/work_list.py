@@ -34,7 +34,7 @@ SEARCH_WIDTH = tl.constexpr(256)
 
 @dataclass(frozen=True)
 class WorkLayout:
-    """The places of the parts of a batch's work list, as numbers of elements before them."""
+    """The offsets of the parts of a batch's work list, in int32 elements."""
 
     num_requests: int
     num_kv_heads: int
