@@ -15,7 +15,7 @@ BRANCHES = ("allOf", "anyOf", "oneOf")
 
 
 class ArgumentSchemas:
-    """The schemas of a tool's arguments."""
+    """Finds the schemas of a tool's arguments in the tool's schema."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.root = schema
@@ -35,7 +35,7 @@ class ArgumentSchemas:
         return self.properties.get(name) or [_mapping(self.root.get("additionalProperties"))]
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the types that an argument may have, by default all. "number" includes "integer"."""
+        """Return the types that an argument may have; all if its schema states none. "number" includes "integer"."""
         known: dict[str, frozenset[str]] = {}
         try:
             return frozenset[str]().union(*(_types(each, self.root, known) for each in self.of(name))) or ANY_TYPE
@@ -70,7 +70,7 @@ class ArgumentSchemas:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return an argument's JSON as one of these types.
+    """Convert an argument's text to JSON of one of these types.
 
     "string" is the last choice among several types, and the fallback for text that fits none.
     """
@@ -89,7 +89,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def may_be_null(text: str) -> bool:
-    """Return whether the text is null, or its beginning."""
+    """Return whether the text is "null" or "None", or the beginning of one of them."""
     return any(null.startswith(text) for null in NULLS)
 
 
@@ -129,7 +129,7 @@ def _refuse(text: str) -> Any:
 
 
 def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all that it references or branches into, each reference once."""
+    """Yield a schema, and recursively all schemas that it references or has under `branches`, each reference once."""
     seen: set[str] = set()
     waiting = [schema]
     while waiting:

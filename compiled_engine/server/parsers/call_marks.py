@@ -1,4 +1,4 @@
-"""The texts that model families write around their calls."""
+"""The texts that model families write around their tool calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CallMarks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts."""
+        """All texts that are not empty."""
         return tuple(filter(None, (self.lead, self.opening, *self.closing)))
 
 

@@ -95,7 +95,7 @@ def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
 
 
 def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -> ToolFormat:
-    """Return a format with calls as JSON objects. With `bare` marks, only objects that name a tool are calls."""
+    """Return a format with calls that are JSON objects. If `marks.bare`, only objects that name a tool are calls."""
     begin, after, between = (line_of_object, "}\n", "\n") if on_lines else (object_begin, "}", ", ")
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: CallObject(frozenset(names) if marks.bare else None)),
@@ -178,7 +178,7 @@ class ReasoningFormat:
 def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
     """Return a format whose reasoning is between tags.
 
-    marks: strings by which the format is recognised in a chat template, by default the texts of the tags.
+    `marks` are the strings by which the format is recognised in a chat template, by default the texts of the tags.
     """
     return ReasoningFormat(
         lambda prompt, continued, names: think_parser(tags, prompt, continued),
@@ -214,7 +214,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 def tool_format_of(template: str) -> str | None:
     """Return the name of the call format that a chat template uses, or None.
 
-    Some formats' marks contain those of another, so the longest row decides.
+    The marks of some formats contain the marks of another, so the longest row of marks decides.
     """
     found = [
         (len("".join(row)), name)
@@ -236,9 +236,9 @@ def reasoning_format_of(template: str) -> str | None:
 def reasoning_parser(
     name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
 ) -> TextParser | None:
-    """Return the parser for the text after `prompt`; None if the reasoning is closed already.
+    """Return the parser for the text after `prompt`, or None if no reasoning can follow.
 
     `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
-    format includes them.
+    format includes calls.
     """
     return REASONING_FORMATS[name].parser(prompt, continued, names)
