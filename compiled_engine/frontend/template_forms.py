@@ -1,6 +1,7 @@
 """Find the message forms that a chat template reads: text or parts, arguments as objects or text, one or more calls.
 
-Templates do not declare this. Each is rendered with small probe conversations, and the output shows what it reads.
+Templates do not declare their forms. Each template is rendered with small probe conversations, and the output shows
+which forms it reads.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Split messages so that each has one call, followed by its result."""
+    """Split messages with several calls into messages with one call each. The call's result follows each."""
     apart: list[Mapping[str, Any]] = []
     place = 0
     while place < len(messages):
@@ -146,7 +147,7 @@ def _described(tool: Any) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Parse arguments that are a JSON object; None, "" and null become {}.
+    """Return a call's arguments as an object if they are a JSON object as text; {} for None, "" and null.
 
     Other arguments stay text, so that the model sees its own output.
     """
@@ -248,7 +249,10 @@ def _needs_descriptions(template: str, asks: Any) -> bool:
 def _content_form(
     template: str, before: Sequence[Any], role: str, after: Sequence[Any], default: ContentForm | None = None
 ) -> ContentForm:
-    """Probe a role's content. `default` applies if the content shows in no form."""
+    """Return the content form that a template reads for a role, found with probes. `default` applies if none shows.
+
+    `before` and `after` are the messages around the probe.
+    """
 
     def rendered(content: Any) -> str:
         message = {"role": role, "content": content, "name": "probe", "tool_call_id": "probe0000"}
@@ -283,7 +287,7 @@ def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
 
 
 def _rendered(template: str, messages: Sequence[Any], with_tools: Sequence[list[Any] | None] = (None, [_TOOL])) -> str:
-    """Render without and with a tool; "" where the template refuses the conversation."""
+    """Return the text rendered without a tool, and that with a tool, joined. A refused conversation renders as ""."""
     texts = []
     for tools in with_tools:
         with suppress(Exception):  # templates may raise anything
