@@ -58,7 +58,7 @@ class ParallelConfig:
     tensor_parallel_size: int  # ranks that compute each layer together, one per device
     # in_process, multiprocess, or ray: replicas in a cluster, each of which uses one of the other executors
     executor: str
-    data_parallel_size: int = 1  # replicas, each with separate devices and requests
+    data_parallel_size: int = 1  # replicas, each with its own devices and requests
     stage_layers: tuple[int, ...] = ()  # number of layers (attentions) in each pipeline stage; empty for a single stage
     collectives: str = "auto"  # auto, or nccl: without symmetric memory
 
@@ -79,7 +79,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A model whose code is that of transformers."""
+    """A model that runs the code of transformers."""
 
     version: str  # of transformers
     config: str  # text of the model's config.json
@@ -87,7 +87,7 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class RowState:
-    """A recurrent state of a layer. A buffer of the model holds it, with a row for each running request."""
+    """A recurrent state of a layer, held in a buffer of the model with one row for each running request."""
 
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row
@@ -115,7 +115,10 @@ class Recurrences:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture of experts in place of a layer's MLP. Each token goes to `per_token` of `count` experts, gated MLPs."""
+    """Mixture of experts in place of a layer's MLP.
+
+    Each token goes to `per_token` of `count` experts, which are gated MLPs.
+    """
 
     count: int = 0  # 0: a model without experts
     per_token: int = 0
@@ -137,7 +140,7 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of a layer; all values are 0 in a layer without attention."""
+    """The number and size of a layer's attention heads; all values are 0 in a layer without attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -207,9 +210,9 @@ class ModelConfig:
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> list[tuple[int, int, int, int, int]]:
-        """Return the shape of each layer's KV cache, see kv_format.py; none for an encoder.
+        """Return the shape of each layer's KV cache, see kv_format.py; an empty list for an encoder.
 
-        dtype: of the cache; None: the model's dtype.
+        `dtype` is that of the cache; None: the model's dtype.
         """
         if not self.causal:
             return []
@@ -297,7 +300,7 @@ class GraphMode(Enum):
 
     @property
     def captures_mixed(self) -> bool:
-        """Whether graphs are captured for batches of any kind, also with prefills."""
+        """Whether graphs are captured for batches of any kind, including batches with prefills."""
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
@@ -315,7 +318,7 @@ class GraphConfig:
     def short_shapes(self, query_len: int) -> tuple[tuple[int, int], ...]:
         """Return (requests, most tokens of a context) of each decode graph for short contexts.
 
-        query_len: rows per request, 1 without drafts.
+        `query_len` is the number of rows per request, 1 without drafts.
         """
         return self.short_decodes if query_len == 1 else self.short_verified
 
@@ -387,7 +390,7 @@ class SpeculationConfig:
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """Return the numbers of drafts that an adaptive step may have, ascending: 0, and `most` halved again and again.
+    """Return the numbers of drafts that an adaptive step may have, ascending: 0, and `most` halved repeatedly.
 
     There are few numbers, because steps of each must be measured and have graphs of their own.
     """
@@ -418,7 +421,7 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most drafts beyond a request's newest token that a step computes."""
+        """Most drafts that a step computes for a request beyond its newest token."""
         return self.speculation.num_tokens
 
     @property
@@ -463,7 +466,7 @@ class EngineConfig:
 
     @property
     def draft(self) -> EngineConfig | None:
-        """The configuration with which the draft model or head runs, itself without drafts; None if there is none."""
+        """The configuration of the draft model or head, without drafts of its own; None if there is neither."""
         draft = self.speculation.draft
         if draft is None:
             return None

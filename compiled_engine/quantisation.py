@@ -1,4 +1,4 @@
-"""Description of quantised linears: schemes, and rules that assign schemes to modules.
+"""Values that describe quantised linears: schemes, and rules that assign schemes to modules.
 
 A scheme describes how a linear's weight and inputs are rounded: the element format, and the tile of elements that share
 a scale. models/checkpoint converts a checkpoint's description to these values.
@@ -15,7 +15,7 @@ import torch
 
 
 class Element(NamedTuple):
-    """Format of quantised elements. An element is stored as a code, and its value is the code's value times a scale.
+    """A format of quantised elements. An element is stored as a code, and its value is the code's value times a scale.
 
     A code's value is its entry in `values`, if these are given. With `zero` or `has_zeros` it is the code minus the
     code of 0. Otherwise it is the code itself.
@@ -65,7 +65,7 @@ ONLINE = {
 
 # A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.
 class Rounding(NamedTuple):
-    """Element format, and the size of the tiles whose values share a scale. 0 rows or columns: all of the matrix."""
+    """An element format, and the size of the tiles whose values share a scale. 0 rows or columns: all of the matrix."""
 
     element: str
     rows: int
@@ -110,7 +110,10 @@ class Rounding(NamedTuple):
 
 
 class LinearScheme(NamedTuple):
-    """Rounding of a linear's weight [N, K] and inputs [T, K]. inputs None: inputs are not rounded."""
+    """How a linear's weight [N, K], of N outputs and K inputs, and its inputs [T, K], of T tokens, are rounded.
+
+    If `inputs` is None, the inputs are not rounded.
+    """
 
     weight: Rounding
     inputs: Rounding | None
@@ -123,16 +126,16 @@ class LinearScheme(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> LinearScheme:
-        """Return the scheme that `str` wrote as this text."""
+        """Return the scheme whose `str` is this text."""
         weight, _, inputs = text.removesuffix(_REORDERED).partition(", inputs ")
         rounded = Rounding.parse(inputs) if inputs else None
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that divide num_rows and num_columns, at most as large as before.
+        """Return the scheme with tiles that divide `num_rows` and `num_columns` and are at most as large as before.
 
-        num_columns 0: tiles keep their columns. A scale shared by all rows becomes one scale per row. Columns of input
-        tiles are reduced in the same way.
+        With `num_columns` 0, tiles keep their columns. A scale shared by all rows becomes one scale per row. Columns of
+        input tiles are reduced in the same way.
         """
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0
@@ -180,7 +183,10 @@ class Quantisation:
         return self.method == "online"
 
     def scheme_of(self, module: str) -> LinearScheme | None:
-        """Return the scheme of the linear with this name; None if it is not quantised, see `why_not`."""
+        """Return the scheme of the linear with this name, or None if it is not quantised.
+
+        `why_not` returns the reason.
+        """
         if self._ignoring(module) is not None:
             return None
         targets = [(target, rule.scheme) for rule in self.rules for target in rule.targets]
