@@ -385,7 +385,7 @@ class SpeculationConfig:
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Capture sizes with which the draft head reads steps without drafts; None unless steps may skip the head."""
+        """Batch sizes of graphs for steps without drafts whose tokens the head reads; None unless steps may skip it."""
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 

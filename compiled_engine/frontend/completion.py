@@ -56,7 +56,10 @@ class StopStrings:
         return None
 
     def _possible_beginning(self) -> int:
-        """Return the start of the longest suffix that is a prefix of a stop string, by default the length of the text."""
+        """Return the start of the longest suffix that is a prefix of a stop string.
+
+        It is the text's length without one.
+        """
         if self._include:
             return len(self._text)
         # Search only held-back text: new text cannot turn released text into a prefix. So each index is visited once.

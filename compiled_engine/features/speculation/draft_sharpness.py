@@ -1,4 +1,4 @@
-"""Chooses the sharpness of a head's drafts, the factor on its logits: the one with which most drafts are right."""
+"""Chooses the sharpness of a head's drafts: the factor on the head's logits with which most drafts are right."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DraftSharpness:
         return others[self._probes % len(others)]
 
     def verified(self, sharpness: float, *, right: bool) -> None:
-        """Count the first draft of a request that has a temperature."""
+        """Count the first draft of a request that has a temperature, which was sampled with this sharpness."""
         self._seen[sharpness] += 1 - self._seen[sharpness] / MEMORY
         self._right[sharpness] += right - self._right[sharpness] / MEMORY
 
@@ -75,7 +75,7 @@ class DraftSharpness:
 
 
 def set_sharpness(step: SchedulerOutput, sharpness: float) -> None:
-    """Have the step's drafts sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
+    """Let the step's drafts be sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
     if sharpness != 1.0:
         step.extras[NAME] = sharpness
 

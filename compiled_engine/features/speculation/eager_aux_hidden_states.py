@@ -1,4 +1,4 @@
-"""Returns the inputs of layers that a draft head reads, from an eager model, by module hooks."""
+"""Makes an eager model return the inputs of the layers that a draft head reads, by module hooks."""
 
 from __future__ import annotations
 
