@@ -53,7 +53,7 @@ class MultiprocessExecutor:
     """Executor over worker processes.
 
     Raises WorkerError if a worker cannot start. `submit` and `result` raise WorkerError if a worker ends later.
-    workers: the launched workers of this configuration, which `close` ends.
+    `workers` are the launched workers of this configuration, which `close` ends.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MultiprocessExecutor:
         raise error if goes_on else self._monitor.fail(error)
 
     def _wait(self) -> None:
-        """Wait for the results' eventfd; raises WorkerError if there will be no result."""
+        """Wait for the results' eventfd. Raises WorkerError if there will be no result."""
         await_bell(self._poll, self._busy_s)
         self._monitor.check()
 

@@ -121,7 +121,7 @@ class Router:
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
         """Remove a request that has ended from its replica's load.
 
-        finished: the request ended by itself, so its length updates the estimate of output lengths.
+        `finished` tells that the request ended by itself, so that its length updates the estimate of output lengths.
         """
         load = self._loads[route.replica]
         load.num_requests -= 1
@@ -134,7 +134,7 @@ class Router:
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:
-        """Remove a replica that has ended, and forget what was sent to it."""
+        """Remove a replica that has ended, and forget the requests that were sent to it."""
         del self._loads[replica]
 
     def forget_prefixes(self) -> None:

@@ -228,7 +228,7 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose draft tokens as `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
+        """Choose draft tokens as `sample_by_temperature` does, from a draft head's logits times sharpness_1 (float32).
 
         logits_SV: all columns, on every rank. known_ids_V: their token ids (int64 [V], device). May be captured.
         """
@@ -327,7 +327,7 @@ class Sampler:
     ) -> None:
         """Filter logits and write the chosen tokens to token_ids_S.
 
-        masks: applied here on a GPU; on a CPU they have been applied before.
+        masks: applied here on a GPU. On a CPU the caller has applied them.
         """
         threshold_S = None
         if self._filtered_N[rows_S].any():
