@@ -31,9 +31,9 @@ class AdapterNames:
     ) -> None:
         """Load an adapter, so that requests can select it by `name`.
 
-        With `in_place`, `name` may be in use: the new adapter replaces the old one. `within` is explained at
-        LoRARequest. Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError for an
-        invalid adapter.
+        With `in_place`, `name` may be in use: the new adapter replaces the old one. `within` has the meaning that it
+        has in LoRARequest. Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError
+        for an invalid adapter.
         """
         request = LoRARequest(name, self._next_id, path, within)
         self._next_id += 1
@@ -45,7 +45,7 @@ class AdapterNames:
         await self._drop(engine, before)
 
     async def unload(self, engine: AsyncLLM, name: str) -> None:
-        """Remove the name, and unload its adapter if it has no other name. Running requests continue."""
+        """Remove the name `name`. If the adapter has no other name, also unload it. Running requests continue."""
         del self._requests[name]
         await self._drop(engine, self._digests.pop(name, None))
 

@@ -1,6 +1,7 @@
 """Load adapters at start-up, and load and unload them at run time.
 
-A request selects an adapter by giving its name as `model`. The routes exist only with the option allowed_lora_folder.
+A request selects an adapter by giving its name as `model`. The routes exist only if the option allowed_lora_folder is
+set.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Place:
         self._figures.own[self._connections] += change
 
     def has_most(self) -> bool:
-        """Return whether another serving process has fewer connections than this one."""
+        """Return whether another process that serves has fewer connections than this one."""
         others = zip(self._figures.of_others(self._serving), self._figures.of_others(self._connections), strict=True)
         own = self._figures.own[self._connections]
         return any(serves and connections < own for serves, connections in others)
@@ -85,9 +85,9 @@ class Order:
 class ApiServers:
     """Starts, replaces and stops the additional API processes.
 
-    Each process imports its modules at once, waits for its Order, and serves until SIGTERM or until the core ends. If a
-    process dies, the core aborts its requests, and a new process replaces it. If a process dies before it serves, the
-    server ends, since a new process would probably die too.
+    A process imports its modules when it starts, and then waits for its Order. It serves until SIGTERM or until the
+    engine core ends. If a process dies, the core aborts its requests, and a new process replaces it. If a process dies
+    before it serves, the server ends, since a new process would probably die too.
     """
 
     def __init__(self, options: ServerOptions, bound: socket.socket) -> None:

@@ -84,8 +84,9 @@ def build_app(
 ) -> RequestScope:
     """Return the application for an engine.
 
-    `model_name` names the model unless the options have `served_model_name`. `figures` is the memory shared by all API
-    processes, if there are several. Raises ValueError for an invalid chat template or adapter options.
+    The model's name is the option `served_model_name`, or `model_name` if that option is not given. `figures` is the
+    memory shared by all API processes, if there are several. Raises ValueError for an invalid chat template or adapter
+    options.
     """
     figures = figures or SharedFigures()
     pages = page_files()

@@ -1,4 +1,4 @@
-"""Choose the prefix cache salt of a request: requests share cached prefixes only if their salts are equal."""
+"""Choose the prefix cache salt of a request. Requests share cached prefixes only if their salts are equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "api_key_digest"
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
-    """Return the salt of a request's prompts, or None to share prefixes with all requests without a salt.
+    """Return the salt of a request's prompts. If it is None, they share prefixes with all other prompts without a salt.
 
     With the option prefix_cache_salt_per_key, requests of different keys never share a salt, whatever `cache_salt` they
     give. The salt reveals neither the key nor `cache_salt`.

@@ -57,8 +57,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class FunctionDefinition(msgspec.Struct, kw_only=True):
     """The definition of a function.
 
-    `parameters` is the JSON schema of its arguments. Calls must follow it if `strict` is true or tool_choice requires a
-    call.
+    `parameters` is the JSON schema of its arguments. The schema is enforced if `strict` is true or tool_choice requires
+    a call.
     """
 
     name: Name
@@ -75,9 +75,9 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 def begins_an_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Return whether the template shall open a new assistant message at the end of the prompt.
+    """Return whether the prompt ends with the beginning of a new assistant message, which the template writes.
 
-    Raises ApiError 400 for contradictory fields.
+    Raises ApiError 400 if both fields are true.
     """
     if add_generation_prompt and continue_final_message:
         raise bad_request(
@@ -95,7 +95,7 @@ def text_of(message: ChatMessage) -> str:
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
     """Return the messages for `render_chat`.
 
-    Raises ApiError 400 for an invalid message, and for no messages or too many.
+    Raises ApiError 400 if there are no messages or too many, or if one is invalid.
     """
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")

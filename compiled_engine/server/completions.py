@@ -94,7 +94,7 @@ class Answer:
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
         """Return the prompt's log-probabilities and the length of its text in characters.
 
-        Returns None if the request does not have them precede the completion's log-probabilities.
+        Returns None unless the request wants the prompt's log-probabilities too, by giving both `echo` and `logprobs`.
         """
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
@@ -171,7 +171,7 @@ async def whole_answer(answer: Answer, outputs: Outputs) -> CompletionResponse:
 
 @dataclass
 class _Place:
-    """The progress of a streamed completion: the characters of text sent, and whether the first part was sent."""
+    """The progress of a streamed completion: the number of characters sent, and whether the first part was sent."""
 
     characters: int = 0
     begun: bool = False
@@ -185,7 +185,7 @@ def _part(
     place: _Place,
     echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
-    """Return the next part of a completion and update `place`. If the request does not stream, the part is the whole.
+    """Return the next part of a completion and update `place`. Without streaming, this is the whole completion.
 
     With `echo`, the first part begins with the prompt. `echoed` is the result of `Answer.echoed_logprobs`.
     """

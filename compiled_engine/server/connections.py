@@ -1,4 +1,4 @@
-"""Bound the number of open connections. Connections without a pending request are closed to admit new ones."""
+"""Bound the number of open connections. Connections without a pending request are closed to make room for new ones."""
 
 from __future__ import annotations
 

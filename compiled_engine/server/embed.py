@@ -30,9 +30,9 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     """The body of a request to /v2/embed.
 
     `input_type` selects one of the checkpoint's prompts, which is put before each text. The `embedding_types` binary
-    and ubinary have one bit per value, 0 if negative, packed into signed or unsigned bytes. `truncate` END keeps the
-    first tokens of a text, at most `max_tokens` or as many as the model takes; with NONE, a text that is too long is an
-    error.
+    and ubinary have one bit per value, 0 if the value is negative, packed into signed or unsigned bytes. With
+    `truncate` END, the first tokens of a text are kept: at most `max_tokens`, or as many as the model takes. With NONE,
+    a text that is too long is an error.
     """
 
     texts: list[str]

@@ -159,9 +159,9 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
 
 
 def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the metrics by which the engine chooses the number of drafts and their sharpness.
+    """Return the metrics of speculative decoding by which the engine chooses the number of drafts and their sharpness.
 
-    They have no samples if both are fixed.
+    If both are fixed, the metrics have no samples.
     """
     values = list(labels.values())
     text = "Newest share of right drafts among those whose predecessors are right, by position, from 0."

@@ -24,8 +24,8 @@ class FairListener:
     """Accepts connections in place of asyncio's server in uvicorn.
 
     `connections` bounds the connections of this process. `has_most` returns whether another process has fewer. If so,
-    this process leaves the next connection to that process for PATIENCE_S. Otherwise the process that wakes first would
-    get most connections.
+    this process leaves the next connection to that process for PATIENCE_S. Without this wait, the process that wakes
+    first would get most connections.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FairListener:
         self._waking = self._loop.call_later(seconds, wake)
 
     def _take(self) -> bool:
-        """Accept a connection. Return False if none could be accepted."""
+        """Accept a connection. Return False if that failed or another process was faster."""
         try:
             connection, _ = self._bound.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):

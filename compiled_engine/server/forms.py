@@ -46,7 +46,7 @@ async def asked_form(
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     """Convert response_format to fields of StructuredOutputs, or to None for free text.
 
-    Its schema is in its field `schema`, or in the field `schema` of its `json_schema`.
+    The schema is in the field `schema`, either of response_format or of its `json_schema`.
     """
     kind = "text" if response_format is None else response_format.get("type")
     require(kind in TYPES, f"{name}.type", f"one of {', '.join(map(repr, TYPES))}", kind, param=name)
@@ -93,7 +93,7 @@ class ToolUse:
 
     @property
     def follows_schemas(self) -> bool:
-        """Whether calls of at least one tool must follow its schema."""
+        """Whether the arguments of at least one tool must follow the tool's schema."""
         return self.required or any(tool.function.strict for tool in self.tools)
 
 
@@ -154,10 +154,10 @@ def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
 
 
 def _callable(use: ToolUse) -> list[CallableTool]:
-    """Return the tools with schemas for their arguments.
+    """Return the tools with the schemas that their arguments must follow.
 
-    A schema is enforced if the tool is strict or a call is required; otherwise any object is allowed. A schema that is
-    not supported is an error for a strict tool. Other tools with such a schema also allow any object.
+    A tool's own schema is enforced if the tool is strict or a call is required. Otherwise its arguments may be any
+    object. If the schema is not supported, a strict tool raises ApiError 400, and any other tool allows any object.
     """
     found: list[CallableTool] = []
     for index, tool in enumerate(use.tools):

@@ -219,7 +219,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Send the error unless an answer has begun, and close the connection.
 
-        It is closed once the client has read the error, or after LINGER_S.
+        The connection is closed once the client has read the error, or after LINGER_S.
         """
         if self.transport.is_closing() or self._refused:
             return

@@ -63,7 +63,7 @@ def is_deeper_than(body: bytes, depth: int) -> bool:
 
 
 def _count_at_most(body: bytes) -> _Counts:
-    """Return upper bounds of the counts: marks within strings count too."""
+    """Return upper bounds of the counts. They are not exact, since marks within strings count too."""
     return _Counts(body.count(b","), body.count(b":"), body.count(b"[") + body.count(b"{"))
 
 

@@ -24,7 +24,7 @@ Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Log-probabilities of a completion, one element per token.
 
-    The elements of a prompt's first token are null. `text_offset` is in characters.
+    For the first token of a prompt, `token_logprobs` and `top_logprobs` have null. `text_offset` is in characters.
     """
 
     tokens: list[str]
@@ -83,8 +83,8 @@ def completion_logprobs(
 ) -> tuple[CompletionLogprobs, int]:
     """Return the log-probabilities of consecutive tokens, and the offset where their text ends.
 
-    `entries` has one entry per token. Their text begins at `offset`, in characters. `left_out` has the ids of tokens
-    that the text omits. With `as_ids`, tokens are written as "token_id:5".
+    `entries` has one entry per token. The text of the tokens begins at `offset`, in characters. `left_out` has the ids
+    of tokens that the text omits. With `as_ids`, tokens are written as "token_id:5".
     """
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry, token_id in zip(entries, token_ids, strict=True):
@@ -175,7 +175,7 @@ def _written(token_id: int, entry: Logprob, as_ids: bool) -> str:
 
 
 def _by_text(entry: dict[int, Logprob], as_ids: bool) -> dict[str, float]:
-    """Return log-probabilities by text. If tokens have equal text, the highest log-probability counts."""
+    """Return the log-probabilities of an entry by token text. If several tokens have one text, the highest counts."""
     best: dict[str, float] = {}
     for token_id, each in entry.items():
         text = _written(token_id, each, as_ids)

@@ -199,7 +199,10 @@ def _stop(fields: CountTokensRequest, limits: Limits) -> Any:
 
 
 def _settings(fields: CountTokensRequest, chat: ChatFormat, ignored: list[str]) -> dict[str, Any] | None:
-    """Return the variables of the chat template. `thinking` becomes the template's own variables for it."""
+    """Return the variables of the chat template.
+
+    `thinking` is converted to the variables that the template has for it.
+    """
     if fields.thinking is None:
         return fields.chat_template_kwargs
     names = [name for name in THINKING if name in chat.allowed_settings and chat.knows(name)]

@@ -86,7 +86,7 @@ class Counts:
 
 
 class ServerMetrics:
-    """The metrics of all API processes. Each process writes its own from one event loop; reading sums over all.
+    """The metrics of all API processes. Each process writes its own part, from one event loop. Reading sums all parts.
 
     `routes` are the values of the label `route` of HTTP responses.
     """
@@ -142,7 +142,7 @@ class ServerMetrics:
 
 
 class ObservedRequest:
-    """Records metrics of one request to the engine from its outputs."""
+    """Records metrics of one request to the engine, as its outputs arrive."""
 
     def __init__(self, metrics: ServerMetrics, completions: int) -> None:
         self._metrics = metrics

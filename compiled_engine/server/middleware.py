@@ -40,9 +40,9 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
     """Return a function that checks the headers `host` and `origin` against web pages of other sites.
 
     The function returns the error for a request from such a page, otherwise None. A page of another site is recognised
-    by its origin. In DNS rebinding, the name of a site resolves to this machine. It is recognised by a `host` that is a
-    name with a dot. The check of `host` applies only to a server at a loopback address; any other server may have such
-    a name. Nothing is refused if API keys are required or every origin is allowed.
+    by its origin. In DNS rebinding, a site's name resolves to this machine; the sign is a `host` that is a name with a
+    dot. The check of `host` applies only to a server at a loopback address, since any other server may have such a
+    name. Nothing is refused if API keys are required or every origin is allowed.
     """
     pages = AllowedPages(options.allowed_origin)
     if options.api_key or pages.has_all:
@@ -102,9 +102,9 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 class RequestScope:
     """The outermost layer of the application.
 
-    The response repeats the request's id; a malformed id is replaced. Responses are logged with two exceptions: to
-    requests that this layer refuses and, if the server has API keys, to requests that need none. Otherwise anyone could
-    fill the log. It replaces uvicorn's access log, which has every response, with paths of any length.
+    The response repeats the request's id; a malformed id is replaced. Responses are logged, except to requests that
+    this layer refuses and, if the server has API keys, to requests that need no key. Otherwise anyone could fill the
+    log. This log replaces uvicorn's access log, which has every response, with paths of any length.
 
     `routes` are the paths by which responses are counted. `open_paths` need no API key.
     """
@@ -161,7 +161,7 @@ class RequestScope:
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether a path that begins with the root path is a route if the root path is kept.
+        """Return whether `path`, which begins with the root path, is a route as it is, with the root path kept.
 
         An example is /v1/models with the root path /v1.
         """
@@ -176,7 +176,7 @@ class RequestScope:
         return any(pattern.match(path) for pattern in self._patterns)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
-        """Return the error for a missing or wrong API key, or None. Adds the key's digest and its rights to the state.
+        """Return the error for a missing or wrong API key, or None. Stores the key's digest and rights in `scope`.
 
         The key is compared with every valid key in constant time, so that timing reveals nothing.
         """

@@ -304,7 +304,7 @@ def _settings(serving: Serving) -> dict[str, Any]:
 def _narrow(fields: dict[str, Any], names: tuple[str, ...], **bounds: Any) -> None:
     """Add JSON Schema bounds to the named fields, in place.
 
-    A field's schema and the schemas of its anyOf get only the bounds that apply to their types.
+    The schema of a field, and each schema of its anyOf, gets only the bounds that apply to its type.
     """
     kinds = {
         "maximum": "integer",
@@ -372,7 +372,10 @@ def bound_forms(request: dict[str, Any]) -> None:
 
 
 def tool_choices(*, has_tools: bool) -> dict[str, Any]:
-    """Return the schema of tool_choice. Without tools (`has_tools`), a call cannot be required."""
+    """Return the schema of tool_choice.
+
+    If `has_tools` is false, the schema does not allow the choices that require a call.
+    """
     choices: dict[str, Any] = {"enum": ["auto", "none", None]}
     if not has_tools:
         return choices

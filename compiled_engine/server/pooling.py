@@ -64,9 +64,9 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     """The body of a request to /v1/embeddings.
 
     `input` is text, token ids, or a list of either. `encoding_format` base64 encodes little-endian 32-bit floats.
-    `messages`, in place of `input`, is a chat for the chat template; `chat_template_kwargs` and `add_generation_prompt`
-    are for the template. `normalize` false returns vectors that are not normalised. `prompt_name` selects one of the
-    checkpoint's prompts, which is put before each text.
+    `messages` is a chat that replaces `input`; `chat_template_kwargs` and `add_generation_prompt` are for the chat
+    template. `normalize` false returns vectors that are not normalised. `prompt_name` selects one of the checkpoint's
+    prompts, which is put before each text.
     """
 
     input: Any = None
@@ -187,7 +187,7 @@ def _with_values(
 ) -> Reply:
     """Return the response with one item, a `kind`, for each of the outputs.
 
-    Its field `name` has the output's values.
+    The field `name` of an item has the values of its output.
     """
 
     def item(index: int, values: np.ndarray) -> Iterator[bytes]:
@@ -299,7 +299,7 @@ def bounds_of(limits: Limits) -> PoolingBounds:
 
 
 async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], **fields: str) -> Result:
-    """Return the results of `work`, which pools `count` texts.
+    """Await `work`, which pools `count` texts, and return its result.
 
     See `blamed_on_request` for `fields`. Raises ApiError: 400 if the engine refuses the request or tokenising takes too
     long, 503 if the server is busy or stops, 500 if the engine fails.

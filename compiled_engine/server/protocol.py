@@ -27,7 +27,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Draft tokens of the engine: accepted ones are part of the completions; the others were wrong or came too late."""
+    """Draft tokens of the engine.
+
+    Accepted ones are part of the completions; rejected ones were wrong or came too late.
+    """
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -359,7 +362,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class AnswerMessage(msgspec.Struct, kw_only=True):
     """The answer. `content` is null if there are only calls.
 
-    `reasoning` repeats `reasoning_content` for other clients.
+    `reasoning` and `reasoning_content` have the same text, for different clients.
     """
 
     role: Literal["assistant"] = "assistant"

@@ -23,9 +23,9 @@ class Pulse:
         self._asked_at = 0.0
 
     def silent_s(self) -> float:
-        """Return for how many seconds a question is unanswered; 0 if none is.
+        """Return for how many seconds a question has been unanswered; 0 if every question is answered.
 
-        If none is, ask a new question unless the last one was less than PAUSE_S ago.
+        In the second case, a new question is asked unless the last one was less than PAUSE_S ago.
         """
         now = asyncio.get_running_loop().time()
         if self._asking is not None and not self._asking.done():

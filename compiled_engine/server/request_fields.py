@@ -30,14 +30,14 @@ HABITS = frozenset(
 
 @dataclass(frozen=True)
 class Refused:
-    """An unsupported field that would change the answer."""
+    """An unsupported field that would change the answer if it had an effect."""
 
     instead: str  # the alternative or the reason; empty if the name says it
     asks_nothing: tuple[Any, ...] = ()  # values that have no effect and are accepted
 
 
 def refused(instead: str = "", **fields: tuple[Any, ...]) -> dict[str, Refused]:
-    """Return a Refused for each of the fields. `fields` maps a field's name to the values that are accepted."""
+    """Return a Refused for each of the fields. `fields` maps a field's name to the values that ask for nothing."""
     return {name: Refused(instead, asks_nothing) for name, asks_nothing in fields.items()}
 
 
@@ -175,7 +175,7 @@ def _with_integers(values: Any) -> Any:
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:
-    """Raise ApiError 400 unless the field's value is one of those without effect."""
+    """Raise ApiError 400 unless the value asks for nothing: only the values in `field.asks_nothing` are accepted."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
         instead = f": {field.instead}" if field.instead else ""
         allowed = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""

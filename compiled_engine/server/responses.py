@@ -58,7 +58,7 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
-    """Convert `given`, the field `input`, and `instructions` to messages.
+    """Convert `given`, the request field `input`, to messages. `instructions` becomes a system message.
 
     A call becomes part of the assistant's message before it; reasoning becomes part of the assistant's message after
     it. Raises ApiError 400 with the invalid item.

@@ -54,9 +54,10 @@ def bind(options: ServerOptions) -> socket.socket:
 class Server(uvicorn.Server):
     """The HTTP server.
 
-    A first signal ends it after the running requests or after shutdown_timeout; a second signal ends it at once.
-    `place` is the state shared with other API processes, if there are any. `others` are the processes that this one has
-    started, to which it passes signals on. `announce` is called once connections are accepted.
+    At the first signal, it ends after the running requests, or after shutdown_timeout if they take longer. At the
+    second signal, it ends at once. `place` is the state shared with other API processes, if there are any. `others` are
+    the processes that this one has started, to which it passes signals on. `announce` is called once connections are
+    accepted.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Server(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """Accept no more requests, and end after the running ones."""
+        """Accept no more requests, and end after the running requests."""
         self.should_exit = True
         self._app.serving.stopping.set()
 
@@ -157,7 +158,7 @@ async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str |
 
 
 async def _prepare_forms(engine: AsyncLLM) -> None:
-    """Read the vocabulary for grammars before requests run. Later it would delay a step."""
+    """Read the vocabulary for grammars before requests run, since reading it later would delay a step of the engine."""
     # Without a tokenizer there are no grammars. _end_with_engine reports why an engine has ended.
     with contextlib.suppress(ValueError, FatalError):
         await engine.prepare_structured_outputs()

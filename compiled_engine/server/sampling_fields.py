@@ -107,8 +107,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the defaults updated with the request's fields.
 
-    `longest` is the largest number of tokens that an answer may have. `more` has parameters that replace those of the
-    fields. Raises ApiError 400 with the field.
+    `longest` is the largest number of tokens that an answer may have. The parameters in `more` replace the request's.
+    Raises ApiError 400 with the field.
     """
     check_bounds(fields, limits, longest, more.get("logprobs"))
     values = {name: value for name in SAME if (value := getattr(fields, name)) is not None} | more

@@ -32,7 +32,7 @@ RETRY_AFTER_S = 1
 
 
 class Admission:
-    """Bounds the completions that run or wait, all of which hold state here and in the engine.
+    """Bounds the completions that run or wait. Each of them holds state in this process and in the engine.
 
     The bound applies to the sum over all API processes. Each process adds its completions before it reads the sum, so
     the processes together never exceed the bound.
@@ -99,7 +99,7 @@ class Serving:
     stopping: threading.Event = field(default_factory=threading.Event)  # set when the server stops accepting requests
 
     def default_chat_params(self) -> SamplingParams:
-        """Return the checkpoint's sampling parameters, with its max_new_tokens as max_tokens, or None without one."""
+        """Return the checkpoint's sampling parameters. `max_tokens` is its max_new_tokens, or None if it has none."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params
@@ -165,6 +165,6 @@ class Serving:
 
 
 def serving_of(request: Request) -> Serving:
-    """Return the state that the application was built with."""
+    """Return the `Serving` that the request's application was built with."""
     serving: Serving = request.app.state.serving
     return serving

@@ -40,7 +40,10 @@ def page_files() -> dict[str, Path]:
 
 
 def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler that sends the file. It reveals nothing about the model or the server, so it needs no key."""
+    """Return a handler that sends the file.
+
+    The file reveals nothing about the model or the server, so it needs no key.
+    """
     body = file.read_bytes()
     headers = {**HEADERS, "content-type": f"{TYPES[file.suffix]}; charset=utf-8"}
 

@@ -31,11 +31,14 @@ class ArgumentSchemas:
         self.closed = any(part.get("additionalProperties") is False for part in always)
 
     def of(self, name: str) -> list[Any]:
-        """Return an argument's schemas, one of which it must follow."""
+        """Return the schemas of the argument `name`. Its value must follow at least one of them."""
         return self.properties.get(name) or [_mapping(self.root.get("additionalProperties"))]
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the types that an argument may have; all if its schema states none. "number" includes "integer"."""
+        """Return the JSON types that the argument `name` may have. "number" includes "integer".
+
+        If the argument's schema states no type, all types are returned.
+        """
         known: dict[str, frozenset[str]] = {}
         try:
             return frozenset[str]().union(*(_types(each, self.root, known) for each in self.of(name))) or ANY_TYPE
@@ -43,9 +46,9 @@ class ArgumentSchemas:
             return ANY_TYPE
 
     def branches(self, name: str) -> list[Mapping[str, Any]]:
-        """Return alternative schemas, one of which an argument must follow.
+        """Return alternative schemas of the argument `name`. Its value must follow at least one of them.
 
-        Each has at most one type, and no references or branches of its own.
+        Each schema has at most one type, and neither references nor branches.
         """
         found: list[Mapping[str, Any]] = []
         seen: set[str] = set()
@@ -72,7 +75,7 @@ class ArgumentSchemas:
 def json_of(text: str, types: frozenset[str]) -> str:
     """Convert an argument's text to JSON of one of these types.
 
-    "string" is the last choice among several types, and the fallback for text that fits none.
+    Of several types, "string" is tried last. Text that fits no type becomes a string.
     """
     if "string" not in types:
         text = text.strip()
@@ -145,7 +148,7 @@ def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> I
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
-    """Return the types that a schema allows. `known` caches the types of references."""
+    """Return the types that a schema allows. `known` caches the types of the schemas that are referred to."""
     schema, found = _mapping(schema), ANY_TYPE
     given = schema.get("type")
     names = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}

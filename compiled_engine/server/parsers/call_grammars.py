@@ -78,7 +78,7 @@ def text_until(mark: str, literal: Literal, name: str) -> str:
 
 @dataclass(frozen=True)
 class MarkedGrammar:
-    """Makes the grammar of calls that are between marks. It is a CallGrammar."""
+    """Makes the grammar of calls that are between marks. Implements CallGrammar."""
 
     marks: CallMarks
     before: Callable[[str, Literal], str]  # returns, in Lark, what precedes the arguments of a call of the named tool
@@ -212,7 +212,7 @@ def _choice(tools: Sequence[CallableTool]) -> list[str]:
 
 
 def _objects(tools: Sequence[CallableTool], key: str) -> str:
-    """Return the rule `tool` and the rules it uses. It is an object with a tool's name and arguments for its schema."""
+    """Return the rule `tool` and the rules that it uses. It matches a JSON object with a tool's name and arguments."""
     rules = [
         f'tool_{index}: {object_begin(tool.name, quoted, key)} arguments_{index} "}}"'
         for index, tool in enumerate(tools)

@@ -37,7 +37,7 @@ class CallObject:
         """Read to the end of the text or of the object, and return the text after the object.
 
         At the end of the object, `closed` or `failed` is set. The parts of the call that are certain are appended to
-        `pieces`, with `index` as the call's number.
+        `pieces`; `index` is the call's number among the calls of the answer.
         """
         for place, character in enumerate(text):
             had_begun = self.begun

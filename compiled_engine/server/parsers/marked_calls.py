@@ -15,7 +15,7 @@ SURPLUS, MOST_SURPLUS = "}],", 16
 
 
 class CallReader(Protocol):
-    """Reads one call. Its fields have the same meaning as in `CallObject`."""
+    """Reads one call. `closed`, `failed` and the other fields mean the same as in `CallObject`."""
 
     begun: bool
     closed: bool

@@ -41,7 +41,7 @@ class JsonArguments:
 class NamedCall:
     """Reads one call with optional whitespace between its parts, and streams its arguments.
 
-    Its fields have the same meaning as in `CallObject`. `read` returns an invalid head together with the text after it,
+    The fields have the same meaning as in `CallObject`. `read` returns an invalid head together with the text after it,
     since the head may contain the mark of another call.
     """
 
@@ -53,7 +53,8 @@ class NamedCall:
     ) -> None:
         """`head` has the texts before the arguments, with NAME in the place of the tool's name.
 
-        `call_of` converts the text in that place to the tool's name and the call's id, or None without an id.
+        `call_of` converts the text in the place of NAME to the tool's name and the call's id. If the text has no id,
+        the id is None.
         """
         self.begun = self.closed = self.failed = False
         self.raw = ""

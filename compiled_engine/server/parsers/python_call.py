@@ -20,9 +20,9 @@ ESCAPED = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 
 
 class PythonCall:
-    """Reads one call with named literal arguments, or with JSON arguments as `**{...}`.
+    """Reads one call whose arguments are named literals, or JSON written as `**{...}`.
 
-    Its fields have the same meaning as in `CallObject`. `begun` is set only when the call is complete, since it may
+    The fields have the same meaning as in `CallObject`. `begun` is set only when the call is complete, since it may
     turn out to be invalid until then.
     """
 

@@ -97,7 +97,10 @@ class ThinkParser:
 
 
 class TaggedAnswer:
-    """Drops the tags around an answer, and the whitespace between tags and answer. Either tag may be missing."""
+    """Drops the two tags around an answer, and the whitespace between tags and answer.
+
+    The answer may lack either tag.
+    """
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening = opening
@@ -131,10 +134,10 @@ class TaggedAnswer:
 
 
 def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
-    """Return whether the text after `prompt` begins as reasoning; None if the reasoning is closed already.
+    """Return whether the text after `prompt` begins as reasoning; None if the reasoning has already ended.
 
-    `continued` is the message that the text continues, if any. If it has text, its last tag decides, otherwise the tag
-    at the prompt's end.
+    `continued` is the message that the text continues, if any. If that message has text, its last tag decides.
+    Otherwise the tag at the prompt's end decides.
     """
     if continued and continued.strip():
         return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None

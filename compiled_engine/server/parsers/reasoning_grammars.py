@@ -30,7 +30,7 @@ reasoning tokens; None if no reasoning can follow."""
 def think_rules(
     tags: ReasoningTags, prompt: str, continued: str | None, literal: Literal, budget: int | None = None
 ) -> ReasoningRules | None:
-    """Return the rules for reasoning between tags; None if the reasoning is closed already.
+    """Return the rules for reasoning between tags; None if the reasoning has already ended.
 
     See `begins_inside` for `continued`. `budget` bounds the tokens of reasoning; the closing tag must then be a special
     token.

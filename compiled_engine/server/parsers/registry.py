@@ -1,8 +1,9 @@
 """The parsers by name, and their selection by a checkpoint's chat template.
 
-A new format needs a file with a `TextParser`, a function in call_grammars.py and a row here. If its calls are between
-marks, and are objects, Python calls, or names with arguments, a row in call_marks.py and a row here suffice; for calls
-as XML tags, a row in xml_markup.py and a row here. The name of each format is also in the option in server/options.py.
+A new format needs a file with a `TextParser`, a function in call_grammars.py and a row in the tables of this module. No
+new file is needed for some formats: calls that are objects, Python calls or names with arguments, each between marks,
+need a row in call_marks.py instead, and calls as XML tags need a row in xml_markup.py. The name of each format is also
+in the option in server/options.py.
 """
 
 from __future__ import annotations

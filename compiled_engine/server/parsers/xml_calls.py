@@ -165,7 +165,7 @@ class XmlParser:
         return found is not None
 
     def _after_call(self, pieces: list[Piece]) -> bool:
-        """State after a call: the closing tag, or another call within the same tags, follows."""
+        """State after a call: the closing tag or, within the enclosing tag, another call follows."""
         tag = self._tag(self._markup.closing, self._markup.call)
         self._raw = tag or ""
         if tag == self._markup.call:
@@ -182,7 +182,10 @@ class XmlParser:
         return self._held != ""
 
     def _tag(self, *tags: str) -> str | None:
-        """Read one of the tags after whitespace. Returns "" if it is incomplete, None if something else follows."""
+        """Skip whitespace and read one of the tags.
+
+        Return the tag, "" if it is incomplete, or None if something else follows.
+        """
         self._take_whitespace()
         for tag in tags:
             if tag and self._held.startswith(tag):

@@ -63,7 +63,8 @@ class _XmlGrammar:
     def call(self, index: int, tool: CallableTool) -> str:
         """Return the rule of a tool's calls.
 
-        It describes the text after the first opening tag, `markup.starts[0]`, up to and including the call's end tag.
+        The rule describes the text after the first opening tag, `markup.starts[0]`, up to and including the call's end
+        tag.
         """
         markup, arguments = self._markup, ArgumentSchemas(json.loads(tool.schema))
         head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
@@ -87,7 +88,7 @@ class _XmlGrammar:
     def _plain(self, *parts: str) -> str:
         """Return tags and texts as Lark literals.
 
-        Each special token is one literal, and so is the text between two of them.
+        Each special token becomes one literal, and so does each text between special tokens.
         """
         found = [""]
         for part in parts:
@@ -150,8 +151,8 @@ class _XmlGrammar:
 def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
     """Return one JSON schema, as text, for values that follow any of the schemas `values`.
 
-    It includes the definitions that the schemas refer to. If they refer to other parts of their document, only their
-    types are kept.
+    The result includes the definitions that the schemas refer to. Of a schema that refers to any other part of its
+    document, only the types are kept.
     """
     schema: dict[str, Any] = values[0] if len(values) == 1 else {"anyOf": values}
     below = ["x-guidance"]
