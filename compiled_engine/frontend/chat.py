@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
-    """Return pairs of a conversation's name for errors and the conversation.
+    """Return the conversations in `messages`, each paired with its name for error messages.
 
     `messages` is one conversation or a list of conversations. Raises TypeError or ValueError for anything else.
     """
@@ -36,10 +36,10 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
 
 
 def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | None:
-    """Return the chat template that `given` stands for, or None for None.
+    """Return the chat template that `given` stands for; None if `given` is None.
 
-    `given` is a Jinja template, the path of a file with one, or the name of one of the tokenizer's templates, which is
-    returned as it is. Raises TypeError or ValueError with the value given.
+    `given` is a Jinja template, the path of a file with a template, or the name of one of the tokenizer's templates. A
+    name is returned unchanged. Raises TypeError or ValueError with the value given.
     """
     if given is None:
         return None

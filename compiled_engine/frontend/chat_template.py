@@ -35,8 +35,8 @@ def choose_template(own: Templates, given: str | None, tools: Sequence[Any] | No
     """Return the chat template to use.
 
     It is `given`, or the template of this name among the tokenizer's templates `own`. Without `given`, it is one of
-    `own`: "tool_use" if there are `tools` and such a template, otherwise "default". Raises ValueError without any
-    template, or with several and no default.
+    `own`: "tool_use" if there are `tools` and such a template, otherwise "default". Raises ValueError if there is no
+    template, or if there are several but no "default".
     """
     if isinstance(own, dict):
         if given is not None:
@@ -64,8 +64,9 @@ def render_template(
 ) -> str:
     """Render a conversation to text.
 
-    `tools` are JSON schemas. `continue_final_message` ends the text within the last message; a string names the field
-    to continue. `variables` are passed to the template. `is_stopped` is polled in each loop iteration and macro call.
+    `tools` are JSON schemas. With `continue_final_message`, the text ends within the last message; a string names the
+    field to continue. `variables` are passed to the template. `is_stopped` is polled in each loop iteration and macro
+    call.
 
     Raises WorkStopped once `is_stopped` returns True, and any error that a template may raise.
     """
@@ -91,7 +92,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Append MARK to the field of a message, or to the last text part in it, in place. Return the text without MARK."""
+    """Append MARK to the field of a message, in place. If the field is a list, append MARK to its last text part.
+
+    Returns the text without MARK.
+    """
     text = message.get(field)
     if isinstance(text, list):
         part = next((part for part in reversed(text) if isinstance(part, dict) and "text" in part), {})

@@ -13,10 +13,11 @@ NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ClientText:
-    """Renders client values so that only the template's own special tokens are encoded as such.
+    """Renders values from clients so that only the template's own special tokens are encoded as special tokens.
 
-    A mark is inserted into special tokens in client text and identifies them after rendering. A text that ends with the
-    beginning of a special token is marked too, since the template may add the rest.
+    Before rendering, a mark is inserted into each special token in a client's text. The mark shows after rendering that
+    this text came from the client. A text that ends with the beginning of a special token is marked too, since the
+    template may add the rest of the token.
     """
 
     def __init__(self, added_tokens: Mapping[int, AddedToken]) -> None:

@@ -16,8 +16,9 @@ from compiled_engine.sampling.params import SamplingParams
 class StopStrings:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first match is the one that is complete first. Of two that end together, it is the longer one. The result does
-    not depend on how the text is split. Unless `include_in_output`, text that may begin a stop string is held back.
+    The first match is the one that ends first. If two end at the same character, the longer one is the match. The
+    result does not depend on how the text is split. Unless `include_in_output` is set, text that may begin a stop
+    string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
@@ -31,7 +32,7 @@ class StopStrings:
     def push(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
         """Add text. Return the text that is released, and the stop string that is complete, or None.
 
-        Without `search`, stop strings that this text completes do not count. Nothing may be pushed after a match.
+        If `search` is false, stop strings that end in this text are ignored. Nothing may be pushed after a match.
         """
         if not self._stops:
             return text, None
@@ -58,7 +59,7 @@ class StopStrings:
     def _possible_beginning(self) -> int:
         """Return the start of the longest suffix that is a prefix of a stop string.
 
-        It is the text's length without one.
+        If there is no such suffix, the result is the text's length.
         """
         if self._include:
             return len(self._text)
@@ -71,9 +72,9 @@ class StopStrings:
         return len(self._text)
 
     def _release(self, end: int) -> str:
-        """Return the text up to `end` that was not released yet.
+        """Return the text up to `end` that was not released before.
 
-        Drop text in which no stop string can begin any more.
+        Also drop from `_text` the part in which no stop string can begin.
         """
         released = self._text[self._released : end]
         forgotten = max(0, min(end, len(self._text) - self._longest + 1))
@@ -125,9 +126,10 @@ class Completion:
             )
 
     def look(self, *, ends: bool = False) -> None:
-        """Decode the token that was appended last, and end the completion if it completes a stop string.
+        """Decode the token that was appended last, and end the completion if a stop string is complete.
 
-        With `ends`, the core ends the completion at this token, so that the token itself is no stop string.
+        A special token can be a stop string of its own. With `ends`, the core ends the completion at this token, so
+        that it does not count as a stop string.
         """
         if self._params.stop:
             self._decode()
@@ -206,7 +208,7 @@ class Completion:
     def _end(self, finish_reason: str | None, stop_reason: str | int | None) -> None:
         """End the completion and release the held-back text.
 
-        If that completes a stop string, the stop string is the reason.
+        If the released text completes a stop string, the finish reason is that stop string instead of the given one.
         """
         if self.logprobs is not None:
             self.logprobs.end()

@@ -119,7 +119,10 @@ class EngineLoop:
             self._in_use.release()
 
     def _close_abandoned(self) -> None:
-        """Close abandoned runs. No reference is kept between iterations, since it would keep the engine alive."""
+        """Close the runs whose iterators nobody holds.
+
+        No reference to a run is kept between iterations, since it would keep the engine alive.
+        """
         while self._abandoned:
             self._abandoned.pop().close()
 

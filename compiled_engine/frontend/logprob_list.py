@@ -22,8 +22,8 @@ class GrowingLogprobs:
     """Log-probabilities of a completion or a prompt; grows by one row per token.
 
     `num_top` is the requested number of most likely tokens, -1 for the whole vocabulary. `context` has the preceding
-    tokens, which affect the first token's text. For a prompt, `context` is the prompt's first token, which has no row,
-    and `first` has its entry.
+    tokens, which affect the first token's text. A prompt's first token has no row: it is the `context`, and `first` has
+    its entry.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class LogprobList(Sequence[Entry]):
 
 
 def first_text(tokenizer: Tokenizer, token_ids: Sequence[int], params: SamplingParams) -> str:
-    """Return the text of a prompt's first token, consistent with the entries of the other tokens."""
+    """Return the text of a prompt's first token, decoded like the texts of the other tokens."""
     texts = _token_texts(tokenizer, (), params)
     (text,) = texts.push(token_ids[:1])
     return text if len(token_ids) > 1 else text + texts.flush()
@@ -193,7 +193,7 @@ def _token_texts(tokenizer: Tokenizer, context: Sequence[int], params: SamplingP
 def _entry(
     rank: int, token_ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str | None]
 ) -> dict[int, Logprob]:
-    """Build an entry: the chosen token with its rank, then the most likely ones, ranked from 1."""
+    """Build an entry: the chosen token with the rank `rank`, then the most likely tokens, ranked from 1."""
     chosen = Logprob(logprobs[0], rank, texts[0])
     found = dict(zip(token_ids, map(Logprob, logprobs, range(len(token_ids)), texts), strict=True))
     found[token_ids[0]] = chosen  # also where it is among the most likely
@@ -207,8 +207,8 @@ class TokenTexts:
     """Returns the text of each token of a completion or prompt. The arguments are those of Detokenizer.
 
     A token that ends within a character has the text "", and the token that completes the character has all of it. A
-    run of byte tokens is decoded as a whole once it has ended; the next token, or `flush`, has the run's characters. A
-    skipped special token has its own text and does not end a run.
+    run of byte tokens is decoded as a whole once it has ended; its characters belong to the text of the next token, or
+    to the result of `flush`. A skipped special token has text and does not end a run.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class TokenTexts:
         )
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
-        """Add the next token, `token_ids[0]`.
+        """Add the token `token_ids[0]`. The other ids are alternatives to it.
 
-        Return its text, and the texts of the alternatives to it, the other ids.
+        Returns the text of each id.
         """
         chosen, *others = token_ids
         texts = list(map(self._as_next, others))

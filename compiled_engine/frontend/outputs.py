@@ -45,10 +45,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of a clock with arbitrary zero; None if not reached.
+    """Times of a request's events, in seconds of a clock with arbitrary zero. A time is None before its event.
 
     Fields have the names of fields of vLLM's RequestMetrics. Properties such as `queued_ts` have the names of fields of
-    its RequestStateStats.
+    vLLM's RequestStateStats.
     """
 
     arrival_time: float

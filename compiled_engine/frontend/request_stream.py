@@ -112,7 +112,7 @@ class RequestStreams:
     def abort(self, request_id: str) -> list[str]:
         """End a request with finish_reason "abort". Return the ids of its engine requests that still run.
 
-        For an unknown id, there are none.
+        The list is empty if the request's id is unknown.
         """
         stream = self._streams.get(request_id)
         unfinished = [] if stream is None else stream.state.unfinished_ids()
@@ -148,7 +148,7 @@ def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestSt
 
 
 def leave(client: CoreClient, streams: RequestStreams) -> None:
-    """Close the connection. Readers of running requests get EngineDeadError. May be called repeatedly."""
+    """Close the connection to the core. Readers of running requests get EngineDeadError. May be called repeatedly."""
     client.close("the engine was shut down")
     reason = client.dead or ""
     streams.fail_all(lambda: EngineDeadError(reason))

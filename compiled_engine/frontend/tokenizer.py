@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def client_text(self) -> ClientText:
-        """The renderer of client values, by which text that resembles a special token stays text."""
+        """The renderer of values from clients. Text in them that resembles a special token stays text."""
         return ClientText(self._backend.added_tokens())
 
     @property
@@ -113,7 +113,7 @@ class Tokenizer:
         return self._backend.encode_batch(texts, add_special_tokens)
 
     def join(self, first: list[int], second: list[int], most: int | None = None) -> Pair:
-        """Join two texts, each tokenised without special tokens, as the tokenizer encodes a pair.
+        """Join two texts as the tokenizer encodes a pair. `first` and `second` are token ids without special tokens.
 
         With `most`, truncate the longer text until the pair has at most that many tokens.
         """
@@ -140,11 +140,14 @@ class Tokenizer:
         return self._backend.to_json()
 
     def entry(self, token_id: int) -> str:
-        """Return a token's vocabulary entry, such as Ġdef, or "" for an unknown id."""
+        """Return a token's entry in the vocabulary, such as Ġdef, or "" for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode_token(self, token_id: int) -> str:
-        """Return a token's text in the middle of a text, with its leading space; a special token is decoded alone."""
+        """Return the text that a token has within a longer text: with its leading space.
+
+        Special tokens are decoded alone.
+        """
         text = self._decoded_tokens.get(token_id)
         if text is None:
             text = self._decoded_tokens[token_id] = self._decode_token(token_id)
@@ -274,10 +277,10 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides:
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text, and after a space if that form differs.
+    """Return the token ids of each word at the start of a text, and after a space if those ids differ.
 
-    As in vLLM, the form after a space counts only if it has as many tokens. If it has more, it begins with a token for
-    the space alone, and the rest is the form at the start of a text.
+    As in vLLM, the ids after a space count only if they are as many. If they are more, the first is a token for the
+    space alone, and the others are the ids at the start of a text.
 
     Raises ValueError for a word without tokens.
     """

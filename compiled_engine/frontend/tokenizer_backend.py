@@ -42,7 +42,7 @@ class PairForm:
     pieces: tuple[tuple[int | tuple[int, ...], int], ...]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Return the joined texts; see `TokenizerBackend.join`."""
+        """Return the two texts joined; see `TokenizerBackend.join`."""
         room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
         if room is not None and 0 <= room < len(first) + len(second):
             short = min(len(first), len(second), room // 2)
@@ -66,7 +66,7 @@ class TokenizerBackend(Protocol):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Join two texts, each tokenised without special tokens, to a pair with special tokens.
+        """Join two texts, given as token ids without special tokens, to a pair with special tokens.
 
         With `most`, truncate the longer text until the pair has at most that many tokens.
         """
@@ -123,7 +123,7 @@ class FastTokenizerBackend:
         return self._pair_form.join(first, second, most)
 
     def _find_pair_form(self) -> PairForm:
-        """Return the tokenizer's template, which shows in an encoded pair of one-token words."""
+        """Return the tokenizer's template for pairs, found by encoding a pair of one-token words."""
         words = ("a", *self._backend.get_vocab())
         word = next(word for word in words if self._backend.encode(word, add_special_tokens=False).ids)
         example = self._backend.encode(word, word)
@@ -166,7 +166,7 @@ def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
 
 
 class _SpecialsApart:
-    """A copy of a tokenizer that matches special tokens by random texts, so that no client text can contain one.
+    """A copy of a tokenizer that knows each special token under a random text, so that no client text can contain one.
 
     All other text is tokenised as by `backend`. In particular, an added token ends the text before it and may take
     adjacent spaces.

@@ -75,7 +75,7 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether the tokenizer's model has the type `kind` and, for BPE, no word-boundary marks."""
+    """Return whether the tokenizer's model is a `kind`. A BPE model must also have no word-boundary marks."""
     model: Any = tokenizer.model
     if not isinstance(model, kind):
         return False
@@ -260,7 +260,10 @@ def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
 
 
 def _added_tokens(config: Mapping[str, Any], in_file: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Return the added tokens of tokenizer_config.json, ordered by id; without any, those of tokenizer.json."""
+    """Return the added tokens of tokenizer_config.json by id, in ascending order.
+
+    If that file has no list of them, return those of tokenizer.json.
+    """
     if "added_tokens_decoder" not in config:
         return in_file
     found = {int(index): _token(value) for index, value in config["added_tokens_decoder"].items()}
@@ -314,7 +317,7 @@ def _as_added(token: str | AddedToken, special: set[str]) -> AddedToken:
 
 
 def _token(value: Any) -> Any:
-    """Return a token from JSON: a text as it is, or the AddedToken for an object of fields."""
+    """Return a token from JSON: a string unchanged, an object as an AddedToken."""
     if isinstance(value, dict):
         return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
     return value
