@@ -1,7 +1,7 @@
 """Adds LoRA adapters to an eager model, by module hooks.
 
 The hook of a linear adds B(Ax), where A and B are the matrices of the token's adapter, with the op that the pass
-`adapters` emits. Linears are not merged, so each has its own adapter slots, under its own name.
+`adapters` emits. An eager model does not merge linears, so each linear has adapter slots under its own name.
 """
 
 from __future__ import annotations

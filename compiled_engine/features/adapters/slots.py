@@ -127,7 +127,10 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Drop the oldest adapters beyond max_cpu_loras that were read but not loaded: their requests may be over."""
+        """Drop adapters that were read but not loaded, since their requests may be over.
+
+        At most max_cpu_loras such adapters are kept; the oldest are dropped first.
+        """
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
             del self._reading[digest]
@@ -190,7 +193,8 @@ class AdapterSlots:
 def _most_bytes(config: AdapterConfig, shapes: Sequence[Sequence[int]]) -> int:
     """Return the size in bytes of the largest valid adapter file for linears of these shapes.
 
-    It has fp32 matrices of the largest rank, and the weight of one linear, the output projection.
+    Such a file has fp32 matrices of the largest rank for each linear, and the weight of one linear, the output
+    projection.
     """
     matrices = sum(sum(shape) for shape in shapes) * config.max_lora_rank
     return LONGEST_HEADER + 4 * (matrices + max((math.prod(shape) for shape in shapes), default=0))

@@ -42,7 +42,7 @@ class StageTraffic(StepFeature):
     def begin(self, step: SchedulerOutput) -> None:
         """In the first stage, receive the tokens that the step depends on.
 
-        Tokens of earlier steps are received too, so that those of at most as many steps as there are stages are left.
+        Also receives tokens of earlier steps, until the steps whose tokens are expected are no more than the stages.
         """
         needed = 0
         for number, expected in enumerate(self._expected, 1):

@@ -65,7 +65,10 @@ class StateSnapshots(PlanFeature):
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Choose where the request takes snapshots. Its blocks are taken later, as that may evict the cached prefix."""
+        """Choose where the request takes snapshots.
+
+        The request takes its blocks only after this call, since that may evict the cached prefix.
+        """
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
         num_shared = 0
@@ -88,9 +91,9 @@ class StateSnapshots(PlanFeature):
             extras[NAME] = self._slots[self._hash(request, num_cached)]
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
-        """Plan to save the state after the step.
+        """Plan to save the request's state after the step, in a snapshot.
 
-        Nothing is saved if the prefix has a snapshot, or if the step already writes all slots.
+        Nothing is saved if the prefix already has a snapshot, or if the step already writes all slots.
         """
         key = self._hash(request, num_tokens)
         if key in self._slots:

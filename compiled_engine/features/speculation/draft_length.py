@@ -64,7 +64,7 @@ class _Times:
         return self.counts[num_drafts] >= LEAST_STEPS or self.tries.get(num_drafts, 0) >= MOST_TRIES
 
     def measure_again(self, num_drafts: int) -> None:
-        """Begin to time this number of drafts again, with the step that is being planned."""
+        """Begin to time num_drafts drafts again, with the step that is being planned."""
         self.again, self.steps_again = num_drafts, MOST_STEPS_AGAIN - 1
         self.steps, self.rounds = 0, self.rounds + 1
 
@@ -158,7 +158,7 @@ class DraftLength:
         return Drafts(max(self._lengths, key=lambda length: self._rate(judged.seconds, length, share)))
 
     def _judge(self, times: _Times) -> None:
-        """Set `current` to the number that is best if all requests have drafts."""
+        """Set `current` to the number of drafts that is best if all requests have drafts."""
         seconds = times.seconds | {0: self._seconds_without(times)}
         best = max(self._lengths, key=lambda length: self._rate(seconds, length))
         if self._rate(seconds, best) > MARGIN * self._rate(seconds, times.current):
@@ -190,10 +190,10 @@ class DraftLength:
     def took(
         self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False, in_a_row: bool = True
     ) -> None:
-        """Record the time of a step of decodes with up to num_drafts drafts, between steps with the same number.
+        """Record the time of a step of decodes with at most num_drafts drafts per request.
 
-        `in_a_row` tells whether the steps before and after also had the same requests. The time of any other step only
-        counts until such a time is known.
+        The steps before and after it had the same num_drafts. `in_a_row` tells whether they also had the same requests.
+        If not, the time only counts until the time of a step with `in_a_row` is known.
         """
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 

@@ -163,8 +163,8 @@ class DraftPlan(PlanFeature):
     def _time(self, timed: TimedStep, length: DraftLength) -> None:
         """Report the duration of a step of decodes to `length`.
 
-        Neighbouring steps must be in flight and have the same number of drafts, because the host works on them while
-        the step runs. Otherwise nothing is reported.
+        The steps before and after it must have been in flight with it and have the same number of drafts, because the
+        host works on them while the step runs. Otherwise nothing is reported.
         """
         before, begun_s = self._updated, max(timed.begun_s, self._updated_s)
         self._updated, self._updated_s = timed, time.perf_counter()

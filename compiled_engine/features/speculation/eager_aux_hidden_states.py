@@ -16,7 +16,10 @@ from compiled_engine.passes.layout.aux_hidden_states import layer_stack
 
 
 class EagerAuxHiddenStates:
-    """The `EagerFeature` that returns the inputs of these layers, [T, D] each, after the forward's hidden states."""
+    """The `EagerFeature` that makes the forward also return the inputs of `layers`.
+
+    They follow the hidden states in the forward's result, [T, D] each.
+    """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = layers

@@ -128,7 +128,7 @@ class Constrained:
     def with_new_tokens(self, request: Request) -> tuple[Constraint, list[int]]:
         """Return the constraint, and the request's output tokens that were not passed to it yet.
 
-        Count them as passed.
+        Also counts these tokens as passed.
         """
         token_ids = request.token_ids[request.num_prompt_tokens + self.num_accepted :]
         self.num_accepted += len(token_ids)

@@ -76,9 +76,10 @@ class Structured(PlanFeature):
         return {NAME: self._masks.finish()}
 
     def nothing_allowed(self, request: Request) -> Finish | None:
-        """Stop a request whose grammar is complete.
+        """Return how a request ends for which no token is allowed: "stop" if its grammar is complete, otherwise None.
 
-        Only an end-of-sequence token could follow, and another parameter such as min_tokens forbids it.
+        After a complete grammar only an end-of-sequence token may follow, and a parameter such as min_tokens can forbid
+        it.
         """
         found = self._of.get(request)
         return Finish("stop", None) if found is not None and is_complete(found.constraint) else None

@@ -157,8 +157,9 @@ class PoolingProcessor:
     ) -> Scoring:
         """Return requests that score pairs of texts: one query with each document, or equally many of both.
 
-        `instruction` is for rerankers with a template. `given` applies to all texts, see `process`. Raises the errors
-        of `process`, and ValueError for a classifier with several labels or a task with per-token results.
+        `instruction` is for rerankers with a template. `given` applies to all texts and is explained at `process`.
+        Raises the errors of `process`, and ValueError for a classifier with several labels or a task with per-token
+        results.
         """
         wanted = self._task(params, None)
         if wanted.by_token:
@@ -206,7 +207,7 @@ class PoolingProcessor:
         return Scoring(self._prepare(prompts, token_ids, wanted, priority, parts, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
-        """Return how many characters `score` tokenises. With a template, every pair counts in full."""
+        """Return how many characters `score` tokenises. With a template, the texts of a pair count in each pair."""
         once = num_characters([queries, documents])
         if not self.pooling.template or not isinstance(documents, list | tuple):
             return once

@@ -37,7 +37,7 @@ class RunningPooling:
         self._finish: tuple[str, int | str | None] | None = None
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """Raise RuntimeError: pooling requests have no tokens in a step's columns."""
+        """Raise RuntimeError, since a pooling request gets no tokens."""
         raise RuntimeError(f"request {engine_request_id!r} got a token, but it pools")
 
     def update(self, output: EngineOutput, now: float) -> str | None:
@@ -60,7 +60,7 @@ class RunningPooling:
         return [] if self.finished else [each.request_id for each in self.request.engine_requests]
 
     def snapshot(self) -> Any:
-        """Return the request itself: results are built for all requests of a call together, see `results`."""
+        """Return the request itself. See `results`, which builds the results of all requests of a call together."""
         return self
 
     delta = snapshot

@@ -22,8 +22,8 @@ from compiled_engine.sampling.params import SamplingParams
 class StructuredRequests(RequestFeature):
     """Converts structured_outputs to grammars, and gives the core the vocabulary before the first grammar.
 
-    `objects_allowed` is the condition under which requests may have objects such as token masks, if this engine does
-    not fulfil it; "" if it does.
+    If this engine cannot take objects such as token masks, `objects_allowed` is the condition under which it could, for
+    errors. It is "" if the engine takes them.
     """
 
     def __init__(

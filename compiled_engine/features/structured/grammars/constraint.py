@@ -50,17 +50,17 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """The matcher's error, as a request's error."""
+        """The matcher's error, as the error of the user's request."""
         return failure_text(self.matcher)
 
 
 def is_complete(constraint: Constraint | None) -> bool:
-    """Return whether a grammar constrains the text, and the text may end here."""
+    """Return whether the constraint is a grammar that is complete, so that the text may end here."""
     return isinstance(constraint, GrammarConstraint) and constraint.matcher.is_accepting()
 
 
 def failure_text(matcher: LLMatcher) -> str:
-    """Return a failed matcher's error, as a request's error."""
+    """Return a failed matcher's error, as the error of the user's request."""
     return f"structured_outputs: {error_of(matcher)}"
 
 
@@ -74,7 +74,7 @@ def error_of(matcher: LLMatcher) -> str:
 def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:
     """Fill rows of the masks (int32 [M, W], contiguous) in threads without the GIL. Return errors by row.
 
-    `constraints` are by row.
+    `constraints` maps each row to its constraint.
     """
     if not constraints:
         return {}

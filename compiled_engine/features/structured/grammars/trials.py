@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 class GrammarTrials:
     """Runs trials in a process, which starts with the first trial, and caches the errors found.
 
-    Thread-safe. A fork of this process starts a process of its own.
+    Thread-safe. If this process forks, the child starts a process for its own trials.
     """
 
     def __init__(self, quick_s: float = QUICK_S, longest_s: float = LONGEST_S, most_memory: int = MOST_MEMORY) -> None:
@@ -98,7 +98,7 @@ class GrammarTrials:
         return None
 
     def _order(self, theirs: socket.socket, limits: bytes) -> None:
-        """Pass the connection `theirs` and the limits to the process, which is restarted if it has ended."""
+        """Send the connection `theirs` and the limits to the process. If the process has ended, restart it."""
         with self._lock:
             if self._owner == os.getpid() and self._orders is not None:
                 with suppress(OSError):
