@@ -118,15 +118,16 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt; yields outputs, of which the last has `finished`. prompt: see `LLM.generate`.
+        """Complete one prompt. Yields outputs, of which the last has `finished`.
 
-        request_id: the outputs' request_id; None for a new one. lora_request: its adapter; requires enable_lora.
+        prompt: see `LLM.generate`. request_id: the outputs' request_id; None for a new one. lora_request: the request's
+        adapter; requires enable_lora.
         output: "cumulative": outputs have the whole completions so far; "delta": only the new part of completions that
             have grown since the previous output (cumulative_logprob stays cumulative); "final": there is one output, at
             the end.
 
-        Cancelling or closing the iterator ends the request. A slow reader gets several tokens at once. The first
-        output raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
+        Cancelling or closing the iterator ends the request. A slow reader gets several tokens at once. The first output
+        raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
         EngineDeadError.
         """
 
@@ -262,7 +263,8 @@ class AsyncLLM:
     async def load_adapter(self, lora_request: LoRARequest) -> str:
         """Let the core load an adapter into host memory before a request needs it. Returns the adapter's digest.
 
-        Raises TypeError, ValueError or OSError if it is no adapter, or does not fit the model.
+        Raises TypeError, ValueError or OSError if the files are no valid adapter, or the adapter does not fit the
+        model.
         """
         self._attach()
         adapters = self._frontend.features.adapters
@@ -303,9 +305,9 @@ class AsyncLLM:
         return await self._client.wait_dead()
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuse new requests with RuntimeError, and wait until the running ones have ended.
+        """Refuse new requests with RuntimeError, and wait until the running requests have ended.
 
-        Abort them after timeout_s. Returns the number of aborted requests.
+        Requests that still run after timeout_s are aborted. Returns the number of aborted requests.
         """
         self._owner.require_here()
         self._draining = True
@@ -474,7 +476,7 @@ class AsyncLLM:
     def _leave(self, streams: Sequence[RequestStream]) -> None:
         """Remove streams, and abort their requests.
 
-        A forked process aborts no requests, since the process that it was forked from still reads them.
+        A forked process aborts no requests, since the streams of its parent process still read them.
         """
         left = [request_id for stream in streams for request_id in self._streams.remove(stream)]
         if self._owner.is_here:

@@ -109,7 +109,7 @@ class Recurrences:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of all states together, as one request or one snapshot has."""
+        """Bytes of one row in all states together. A running request takes one row, and so does a snapshot."""
         return sum(state.row_bytes for state in self.states)
 
 
@@ -385,7 +385,10 @@ class SpeculationConfig:
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Batch sizes of graphs for steps without drafts whose tokens the head reads; None unless steps may skip it."""
+        """Batch sizes of graphs for steps without drafts in which the head still reads the tokens.
+
+        None unless steps may skip the head.
+        """
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 
@@ -431,7 +434,7 @@ class EngineConfig:
 
     @property
     def rare_query_lens(self) -> tuple[int, ...]:
-        """Numbers of rows per request, 1 included, that are rare in steps. They have graphs for fewer batch sizes."""
+        """Numbers of rows per request, possibly 1, that few steps have. Graphs for them have fewer batch sizes."""
         return self.speculation.rare
 
     @property

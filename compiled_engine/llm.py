@@ -164,8 +164,9 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return vectors for one or many prompts, computed with a pooling model. prompts, lora_request: see `generate`.
+        """Return vectors for one or many prompts, computed with a pooling model.
 
+        prompts, lora_request: see `generate`.
         pooling_task: embed or classify, whichever the model does; or token_embed or token_classify, for a result per
             token.
         prompt_name: name of one of the checkpoint's prompts, which is put before each text.
@@ -221,8 +222,8 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Return a score for each pair of one query and each document, or of equally many queries and documents.
 
-        A model with one label gives the score. With an embedding model, it is the cosine of the two embeddings.
-        instruction: for a reranker whose template takes one. lora_request: an adapter for all texts.
+        The score is the result of a model with one label. With an embedding model, it is the cosine of the two
+        embeddings. instruction: for a reranker whose template takes one. lora_request: an adapter for all texts.
         """
         refuse_arguments("score", others, pools=True)
         scoring = self._pooler().score(queries, documents, pooling_params, instruction, lora_request=lora_request)
@@ -338,7 +339,10 @@ class LLM:
     def _finished(
         self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool, patience_s: float = 0.0
     ) -> list[Any]:
-        """Run requests. Returns their outputs in the order of the requests. See Progress for `patience_s`."""
+        """Run requests. Returns their outputs in the order of the requests.
+
+        `stage` names this work in progress reports. See Progress for `patience_s`.
+        """
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
         has_drafts, num_drafts, num_accepted = self._frontend.config.max_new_tokens_per_step > 1, 0, 0

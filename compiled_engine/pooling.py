@@ -81,7 +81,7 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
-        """Return a PoolerConfig as it is. Convert a mapping, or the text of a JSON object, to one.
+        """Return a PoolerConfig. `value` is one already, a mapping, or the text of a JSON object.
 
         Raises TypeError or ValueError naming the key and the value.
         """

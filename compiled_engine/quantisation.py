@@ -132,7 +132,7 @@ class LinearScheme(NamedTuple):
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
 
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
-        """Return the scheme with tiles that divide `num_rows` and `num_columns` and are at most as large as before.
+        """Return the scheme with tiles reduced so that they divide `num_rows` and `num_columns`.
 
         With `num_columns` 0, tiles keep their columns. A scale shared by all rows becomes one scale per row. Columns of
         input tiles are reduced in the same way.
@@ -183,9 +183,9 @@ class Quantisation:
         return self.method == "online"
 
     def scheme_of(self, module: str) -> LinearScheme | None:
-        """Return the scheme of the linear with this name, or None if it is not quantised.
+        """Return the scheme of the linear `module` (its name), or None if it is not quantised.
 
-        `why_not` returns the reason.
+        `why_not` returns the reason for None.
         """
         if self._ignoring(module) is not None:
             return None
@@ -206,7 +206,7 @@ class Quantisation:
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
-    """Return a quantisation of every linear with the scheme `name` of ONLINE, except for targets in `ignore`."""
+    """Return a quantisation in which every linear has the scheme `name` of ONLINE, except for targets in `ignore`."""
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 

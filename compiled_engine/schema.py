@@ -123,7 +123,7 @@ def bounds(schema: JsonSchema) -> str:
 
 
 def plain(markdown: str) -> str:
-    """Return Markdown text without links and backticks."""
+    """Return Markdown text with each link replaced by its text, and without backticks."""
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", markdown).replace("`", "")
 
 
@@ -239,7 +239,7 @@ TEXTS = a_list({"type": "string"})
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name spelt most like `name`, or None if none is close.
 
-    One with the same letters is preferred.
+    A name with the same letters in another order is preferred.
     """
     name = name.lower()
     by_lower_case = {other.lower(): other for other in known}

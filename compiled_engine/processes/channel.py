@@ -120,7 +120,7 @@ class Connection(Generic[Incoming]):
         return [self._decode(payload) for payload in self._frames.feed(data)]
 
     def send(self, frame: bytes) -> None:
-        """Send as much of a frame as the socket accepts. `flush` sends the rest.
+        """Send as much of a frame as the socket accepts. The rest is kept, and `flush` sends it.
 
         Raises OSError if the other end is gone.
         """
@@ -137,11 +137,17 @@ class Connection(Generic[Incoming]):
             del self._unsent[:sent]
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is data to receive. Returns False if there is none after `timeout_s`; None: no limit."""
+        """Wait until there is data to receive, or for `timeout_s`; None waits without limit.
+
+        Return whether there is data.
+        """
         return self._poll(select.POLLIN, timeout_s)
 
     def wait_writable(self, timeout_s: float | None = None) -> bool:
-        """Wait until the socket accepts data. Returns False if it does not after `timeout_s`; None: no limit."""
+        """Wait until the socket accepts data, or for `timeout_s`; None waits without limit.
+
+        Return whether it accepts data.
+        """
         return self._poll(select.POLLOUT, timeout_s)
 
     def _poll(self, events: int, timeout_s: float | None) -> bool:

@@ -116,7 +116,7 @@ class CoreChild:
         return self._process.pid
 
     def start(self, frame: bytes) -> None:
-        """Send the Start message. If the process has ended, reading its answer reports that.
+        """Send the Start message. If the process has ended, this raises nothing; reading the answer reports it.
 
         `frame` is the message, already encoded, so that this module need not import PyTorch.
         """

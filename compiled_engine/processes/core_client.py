@@ -84,7 +84,7 @@ class CoreClient:
         return self._loop
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the socket on this event loop from now on. The previous event loop must be closed, or not running."""
+        """Read the socket on this event loop from now on. A previous event loop must be closed, or no longer run."""
         self._detach()
         self._loop = loop
         self._calls.clear()

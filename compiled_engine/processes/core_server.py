@@ -251,7 +251,7 @@ class CoreServer:
         return [(process, part) for process, part in own if len(part)]
 
     def _give_up(self, request_id: str) -> None:
-        """Abort a request whose client has already received its end."""
+        """Abort a request whose client has already been told that it ended."""
         if request_id in self._owners:
             self._core.abort(request_id)
             self._release(request_id)

@@ -62,7 +62,7 @@ class Monitor:
     def wait_ready(self) -> list[Ready]:
         """Wait until all ranks are ready, and return their messages.
 
-        Raises WorkerError if a worker ends. If a worker fails to start, raises the error with which it failed.
+        Raises WorkerError if a worker ends. If a worker fails to start, raises that worker's error.
         """
         return [future.result() for future in self._ready]
 
@@ -176,7 +176,7 @@ class Monitor:
     def _killed_besides(self, rank: int) -> WorkerError | None:
         """Return the error of another worker that was killed, or None.
 
-        The death of another worker makes this worker's collectives fail, so it is the cause.
+        Collectives fail on this worker if another worker dies, so that worker's death is the cause.
         """
         deadline = time.monotonic() + _NOTICED_S
         for other, worker in enumerate(self._workers):
@@ -198,9 +198,9 @@ class Monitor:
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
 
     def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
-        """Fail the executor unless `survives` has dealt with a rank's failure in a step.
+        """Fail the executor because of a rank's failure in a step, unless `survives` has dealt with the failure.
 
-        Otherwise the rank that writes the results might wait for the failed rank without end.
+        Without this, the rank that writes the results might wait for the failed rank without end.
         """
         with self._lock:
             is_settled = step not in self._failed_steps

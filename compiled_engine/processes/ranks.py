@@ -115,7 +115,7 @@ class WorkerChild:
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped, as after SIGSTOP, or dying."""
+        """Return whether the process is stopped, for example by SIGSTOP, or is dying."""
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
     def is_dying(self) -> bool:

@@ -69,8 +69,8 @@ _EXIT_S = 10.0
 class ReplicaActor:
     """Ray actor that runs a core. RayCore calls its methods, some of them concurrently.
 
-    See CoreChild for `device`. `paths` is the driver's import path, for modules such as logits processors. Paths that
-    exist here are appended to the import path of this process.
+    See CoreChild for `device`. `paths` is the driver's import path, for modules such as logits processors. Those of its
+    folders that exist on this node are appended to this process's import path.
     """
 
     def __init__(self, device: str, paths: Sequence[str]) -> None:

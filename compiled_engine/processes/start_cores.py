@@ -65,7 +65,7 @@ def start_cores(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore | Replicas:
-    """Start one core, see `start_core`, or several replicas, and return it or them.
+    """Start one core (see `start_core`) or several replicas, and return the core or the replicas.
 
     Replicas start in parallel. Because of the compile cache's lock, one replica builds the cache entry, and the others
     load it. Raises the error of the first replica that cannot start.

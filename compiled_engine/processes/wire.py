@@ -63,7 +63,7 @@ class Control(msgspec.Struct, tag=True, frozen=True):
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """A control call without an answer."""
+    """A control call that gets no answer."""
 
     call: ControlCall
 
@@ -123,7 +123,10 @@ class Late(msgspec.Struct, tag=True, frozen=True):
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Continue after a step that failed on all workers, which execute no steps meanwhile. Sent over the ring buffer."""
+    """Tell the workers to continue after a step that failed on all of them. Until then they execute no steps.
+
+    Sent over the ring buffer.
+    """
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):

@@ -109,7 +109,7 @@ class Worker:
             threading.Thread(target=self._write_results, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
-        """Execute messages until a `Stop`. After a failed step the executor decides whether the ranks continue."""
+        """Execute messages until a `Stop`. If a step fails, the executor decides whether the ranks continue."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):
@@ -135,7 +135,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, inputs: LateInputs) -> None:
-        """Sample the step that waits for these inputs. No step waits for them if the step has failed."""
+        """Sample the step that waits for these inputs. If the step has failed, do nothing."""
         if self._late is None:
             return
         (number, pending), self._late = self._late, None

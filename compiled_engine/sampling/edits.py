@@ -59,7 +59,7 @@ def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
 
 
 class RowEdits(NamedTuple):
-    """The edits that a row needs: additions, a mask of allowed tokens, penalties, a record of its tokens."""
+    """The kinds of edits that a row needs: additions, a mask of allowed tokens, penalties, a record of its tokens."""
 
     added_to: bool
     limited: bool
@@ -89,9 +89,9 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Write the edits of a newly started row to its fields. Return the edits that the row needs.
+        """Write a request's edits to the fields of its row, which has just been started.
 
-        See Sampler.add_row.
+        Return the edits that the row needs. See Sampler.add_row for the arguments.
         """
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
@@ -236,7 +236,7 @@ class StepMasks:
 
     @classmethod
     def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
-        """Upload masks (at least one) and the index of each row's mask from the host, without waiting."""
+        """Upload masks (at least one) and each row's mask index from the host, without waiting for the device."""
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
@@ -258,7 +258,7 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's penalties to its logits, in place. Only the logits of tokens that occurred change.
+    """Apply each row's penalties to its logits, in place. Only logits of tokens that occur in the request change.
 
     logits_RV: float32 [R, V]. row_index_R: int32 [R], rows of the states, no padding.
     """

@@ -62,7 +62,7 @@ class Filters:
 
 
 def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return the smallest kept logit of each row, minus infinity to keep all: float32 [R].
+    """Return the smallest kept logit of each row, float32 [R]; minus infinity if all are kept.
 
     logits_RV: float32, before division by the temperature. filters: those of these R rows.
     """
@@ -116,7 +116,7 @@ def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _largest(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
-    """Return each row's k largest elements in ascending order: [R, k]. numpy's sort is much faster than torch's."""
+    """Return each row's k largest elements in ascending order: [R, k]. numpy sorts, much faster than torch."""
     values, vocab_size = logits_RV.numpy(), logits_RV.shape[-1]
     if k < vocab_size:
         values = np.partition(values, vocab_size - k, axis=-1)[:, vocab_size - k :]

@@ -234,7 +234,7 @@ class SamplingParams:
         return self.has_penalties or bool(self.bad_words_token_ids)
 
     def clone(self) -> SamplingParams:
-        """Return a copy with lists and dicts of its own. Their items, and token_mask, are shared."""
+        """Return a copy that shares no lists and dicts with this object. Their items, and token_mask, are shared."""
         values = vars(self).copy()
         for name in _CONTAINERS:
             if values[name] is not None:
@@ -272,7 +272,10 @@ def derived(params: SamplingParams, **values: Any) -> SamplingParams:
 
 
 def of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
-    """Return the parameters of completion `index` of n. Each has its own seed. Only the first has prompt_logprobs."""
+    """Return the parameters of completion `index` of n.
+
+    Each completion has a seed of its own. Only the first has prompt_logprobs.
+    """
     return derived(
         params,
         n=1,

@@ -228,7 +228,7 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose draft tokens as `sample_by_temperature` does, from a draft head's logits times sharpness_1 (float32).
+        """Choose draft tokens like `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
 
         logits_SV: all columns, on every rank. known_ids_V: their token ids (int64 [V], device). May be captured.
         """

@@ -137,7 +137,7 @@ def _arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages."""
+    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages' JSON."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         try:
             return float(value)
@@ -153,7 +153,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def having(method: str) -> Kind:
-    """Return the kind of objects with a method of this name."""
+    """Return the kind of objects that have a method of the name `method`."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not callable(getattr(value, method, None)):
