@@ -126,8 +126,8 @@ class AsyncLLM:
             have grown since the previous output (cumulative_logprob stays cumulative); "final": there is one output, at
             the end.
 
-        Cancelling or closing the iterator ends the request. A slow reader gets several tokens at once. The first output
-        raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
+        Cancelling or closing the iterator ends the request. A slow reader gets several tokens in one output. The first
+        output raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
         EngineDeadError.
         """
 

@@ -20,7 +20,7 @@ from compiled_engine.process.forks import Owner
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Defer SIGINT until the block ends. A second SIGINT within the block takes effect at once.
+    """Defer SIGINT until the block ends. A second SIGINT within the block takes effect immediately.
 
     Only the main thread gets the signal, so in other threads this does nothing.
     """

@@ -21,7 +21,7 @@ OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 
 
 class RequestStream:
-    """The outputs of one request for one reader. A slow reader gets everything since its last output at once."""
+    """The outputs of one request for one reader. A slow reader gets everything since its last output in one output."""
 
     def __init__(self, state: Running, output: OutputKind) -> None:
         self.state = state

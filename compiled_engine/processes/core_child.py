@@ -72,7 +72,7 @@ class ForeignCore:
 
 
 class CoreChild:
-    """RunningCore in a new process. The process begins its imports at once, then waits for `start`.
+    """RunningCore in a new process. The process begins its imports immediately, then waits for `start`.
 
     device: the engine's option `device`. For a GPU, the process creates a CUDA context during the imports. "cpu" if
         other processes use the device.

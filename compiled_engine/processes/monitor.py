@@ -1,4 +1,4 @@
-"""Watch the workers: receive their messages, and detect at once when one ends, fails or hangs."""
+"""Watch the workers: receive their messages, and detect immediately when one ends, fails or hangs."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Heartbeats:
 
 
 class WorkerChild:
-    """A worker process. It imports its modules at once, joins the other ranks, and waits for a StartWorker.
+    """A worker process. It imports its modules immediately, joins the other ranks, and waits for a StartWorker.
 
     gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU as number
         0, so that all ranks run the same code. It also sees the other GPUs, to access their memory.
@@ -215,7 +215,7 @@ class LaunchedWorkers:
         return cls(config.parallel.devices_per_replica, config.device.type)
 
     def close(self) -> None:
-        """End the workers at once, and free their resources. May be called repeatedly."""
+        """End the workers immediately, and free their resources. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True

@@ -320,7 +320,7 @@ class Replicas:
 
 
 def _end(replicas: Sequence[Replica], when_ended: Callable[[], None]) -> None:
-    """End all replicas at once, wait until they have ended, then call `when_ended`."""
+    """End all replicas at the same time, wait until they have ended, then call `when_ended`."""
     for replica in replicas:
         replica.connection.close()
     for replica in replicas:

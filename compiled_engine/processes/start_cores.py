@@ -133,7 +133,7 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
 
 
 def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
-    """Wait until all cores are ready. Return their replicas in order. A failed start is raised at once."""
+    """Wait until all cores are ready. Return their replicas in order. If a start fails, raise its error immediately."""
     poll = select.poll()
     waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
     for descriptor in waiting:

@@ -3,7 +3,7 @@
 The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still holds k
 tokens, or a probability of top-p. Each pass over a row narrows the interval of possible thresholds. Once at most
 CANDIDATES logits are in the interval, the search continues in registers. One program handles a row, so sums have a
-fixed order whatever else is in the batch, and programs of rows without filters end at once.
+fixed order whatever else is in the batch, and programs of rows without filters end immediately.
 """
 
 from __future__ import annotations

@@ -100,7 +100,10 @@ def best_of_ranks(
     token_ids_S: torch.Tensor,
     group: Group,
 ) -> None:
-    """Write the best tokens of all ranks to token_ids_S, from block_best_kernel's results for this rank's columns."""
+    """Write each row's best token of all ranks to token_ids_S.
+
+    best_score_SB, best_token_SB: block_best_kernel's results for this rank's columns.
+    """
     if group.pushed is not None and len(row_index_S) <= group.pushed.num_slots:
         push_best(best_score_SB, best_token_SB, row_index_S, token_ids_S, group.pushed)
         return
@@ -115,7 +118,7 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """Write the best tokens of all ranks to token_ids_S. Their keys are exchanged through the push buffer.
+    """Write each row's best token of all ranks to token_ids_S. The ranks exchange keys through the push buffer.
 
     All ranks launch the kernel together, with the same number of rows.
     """

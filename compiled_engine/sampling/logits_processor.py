@@ -175,7 +175,7 @@ class ProcessedRows:
         positions_R: torch.Tensor,
         vocabulary: VocabularySlice,
     ) -> None:
-        """Edit the logits of each row in place. Arguments: those of Sampler.sample, without padding.
+        """Edit the logits of each row in place. See Sampler.sample for the arguments; here they have no padding.
 
         vocabulary: this rank's columns. Processors edit whole rows, which are gathered for them.
         """

@@ -124,7 +124,8 @@ def batch_logprobs(
 ) -> BatchLogprobs:
     """Return the log-probabilities of a batch in which at least one row needs them.
 
-    num_logprobs_S: number of tokens per row, on the host, see NO_LOGPROBS. Other arguments: see `logprob_rows`.
+    num_logprobs_S: the number of most likely tokens of each row, on the host; see NO_LOGPROBS for rows that need none.
+    Other arguments: see `logprob_rows`.
     """
     num_tokens = logits_SV.shape[1] if vocabulary is None else vocabulary.whole_size
     counts_S = np.where(num_logprobs_S == -1, num_tokens, num_logprobs_S)

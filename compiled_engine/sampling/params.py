@@ -234,7 +234,10 @@ class SamplingParams:
         return self.has_penalties or bool(self.bad_words_token_ids)
 
     def clone(self) -> SamplingParams:
-        """Return a copy that shares no lists and dicts with this object. Their items, and token_mask, are shared."""
+        """Return a copy with lists and dicts of its own.
+
+        The items in them, and token_mask, are shared with this object.
+        """
         values = vars(self).copy()
         for name in _CONTAINERS:
             if values[name] is not None:

@@ -131,7 +131,7 @@ def filter_candidates(
 ) -> torch.Tensor:
     """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
 
-    top_k, top_p: those of the rows with filters. With top-k, the result has the k largest logits of each rank, which
+    top_k, top_p: values of the rows with filters. With top-k, the result has the k largest logits of each rank, which
     include the k largest of all. With min-p alone, it has the largest logit of each rank. top-p without top-k may need
     any number of logits, so whole rows are gathered.
     """

@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def row_width(num_top: int) -> int:
-    """Return how many numbers a row of LogprobRows has: those of the chosen token and of the top `num_top` tokens."""
+    """Return how many numbers a row of LogprobRows has for the chosen token and the top `num_top` tokens."""
     return 3 + 2 * num_top
 
 

@@ -253,9 +253,9 @@ class Sampler:
         Returns int64 [S] on the device: a token for each row of logits, or an error code (sampled_tokens.py).
 
         logits_SV: [S, V], the columns of `vocabulary`, any floating dtype, not changed. rows_S: int [S], on the host:
-        logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
-        device. positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows
-        that are edited late. Rows may repeat, except with penalties or bad words: their history advances one token per
+        logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: rows_S as int32 on the device.
+        positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows that are
+        edited late. A row may repeat unless it has penalties or bad words, since its history advances by one token per
         step.
 
         Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.

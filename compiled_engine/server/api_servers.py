@@ -131,7 +131,7 @@ class ApiServers:
                 _send(self._processes[number], self._order)
 
     def stop(self) -> None:
-        """Send SIGTERM to the processes. After the first, they finish running requests; the second ends them."""
+        """Send SIGTERM to the processes. At the first SIGTERM they finish running requests; at the second they end."""
         self._stopping = True
         for process in self._processes.values():
             with contextlib.suppress(OSError):

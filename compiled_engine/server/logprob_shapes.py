@@ -196,8 +196,8 @@ class TextLogprobs:
     """Selects the tokens that belong to an answer's text, not to reasoning, calls or markup.
 
     `parser` locates each piece. It is fed one character at a time, and must not be the parser that reads the answer.
-    `top` is the number of most likely tokens shown. `hidden` returns whether a token with this text is omitted from
-    answers; it is None if no token is.
+    `top` is the number of most likely tokens shown. `hidden` returns whether answers omit a token with this text. It is
+    None if they omit none.
     """
 
     def __init__(self, parser: AnswerParser, top: int, hidden: Callable[[str], bool] | None) -> None:

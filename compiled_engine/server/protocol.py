@@ -281,7 +281,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
     """Return the prompts in a request's field `name`.
 
-    Raises ApiError 400 for an invalid prompt, and for more than `most`.
+    Raises ApiError 400 for an invalid prompt, and for more than `most` prompts.
     """
     if isinstance(prompt, str):
         return [prompt]

@@ -54,7 +54,7 @@ async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 class PieceStream:
     """A response whose body is sent piece by piece. If the client disconnects, the generator is closed.
 
-    A slow reader delays the generator, which may then yield more at once.
+    While the client reads slowly, the generator waits. It may then yield more in one piece.
     """
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:

@@ -40,8 +40,8 @@ class ScoreRequest(PoolingFields, kw_only=True):
     """The body of a request to /score.
 
     Two fields have the texts: queries and documents, queries and items, text_1 and text_2, or data_1 and data_2. The
-    first has one text for all texts of the second, or as many texts as the second. `instruction` is for rerankers whose
-    template has one.
+    first field has as many texts as the second, or one text that is scored with each of the second. `instruction` is
+    for rerankers whose template has one.
     """
 
     queries: Any = None

@@ -55,9 +55,9 @@ class Server(uvicorn.Server):
     """The HTTP server.
 
     At the first signal, it ends after the running requests, or after shutdown_timeout if they take longer. At the
-    second signal, it ends at once. `place` is the state shared with other API processes, if there are any. `others` are
-    the processes that this one has started, to which it passes signals on. `announce` is called once connections are
-    accepted.
+    second signal, it ends immediately. `place` is the state shared with other API processes, if there are any. `others`
+    are the processes that this one has started, to which it passes signals on. `announce` is called once connections
+    are accepted.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         self._app.serving.admission.forget(process)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop gracefully at a first signal, and at once at a second."""
+        """Stop gracefully at the first signal, and immediately at the second."""
         if self.others is not None:
             self.others.stop()
         if self.should_exit:

@@ -126,7 +126,7 @@ class NoAdapters(PlanFeature):
         """Do nothing, since `load_adapter` refuses the adapter."""
 
     def has_read_adapter(self, digest: str) -> bool:
-        """Return True, since `load_adapter` refuses the adapter at once."""
+        """Return True, since `load_adapter` refuses the adapter immediately."""
         return True
 
     def load_adapter(self, path: str, digest: str) -> list[str]:

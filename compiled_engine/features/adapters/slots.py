@@ -73,7 +73,7 @@ class AdapterSlots:
         rank: int = 0,
         num_ranks: int = 1,
     ):
-        """`parameters` are those of the model, slots included. `tensors` are the parameters' tensors by name."""
+        """`parameters` are the model's, slots included. `tensors` are the parameters' tensors by name."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
         self._most_bytes = _most_bytes(config, [site.shape for site in self._sites.values()])

@@ -9,7 +9,7 @@ A request takes a snapshot at the end of the last full block of its prompt, for 
 repeated prompt. It takes another at the end of its longest prefix with cached blocks: there two prompts diverged, and
 more prompts are likely to do so. A step must end at both places, so that the state exists there. A step first copies
 snapshots to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of
-scheduling, so a snapshot can be used from the next step on, and its slot can be given to another prefix at once.
+scheduling, so a snapshot can be used from the next step on, and its slot can be given to another prefix immediately.
 """
 
 from __future__ import annotations

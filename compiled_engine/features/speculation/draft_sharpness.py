@@ -27,8 +27,9 @@ class DraftSharpness:
     """Chooses the factor on a head's logits with which the drafts of a step are sampled.
 
     A draft is right if the model samples the same token with the same noise. A head that is less certain than the model
-    is right more often with larger logits, an equally certain head with unchanged ones. Only a request's first draft in
-    a step counts, because later ones depend on it, and only if the request has a temperature.
+    is right more often if its logits are made larger. An equally certain head is best with unchanged logits. Only a
+    request's first draft in a step counts, because later drafts depend on it. Requests without a temperature do not
+    count.
     """
 
     def __init__(self, candidates: Sequence[float]) -> None:

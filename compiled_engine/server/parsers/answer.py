@@ -11,8 +11,9 @@ LONGEST_PART = 4096
 class AnswerParser:
     """Splits an answer into pieces: reasoning first, then calls in the remaining text.
 
-    The parser `reasoning` or `tools` is None if there is nothing for it to find, or if the other parser reads both.
-    With `one_call`, all calls but the first are dropped (parallel_tool_calls is false).
+    The parser `reasoning` is None if the answer cannot have reasoning. The parser `tools` is None if there are no
+    tools, or if `reasoning` reads calls too. With `one_call`, all calls but the first are dropped (parallel_tool_calls
+    is false).
     """
 
     def __init__(self, reasoning: TextParser | None, tools: TextParser | None, *, one_call: bool = False) -> None:

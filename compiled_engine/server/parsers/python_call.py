@@ -127,7 +127,7 @@ def _value_of(text: str) -> Any:
 
 
 class _WithoutWords(ast.NodeTransformer):
-    """Replaces JSON literals by Python's."""
+    """Replaces the literals of JSON, such as true, by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.copy_location(ast.Constant(WORDS[node.id]), node) if node.id in WORDS else node

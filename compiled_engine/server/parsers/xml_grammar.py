@@ -102,8 +102,8 @@ class _XmlGrammar:
     def _value(self, name: str, arguments: ArgumentSchemas) -> str:
         """Return the rule of an argument's value with its closing tag.
 
-        All strings are one terminal; JSON has a rule of its own. A terminal matches as much as it can, so a string must
-        not begin like JSON.
+        All strings share one terminal. Other values follow a rule for JSON. A terminal matches as much as it can, so a
+        string must not begin like JSON.
         """
         texts: list[str] = []
         values: list[Any] = []

@@ -1,4 +1,4 @@
-"""A request's position in a compiled grammar, by llguidance, and the masks of many requests at once."""
+"""A request's position in a compiled grammar, by llguidance, and the masks of many requests together."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class StringMasks:
                 self._open = None
 
     def fill(self, words_W: np.ndarray) -> bool:
-        """Write the mask if it is known. Return whether it was written."""
+        """Write the mask if it follows from the mask that `note` stored. Return whether it was written."""
         if self._open is None:
             return False
         np.bitwise_and(self._open.words_W, self._tokens.within(self._open.room), out=words_W)

@@ -40,9 +40,9 @@ def mask_threads() -> int:
 
 
 def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
-    """Return the text for llguidance.
+    """Return the structured outputs as text in llguidance's format.
 
-    Raises ValueError if it cannot be compiled within the limits, and TakesLong as GrammarTrials.error does.
+    Raises ValueError if the text cannot be compiled within the limits, and TakesLong like GrammarTrials.error.
     """
     text = _text(given)
     if error := _trials().error(text, hurried=hurried):

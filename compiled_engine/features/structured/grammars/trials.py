@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def _try_one(connection: socket.socket, seconds: float, memory: int) -> None:
-    """Read a grammar, and answer with a byte and the grammar's error.
+    """Read a grammar, and answer with the byte "=" and the grammar's error, which is empty if it has none.
 
     The process is killed if it exceeds the limits.
     """
@@ -220,7 +220,7 @@ def on_large_stack(work: Callable[[], Result]) -> Result:
 def parser_limits() -> LLParserLimits:
     """Return the limits of one grammar. Fuel counts steps, a thousand of which take less than a millisecond.
 
-    Exceeding a limit is an error of the request.
+    If a request's grammar exceeds a limit, the request ends with an error.
     """
     from llguidance import LLParserLimits
 
