@@ -58,7 +58,7 @@ class UsageCounter:
         self._draft_tokens = self._accepted_tokens = 0
 
     def begin(self, prompt: int, tokens: int) -> None:
-        """Register a prompt of this many tokens before its first output."""
+        """Register the prompt with the index `prompt`, which has `tokens` tokens, before its first output."""
         self._prompts[prompt] = (tokens, 0)
 
     def add(self, prompt: int, output: RequestOutput) -> None:

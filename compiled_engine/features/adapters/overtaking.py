@@ -1,8 +1,8 @@
 """Decides which requests may overtake a request that waits for a slot for its adapter.
 
 The scheduler skips a request if its adapter finds no slot, so that other requests need not wait for it. A request with
-an adapter may overtake a skipped request only if it arrived before the skip. Finitely many requests did, so a slot
-becomes free in time.
+an adapter may overtake a skipped request only if it arrived before the skip. These are finitely many requests, so a
+slot becomes free eventually.
 """
 
 from __future__ import annotations

@@ -95,12 +95,12 @@ class SendTail:
         self._traffic, self.advance = traffic, advance
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """See Tail."""
+        """Advance the states of num_rows rows, and return the forward's output. See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
-        """See Tail."""
+        """Send the forward's output. Without a decode graph, first advance the states. See Tail."""
         if not batch.has_decode_graph:
             self.advance(batch, None, batch.num_real_rows)
         self._traffic.send(output.tensor, batch)

@@ -52,7 +52,7 @@ class PooledRows:
     rows_ML: torch.Tensor  # the requests' rows, one after the other
 
     def by_request(self) -> dict[str, Vectors]:
-        """See Deferred."""
+        """Return the vectors by request id. See Deferred."""
         rows_ML, width = self.rows_ML.numpy(), self.rows_ML.shape[1]
         ends = accumulate(self.counts)
         return {
@@ -108,12 +108,15 @@ class StepPooling:
             self._states.fields.declare(*fields)
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """See Tail."""
+        """Advance the states of num_rows rows, and return the forward's output. See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
-        """See Tail."""
+        """Pool the forward's output, and add the pooled rows to `results`. See Tail.
+
+        Without a decode graph, this also advances the states.
+        """
         if not batch.has_decode_graph:
             self.advance(batch, None, batch.num_real_rows)
         if (pooled := self._results(batch, output.tensor)) is not None:

@@ -28,7 +28,7 @@ class PromptRows:
     chunks: dict[str, tuple[int, list[torch.Tensor]]]
 
     def by_request(self) -> dict[str, tuple[int, LogprobRows]]:
-        """See Deferred."""
+        """Return the position of the first row and the rows, by request id. See Deferred."""
         return {
             request_id: (first, LogprobRows.of_array(torch.cat(chunks).numpy()))
             for request_id, (first, chunks) in self.chunks.items()

@@ -272,7 +272,7 @@ class DraftModel(Drafter):
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See Capturable."""
+        """Fill the buffers of the passes with padding of the key's size. See Capturable."""
         self._fill(key.num_rows // FIRST, key.max_seq_len)
 
     def run(self, key: GraphKey) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Plans drafts: how many a step has, how sharply they are sampled, and when the draft head is skipped. Counts results.
+"""Plans drafts, and counts their results.
 
-Skipping the head saves its time in steps without drafts. A head that has not read all of a request's tokens cannot
-draft for it, so the requests of such a step stop drafting until they are admitted again.
+Decides how many a step has, how sharply they are sampled, and when the draft head is skipped. Skipping the head saves
+its time in steps without drafts. A head that has not read all of a request's tokens cannot draft for it, so the
+requests of such a step stop drafting until they are admitted again.
 """
 
 from __future__ import annotations

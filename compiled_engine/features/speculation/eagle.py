@@ -392,7 +392,7 @@ class EagleDrafter(Drafter):
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See Capturable."""
+        """Fill the buffers of the key's graph, which drafts or reads a step's tokens, with padding. See Capturable."""
         if key not in self._num_drafts_of:
             self._fill_step(key.num_tokens, key.num_rows, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:

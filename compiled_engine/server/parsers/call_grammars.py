@@ -40,7 +40,10 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 
 
 def free_text(marks: Sequence[str], literal: Literal) -> str:
-    """Return the rule `free`: text without any of the marks, and calls. A call is the first mark and then `rest`."""
+    """Return the rule `free`, which matches text without any of the marks, and calls in it.
+
+    A call is the first mark, followed by the rule `rest`.
+    """
     start = literal(marks[0])
     if start == quoted(marks[0]):  # plain text, so text before it must end where it begins
         rules = f"free: (said rest)* TEXT?\nsaid[suffix={start}]: /(?s:.*)/{without(marks)}"

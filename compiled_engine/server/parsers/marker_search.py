@@ -45,7 +45,7 @@ class MarkerSearch:
     """
 
     def __init__(self, *markers: str, lead: str = "") -> None:
-        """`lead` is a text that belongs to a marker right after it, and elsewhere is ordinary text.
+        """`lead` belongs to a marker that follows it directly; elsewhere it is ordinary text.
 
         Without `markers`, the text is not split.
         """
