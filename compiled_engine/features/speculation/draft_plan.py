@@ -1,8 +1,8 @@
 """Plans drafts, and counts their results.
 
-Decides how many a step has, how sharply they are sampled, and when the draft head is skipped. Skipping the head saves
-its time in steps without drafts. A head that has not read all of a request's tokens cannot draft for it, so the
-requests of such a step stop drafting until they are admitted again.
+Decides how many drafts a step has, how sharply they are sampled, and when the draft head is skipped. Skipping the head
+saves the head's time in steps without drafts. A head that has not read all of a request's tokens cannot draft for it,
+so the requests of a step that skips the head stop drafting until they are admitted again.
 """
 
 from __future__ import annotations

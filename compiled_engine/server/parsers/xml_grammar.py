@@ -142,7 +142,7 @@ class _XmlGrammar:
         return self._rules.setdefault(text, (name, rule))[0]
 
     def _json(self, schema: str) -> str:
-        """Return the name of the rule for JSON that follows a schema, and the closing tag."""
+        """Return the name of the rule that matches JSON for the schema, and then the closing tag."""
         name = f"value_{len(self._rules)}"
         end = self._plain(self._markup.gap, self._markup.value_end)
         return self._rules.setdefault(schema, (name, f"{name}: {name}_json {end}\n{name}_json: %json {schema}"))[0]
