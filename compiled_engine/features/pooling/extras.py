@@ -1,6 +1,6 @@
 """The extras of pooling requests in messages, which both sides of the engine core read.
 
-In an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of one, and
+In an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of a single one.
 TOKEN_TYPES is the number of tokens before the second of two texts. In a step's result and an EngineOutput, NAME has the
 request's Vectors.
 """

@@ -11,8 +11,8 @@ wrong draft leaves K and V after the newest token, which the next step overwrite
 
 The host only knows how many drafts a request may have. A row whose draft does not exist is treated as padding. Drafts
 of n-grams on a CPU are the exception: they are known when the batch is made, so only existing drafts have rows. If no
-request of a step computes a prompt, all requests have the same number of rows, and a request's rows are consecutive, so
-that attention reads the request's keys once for all of them.
+request of a step computes a prompt, all requests have the same number of rows, and a request's rows are consecutive.
+Attention then reads the request's keys once for all its rows.
 """
 
 from __future__ import annotations
