@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine for many concurrent callers on an event loop, with its core in a separate process."""
+"""`AsyncLLM`: the engine for many concurrent callers on an event loop, with its core in another process or a thread."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ Prepared = TypeVar("Prepared")
 class AsyncLLM:
     """An engine with a model loaded, compiled and ready, for thousands of concurrent requests.
 
-    model, options, progress: see `LLM`. core: "process" runs the core in a separate process, "in_process" in a thread.
-    Token masks need "in_process", and so do logits processors that are not given as "package.module:Name". A CoreChild
-    is a process that was started before this class was imported, so that both processes import at the same time.
+    model, options, progress: see `LLM`. core: "process" runs the core in another process, "in_process" in a thread.
+    Token masks need "in_process", and so do logits processors that are not given as "package.module:Name". core may
+    also be a CoreChild: a process that was started before this class was imported, so that both processes import at the
+    same time.
 
-    Raises what `LLM` raises; EngineDeadError if the core's process ends before it is ready. The constructor waits for
-    the core; `await AsyncLLM.start(...)` does not block the event loop. Make all calls on one event loop at a time.
+    Raises the errors of `LLM`, and EngineDeadError if the core's process ends before it is ready. The constructor waits
+    for the core; `await AsyncLLM.start(...)` does not block the event loop. Make all calls on one event loop at a time.
     Dropping the last reference ends the core, and so does the end of this process.
     """
 
@@ -79,7 +80,7 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, model: str | Path | None = None, **options: Any) -> AsyncLLM:
-        """Construct an engine without blocking the event loop."""
+        """Construct an engine without blocking the event loop. The arguments are those of the class."""
         return await asyncio.to_thread(cls, model, **options)
 
     @classmethod
@@ -89,9 +90,10 @@ class AsyncLLM:
 
     @classmethod
     async def join(cls, address: str) -> AsyncLLM:
-        """Join the core at this `address` from another process of this user. It does not keep the core alive.
+        """Return an engine that uses the core at `address`, which another process of this user has started.
 
-        Raises OSError if no core listens there, EngineDeadError if the core ends during this.
+        The engine does not keep the core alive. Raises OSError if no core listens there, EngineDeadError if the core
+        ends meanwhile.
         """
         engine = cls.__new__(cls)
         engine._take(await asyncio.to_thread(join_engine, address))
@@ -116,14 +118,15 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt; yields outputs, of which the last has `finished`. prompt: see `LLM.generate`.
+        """Complete one prompt. Yields outputs, of which the last has `finished`.
 
-        request_id: the outputs' request_id; None for a new one. lora_request: its adapter; requires enable_lora.
+        prompt: see `LLM.generate`. request_id: the outputs' request_id; None for a new one. lora_request: the request's
+        adapter; requires enable_lora.
         output: "cumulative": outputs have the whole completions so far; "delta": only the new part of completions that
             have grown since the previous output (cumulative_logprob stays cumulative); "final": there is one output, at
             the end.
 
-        Cancelling or closing the iterator ends the request. A slow reader gets several tokens at once. The first
+        Cancelling or closing the iterator ends the request. A slow reader gets several tokens in one output. The first
         output raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
         EngineDeadError.
         """
@@ -149,7 +152,10 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue one conversation. Arguments of the conversation: see `LLM.chat`; others: see `generate`."""
+        """Continue one conversation.
+
+        See `LLM.chat` for the conversation's arguments, and `generate` for the other arguments.
+        """
 
         def render(is_stopped: Stopped) -> Prompt:
             tokenizer = self._frontend.require_tokenizer()
@@ -178,7 +184,7 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Compute vectors like `LLM.encode`. Cancelling the call ends its requests and the preparation of their texts.
+        """Return vectors like `LLM.encode`. Cancelling the call ends its requests and the preparation of their texts.
 
         Raises TimeoutError or ValueError if the work exceeds the bounds.
         """
@@ -196,7 +202,7 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return embeddings like `LLM.embed`. Cancelling the call, and bounds: see `encode`."""
+        """Return embeddings like `LLM.embed`. See `encode` for bounds and for cancelling the call."""
         return embeddings(
             await self._encoded(prompts, pooling_params, "embed", prompt_name, priority, bounds, lora_request)
         )
@@ -210,7 +216,7 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return probabilities of labels like `LLM.classify`. Cancelling the call, and bounds: see `encode`."""
+        """Return probabilities of labels like `LLM.classify`. See `encode` for bounds and for cancelling the call."""
         return classifications(
             await self._encoded(prompts, pooling_params, "classify", None, priority, bounds, lora_request)
         )
@@ -227,7 +233,7 @@ class AsyncLLM:
         bounds: PoolingBounds = UNBOUNDED,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return scores of pairs like `LLM.score`. Cancelling the call, and bounds: see `encode`.
+        """Return scores of pairs like `LLM.score`. See `encode` for bounds and for cancelling the call.
 
         cache_salt: only pairs with the same salt share a cached prefix.
         """
@@ -255,9 +261,10 @@ class AsyncLLM:
             await self._frontend.features.structured.give_vocabulary(self._client)
 
     async def load_adapter(self, lora_request: LoRARequest) -> str:
-        """Have the core load an adapter into host memory, before its first request does; returns its digest.
+        """Let the core load an adapter into host memory before a request needs it. Returns the adapter's digest.
 
-        Raises TypeError, ValueError or OSError if it is no adapter, or does not fit the model.
+        Raises TypeError, ValueError or OSError if the files are no valid adapter, or the adapter does not fit the
+        model.
         """
         self._attach()
         adapters = self._frontend.features.adapters
@@ -266,7 +273,7 @@ class AsyncLLM:
         return adapter.digest
 
     async def unload_adapter(self, digest: str) -> None:
-        """Drop an adapter from host memory when no request uses it any more."""
+        """Drop the adapter with this digest from host memory once no request uses it."""
         self._attach()
         await self._frontend.features.adapters.unload(digest, self._client)
 
@@ -282,7 +289,7 @@ class AsyncLLM:
         return metrics
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; running requests are not affected."""
+        """Empty the prefix cache. Running requests are not affected."""
         self._attach()
         await self._client.call("reset_prefix_cache")
 
@@ -293,14 +300,14 @@ class AsyncLLM:
             raise EngineDeadError(self.errored)
 
     async def wait_dead(self) -> str:
-        """Wait until the core ends, or `shutdown` is called; returns the reason."""
+        """Wait until the core ends, or `shutdown` is called. Returns the reason."""
         self._attach()
         return await self._client.wait_dead()
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuse new requests with RuntimeError, and wait for the unfinished ones; abort them after timeout_s.
+        """Refuse new requests with RuntimeError, and wait until the running requests have ended.
 
-        Returns the number of aborted requests.
+        Requests that still run after timeout_s are aborted. Returns the number of aborted requests.
         """
         self._owner.require_here()
         self._draining = True
@@ -312,7 +319,7 @@ class AsyncLLM:
         return left
 
     async def shutdown(self) -> None:
-        """End the core and free the device; unfinished requests get EngineDeadError. May be called again.
+        """End the core and free the device. Unfinished requests get EngineDeadError. May be called repeatedly.
 
         Does nothing in a fork of the process that made the engine, because the core belongs to that process.
         """
@@ -405,7 +412,8 @@ class AsyncLLM:
     ) -> Prepared:
         """Return the result of `prepare`, which runs in a thread if the texts are long or `apart` is set.
 
-        size: characters of the texts. seconds: time limit of the thread's work. Cancelling the call ends the work, too.
+        `size` is the number of characters of the texts. `seconds` limits the time in the thread. Cancelling the call
+        ends the work, too.
         """
         if not apart and size < LONG_TEXT:
             return prepare(never)
@@ -417,13 +425,13 @@ class AsyncLLM:
             is_over.set()
 
     async def _read_files(self, given: Mapping[str, Any]) -> None:
-        """Read the files that features need for these arguments, each in a separate thread, as that may take long."""
+        """Read the files that features need for these arguments. Each is read in a thread, since that may take long."""
         for feature in self._frontend.features:
             for read in feature.reads(given):
                 await asyncio.to_thread(read)
 
     async def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
-        """Make the calls that the core must have served before it gets these requests."""
+        """Make the calls that the core must serve before it gets these requests."""
         of_core = [each for request in requests for each in request.engine_requests]
         for feature in self._frontend.features:
             await feature.before_async(of_core, self._client)
@@ -454,7 +462,7 @@ class AsyncLLM:
         return await self._pooled(await self._prepared(num_characters(prompts), prepare, seconds=bounds.seconds))
 
     async def _pooled(self, requests: Sequence[PreparedRequest]) -> list[RunningPooling]:
-        """Run pooling requests together; returns them in their order when all have ended."""
+        """Run pooling requests together. Returns them in their order when all have ended."""
         await self._ready_core(requests)
         streams = [self._streams.add(request, "final") for request in requests]
         try:
@@ -468,7 +476,7 @@ class AsyncLLM:
     def _leave(self, streams: Sequence[RequestStream]) -> None:
         """Remove streams, and abort their requests.
 
-        A forked process aborts none: the process that it was forked from still reads them.
+        A forked process aborts no requests, since the streams of its parent process still read them.
         """
         left = [request_id for stream in streams for request_id in self._streams.remove(stream)]
         if self._owner.is_here:
@@ -485,7 +493,10 @@ class AsyncLLM:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)
 
     def _attach(self) -> None:
-        """Attach to the running event loop. Requests of an earlier loop that has ended are ended."""
+        """Attach to the running event loop.
+
+        Requests of an earlier event loop, which no longer runs, end with RuntimeError.
+        """
         self._owner.require_here()
         loop = asyncio.get_running_loop()
         before = self._client.loop

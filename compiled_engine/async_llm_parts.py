@@ -1,4 +1,4 @@
-"""The parts of an `AsyncLLM`, and how its core is started or joined."""
+"""Make the parts of an `AsyncLLM`, after starting or joining its core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXIT_S = 30.0
 
 @dataclass(frozen=True)
 class AsyncLLMParts:
-    """The parts of an AsyncLLM."""
+    """The parts of an `AsyncLLM`: frontend, core, the client of the core, and the streams of requests."""
 
     frontend: FrontendParts
     core: RunningCore
@@ -42,7 +42,10 @@ class AsyncLLMParts:
 
 
 def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progress: bool) -> AsyncLLMParts:
-    """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
+    """Start a core, wait until it is ready, and return the parts of an `AsyncLLM` that uses it.
+
+    `options` are the keyword arguments of `LLM`. Raises the errors of `AsyncLLM`.
+    """
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
     running = _launch(core, options)
@@ -74,7 +77,7 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
 
 
 def join_engine(address: str | os.PathLike[str]) -> AsyncLLMParts:
-    """Connect to a core that another process has started.
+    """Return the parts of an `AsyncLLM` that uses the core at `address`, which another process has started.
 
     Raises OSError, or EngineDeadError if the core ends meanwhile.
     """

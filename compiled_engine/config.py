@@ -58,7 +58,7 @@ class ParallelConfig:
     tensor_parallel_size: int  # ranks that compute each layer together, one per device
     # in_process, multiprocess, or ray: replicas in a cluster, each of which uses one of the other executors
     executor: str
-    data_parallel_size: int = 1  # replicas, each with separate devices and requests
+    data_parallel_size: int = 1  # replicas, each with its own devices and requests
     stage_layers: tuple[int, ...] = ()  # number of layers (attentions) in each pipeline stage; empty for a single stage
     collectives: str = "auto"  # auto, or nccl: without symmetric memory
 
@@ -82,7 +82,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A model whose code is that of transformers."""
+    """A model that runs the code of transformers."""
 
     version: str  # of transformers
     config: str  # text of the model's config.json
@@ -90,7 +90,7 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class RowState:
-    """A recurrent state of a layer. A buffer of the model holds it, with a row for each running request."""
+    """A recurrent state of a layer, held in a buffer of the model with one row for each running request."""
 
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row
@@ -112,13 +112,16 @@ class Recurrences:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of all states together, as one request or one snapshot has."""
+        """Bytes of one row in all states together. A running request takes one row, and so does a snapshot."""
         return sum(state.row_bytes for state in self.states)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture of experts in place of a layer's MLP. Each token goes to `per_token` of `count` experts, gated MLPs."""
+    """Mixture of experts in place of a layer's MLP.
+
+    Each token goes to `per_token` of `count` experts, which are gated MLPs.
+    """
 
     count: int = 0  # 0: a model without experts
     per_token: int = 0
@@ -140,7 +143,7 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of a layer; all values are 0 in a layer without attention."""
+    """The number and size of a layer's attention heads; all values are 0 in a layer without attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -210,9 +213,9 @@ class ModelConfig:
     def kv_shapes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> list[tuple[int, int, int, int, int]]:
-        """Return the shape of each layer's KV cache, see kv_format.py; none for an encoder.
+        """Return the shape of each layer's KV cache, see kv_format.py; an empty list for an encoder.
 
-        dtype: of the cache; None: the model's dtype.
+        `dtype` is that of the cache; None: the model's dtype.
         """
         if not self.causal:
             return []
@@ -300,7 +303,7 @@ class GraphMode(Enum):
 
     @property
     def captures_mixed(self) -> bool:
-        """Whether graphs are captured for batches of any kind, also with prefills."""
+        """Whether graphs are captured for batches of any kind, including batches with prefills."""
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
@@ -318,7 +321,7 @@ class GraphConfig:
     def short_shapes(self, query_len: int) -> tuple[tuple[int, int], ...]:
         """Return (requests, most tokens of a context) of each decode graph for short contexts.
 
-        query_len: rows per request, 1 without drafts.
+        `query_len` is the number of rows per request, 1 without drafts.
         """
         return self.short_decodes if query_len == 1 else self.short_verified
 
@@ -385,12 +388,15 @@ class SpeculationConfig:
 
     @property
     def sizes_read(self) -> tuple[int, ...] | None:
-        """Capture sizes with which the draft head reads steps without drafts; None unless steps may skip the head."""
+        """Batch sizes of graphs for steps without drafts in which the head still reads the tokens.
+
+        None unless steps may skip the head.
+        """
         return self.draft.graph.decode_sizes if self.draft is not None and self.skips_head else None
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """Return the numbers of drafts that an adaptive step may have, ascending: 0, and `most` halved again and again.
+    """Return the numbers of drafts that an adaptive step may have, ascending: 0, and `most` halved repeatedly.
 
     There are few numbers, because steps of each must be measured and have graphs of their own.
     """
@@ -421,7 +427,7 @@ class EngineConfig:
 
     @property
     def num_ahead(self) -> int:
-        """Most drafts beyond a request's newest token that a step computes."""
+        """Most drafts that a step computes for a request beyond its newest token."""
         return self.speculation.num_tokens
 
     @property
@@ -431,7 +437,7 @@ class EngineConfig:
 
     @property
     def rare_query_lens(self) -> tuple[int, ...]:
-        """Numbers of rows per request, 1 included, that are rare in steps. They have graphs for fewer batch sizes."""
+        """Numbers of rows per request, possibly 1, that few steps have. Graphs for them have fewer batch sizes."""
         return self.speculation.rare
 
     @property
@@ -466,7 +472,7 @@ class EngineConfig:
 
     @property
     def draft(self) -> EngineConfig | None:
-        """The configuration with which the draft model or head runs, itself without drafts; None if there is none."""
+        """The configuration of the draft model or head, without drafts of its own; None if there is neither."""
         draft = self.speculation.draft
         if draft is None:
             return None

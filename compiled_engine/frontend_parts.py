@@ -1,4 +1,4 @@
-"""`FrontendParts`: the parts with which `LLM` and `AsyncLLM` check arguments and make requests."""
+"""`FrontendParts`: the objects with which `LLM` and `AsyncLLM` check arguments and make requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class FrontendParts:
-    """Parts of an engine that work on arguments and requests, whichever way its core runs."""
+    """The parts of an engine that work on arguments and requests. They do not depend on where the core runs."""
 
     config: EngineConfig
     limits: RequestLimits
@@ -36,7 +36,10 @@ class FrontendParts:
         priority: int | Sequence[int] | None = None,
         **given: Any,
     ) -> list[PreparedRequest]:
-        """Make a request for each prompt. sampling_params: None for the defaults; others: see InputProcessor."""
+        """Return a request for each prompt. If `sampling_params` is None, the defaults apply.
+
+        See `InputProcessor.process` for the other arguments.
+        """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self.inputs.process(prompts, params, priority, **given)
 
@@ -71,7 +74,10 @@ def make_frontend(
     objects_allowed: str = "",
     id_prefix: str = "",
 ) -> FrontendParts:
-    """Make the parts for a running core. objects_allowed: see StructuredRequests. id_prefix: see InputProcessor."""
+    """Return the frontend for a running core.
+
+    See StructuredRequests for `objects_allowed`, and InputProcessor for `id_prefix`.
+    """
     eos_token_ids = read_eos_token_ids(config.model.path, tokenizer, config.model.overrides)
     features = request_features(config, tokenizer, eos_token_ids, objects_allowed)
     inputs = InputProcessor(tokenizer, limits, eos_token_ids, id_prefix, features)

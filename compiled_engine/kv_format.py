@@ -2,8 +2,8 @@
 
 A block has two halves, for keys and for values. Without scales a half is [P, K, d]: slots, K/V heads, elements of a
 head. With scales it holds all quantised values of the half, [P, K, d], then one scale per head of each token, [P, K].
-In both cases the cache is a contiguous tensor [N, 2, P, K, w], where w counts the elements of a token's head, its scale
-included. Quantised values of 8 bits are called codes.
+In both cases the cache is a contiguous tensor [N, 2, P, K, w] of N blocks, where w counts the elements of a token's
+head, its scale included. Quantised values of 8 bits are called codes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCALE_WIDTHS = {elements.dtype: elements.scale_width for elements in CODED}
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the cache's tensors. name: auto, or a name in CODED."""
+    """Return the dtype of the cache's tensors. `name` is "auto", or a name in CODED."""
     return model_dtype if name == AUTO else _BY_NAME[name].dtype
 
 

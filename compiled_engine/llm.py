@@ -78,7 +78,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts; the outputs are in the order of the prompts.
+        """Complete one or many prompts. The outputs are in the order of the prompts.
 
         prompts: text, token ids (a list of integers is one prompt), or a dict with "prompt" (text),
             "prompt_token_ids", or both: the ids are run, and the text is RequestOutput.prompt. Or a list of these.
@@ -101,9 +101,9 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields its output, with all text so far, whenever it has grown.
+        """Complete one prompt. Yields its output, with all text so far, whenever it has grown.
 
-        Closing the iterator aborts the request. Raises what `generate` raises, before the first output.
+        Closing the iterator aborts the request. Raises the errors of `generate`, before the first output.
         """
         self._require_generating()
         requests = self._prepare([parse_prompt(prompt)], sampling_params, lora_request=lora_request)
@@ -164,8 +164,9 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Compute vectors for one or many prompts with a pooling model. prompts, lora_request: see `generate`.
+        """Return vectors for one or many prompts, computed with a pooling model.
 
+        prompts, lora_request: see `generate`.
         pooling_task: embed or classify, whichever the model does; or token_embed or token_classify, for a result per
             token.
         prompt_name: name of one of the checkpoint's prompts, which is put before each text.
@@ -221,8 +222,8 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Return a score for each pair of one query and each document, or of equally many queries and documents.
 
-        The score is that of a model with one label, or the cosine of embeddings. instruction: for a reranker whose
-        template takes one. lora_request: an adapter for all texts.
+        The score is the result of a model with one label. With an embedding model, it is the cosine of the two
+        embeddings. instruction: for a reranker whose template takes one. lora_request: an adapter for all texts.
         """
         refuse_arguments("score", others, pools=True)
         scoring = self._pooler().score(queries, documents, pooling_params, instruction, lora_request=lora_request)
@@ -246,12 +247,12 @@ class LLM:
         return metric_list(self.metrics())
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests are not affected. Returns True."""
+        """Empty the prefix cache. Running requests are not affected. Returns True."""
         self._require_open().call(ControlCall("reset_prefix_cache"))
         return True
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record every operator and kernel from now on. profile_prefix: beginning of the file's name.
+        """Begin to record every operator and kernel. profile_prefix: beginning of the file's name.
 
         Raises RuntimeError if a profile is running, ValueError for a prefix that cannot be part of a file's name.
         """
@@ -259,7 +260,7 @@ class LLM:
         self._profiler.start(profile_prefix)
 
     def stop_profile(self) -> Path:
-        """Write the recorded profile to the folder profile_dir; returns the file, which ui.perfetto.dev opens.
+        """Write the recorded profile to the folder profile_dir. Returns the file's path; ui.perfetto.dev opens it.
 
         Raises RuntimeError if no profile is running.
         """
@@ -283,9 +284,9 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, for measurements and tests that this class does not serve.
+        """The engine core, for measurements and tests that need more than this class offers.
 
-        Raises ValueError if data_parallel_size is above 1, as replicas are in separate processes.
+        Raises ValueError if the core runs as replicas, which are in other processes.
         """
         core = self._require_open()
         if self._frontend.config.parallel.has_replicas:
@@ -293,7 +294,7 @@ class LLM:
         return cast("EngineCore", core)
 
     def close(self) -> None:
-        """Free the device, after writing a running profile. May be called again; all other methods then fail.
+        """Free the device, after writing a running profile. May be called repeatedly. All other methods then fail.
 
         Does nothing in a fork of the process that made the engine, because the device belongs to that process.
         """
@@ -338,7 +339,10 @@ class LLM:
     def _finished(
         self, stage: str, requests: Sequence[PreparedRequest], use_tqdm: bool, patience_s: float = 0.0
     ) -> list[Any]:
-        """Run requests; returns their outputs, in their order. patience_s: see Progress."""
+        """Run requests. Returns their outputs in the order of the requests.
+
+        `stage` names this work in progress reports. See Progress for `patience_s`.
+        """
         finished: dict[str, Any] = {}
         progress = self._progress if use_tqdm else SilentProgress()
         has_drafts, num_drafts, num_accepted = self._frontend.config.max_new_tokens_per_step > 1, 0, 0
@@ -361,7 +365,7 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _pooled(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RunningPooling]:
-        """Run pooling requests; returns them in their order when all have ended."""
+        """Run pooling requests. Returns them in their order when all have ended."""
         self._ready_core(requests)
         return self._finished("pool", requests, use_tqdm, POOLING_PATIENCE_S)
 
@@ -385,7 +389,7 @@ class LLM:
         return requests
 
     def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
-        """Make the calls that the core must have served before it gets these requests."""
+        """Make the calls that the core must serve before it gets these requests."""
         of_core = [each for request in requests for each in request.engine_requests]
         for feature in self._frontend.features:
             feature.before(of_core, self._require_open())
@@ -399,7 +403,7 @@ class LLM:
 
 @bytecode_kept()
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
-    """Start an engine. PyTorch is imported only here, so that the GPU's context is created in parallel."""
+    """Start an engine and return its parts. PyTorch is imported only here, while the GPU's context is created."""
     if "torch" not in sys.modules:
         init_cuda(given_device(keywords), runs_here=core_has_device(keywords))
     with timeline.span("import torch"), collection_paused():

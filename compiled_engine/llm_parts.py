@@ -24,7 +24,7 @@ from compiled_engine.resolve.engine import resolve, warn_if_eager
 
 @dataclass(frozen=True)
 class LLMParts:
-    """The parts of a started `LLM`: engine core, tokenizer, input processing and defaults."""
+    """The parts of a started `LLM`: frontend, engine core, the loop that runs requests, and profiler."""
 
     frontend: FrontendParts
     core: EngineCore | Replicas

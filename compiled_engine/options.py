@@ -1,4 +1,4 @@
-"""The options of an engine as the user gives them, before they are resolved (resolve/) to a configuration."""
+"""The options of an engine as the user gives them. resolve/ converts them to a configuration."""
 
 from __future__ import annotations
 

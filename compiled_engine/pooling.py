@@ -1,6 +1,6 @@
-"""Description of the steps from hidden states to vectors or scores: pooling, head, activation.
+"""Values that describe the steps from hidden states to vectors or scores: pooling, head, activation.
 
-models/checkpoint/pooling_folder.py reads a checkpoint's files into these values.
+models/checkpoint/pooling_folder.py makes these values from a checkpoint's files.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
-        """Convert a mapping, or a JSON object, to a PoolerConfig; return a PoolerConfig unchanged.
+        """Return a PoolerConfig. `value` is one already, a mapping, or the text of a JSON object.
 
         Raises TypeError or ValueError naming the key and the value.
         """
@@ -118,7 +118,7 @@ class PoolerConfig:
             raise ValueError(f"pooler_config: dimensions is {self.dimensions!r}; allowed: an integer of at least 1")
 
     def converts(self, convert: str) -> str:
-        """Return how the model is converted: as this task says, otherwise as the option `convert` says.
+        """Return how the model is converted: by `task` if it is given, otherwise by the option `convert`.
 
         Raises ValueError if the task and the option contradict each other.
         """

@@ -1,4 +1,4 @@
-"""Description of quantised linears: schemes, and rules that assign schemes to modules.
+"""Values that describe quantised linears: schemes, and rules that assign schemes to modules.
 
 A scheme describes how a linear's weight and inputs are rounded: the element format, and the tile of elements that share
 a scale. models/checkpoint converts a checkpoint's description to these values.
@@ -15,7 +15,7 @@ import torch
 
 
 class Element(NamedTuple):
-    """Format of quantised elements. An element is stored as a code, and its value is the code's value times a scale.
+    """A format of quantised elements. An element is stored as a code, and its value is the code's value times a scale.
 
     A code's value is its entry in `values`, if these are given. With `zero` or `has_zeros` it is the code minus the
     code of 0. Otherwise it is the code itself.
@@ -65,7 +65,7 @@ ONLINE = {
 
 # A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.
 class Rounding(NamedTuple):
-    """Element format, and the size of the tiles whose values share a scale. 0 rows or columns: all of the matrix."""
+    """An element format, and the size of the tiles whose values share a scale. 0 rows or columns: all of the matrix."""
 
     element: str
     rows: int
@@ -110,7 +110,10 @@ class Rounding(NamedTuple):
 
 
 class LinearScheme(NamedTuple):
-    """Rounding of a linear's weight [N, K] and inputs [T, K]. inputs None: inputs are not rounded."""
+    """How a linear's weight [N, K], of N outputs and K inputs, and its inputs [T, K], of T tokens, are rounded.
+
+    If `inputs` is None, the inputs are not rounded.
+    """
 
     weight: Rounding
     inputs: Rounding | None
@@ -123,7 +126,7 @@ class LinearScheme(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> LinearScheme:
-        """Return the scheme that `str` wrote as this text."""
+        """Return the scheme whose `str` is this text."""
         weight, _, inputs = text.removesuffix(_REORDERED).partition(", inputs ")
         rounded = Rounding.parse(inputs) if inputs else None
         return LinearScheme(Rounding.parse(weight), rounded, text.endswith(_REORDERED))
@@ -181,7 +184,10 @@ class Quantisation:
         return self.method == "online"
 
     def scheme_of(self, module: str) -> LinearScheme | None:
-        """Return the scheme of the linear with this name; None if it is not quantised, see `why_not`."""
+        """Return the scheme of the linear `module` (its name), or None if it is not quantised.
+
+        `why_not` returns the reason for None.
+        """
         if self._ignoring(module) is not None:
             return None
         targets = [(target, rule.scheme) for rule in self.rules for target in rule.targets]
@@ -201,7 +207,7 @@ class Quantisation:
 
 
 def online(name: str, ignore: tuple[str, ...]) -> Quantisation:
-    """Return a quantisation of every linear with the scheme `name` of ONLINE, except for targets in `ignore`."""
+    """Return a quantisation in which every linear has the scheme `name` of ONLINE, except for targets in `ignore`."""
     return Quantisation("online", (Rule((LINEAR,), ONLINE[name]),), ignore)
 
 

@@ -1,4 +1,4 @@
-"""Declarations of the fields of options and parameters, each in one place.
+"""Declare the fields of options and parameters, each in one place.
 
 A declared field of a dataclass has a default, a kind of values and a meaning. From these follow: checks of values,
 command-line options with help texts, keys of YAML files, environment variables, fields of server requests, and tables
@@ -30,7 +30,7 @@ TOO_LONG = 2 / SIMILARITY - 1
 
 
 class Kind(NamedTuple):
-    """A kind of values that a field may have: a check, and the same as a JSON schema."""
+    """A kind of values that a field may have: a check, and a JSON schema that expresses the check."""
 
     check: Check
     schema: JsonSchema  # JSON schema; empty for Python objects that JSON cannot express
@@ -64,7 +64,7 @@ class Declaration(NamedTuple):
 def declare(
     default: Default, kind: Kind, text: str, more: str = "", *, default_is: str = "", flag: str | None = ""
 ) -> Default:
-    """Declare a field of a dataclass, see `Declaration`; type checkers only see the default."""
+    """Declare a field of a dataclass, see `Declaration`. Type checkers see only the default."""
     metadata = {"kind": kind, "text": text, "more": more, "default_is": default_is, "flag": flag}
     declared: Default = field(default=default, metadata=metadata)
     return declared
@@ -84,10 +84,10 @@ def check_all(options: Any) -> None:
 
 
 def require_defaults(options: Any, because: str, *names: str, allowed: str = "") -> None:
-    """Raise ValueError if one of these fields differs from its default.
+    """Raise ValueError if one of the fields `names` differs from its default.
 
-    Such a value has no meaning, or is not supported, together with other options. because: the reason, which the
-    message states after "but". allowed: what is allowed besides the default.
+    Such a value has no meaning, or is not supported, together with other options. `because` is the reason, which the
+    message states after "but". `allowed` is what is allowed besides the default.
     """
     defaults = {each.name: each.default for each in declarations(type(options))}
     for name in names:
@@ -123,14 +123,15 @@ def bounds(schema: JsonSchema) -> str:
 
 
 def plain(markdown: str) -> str:
-    """Return Markdown text without links and backticks."""
+    """Return Markdown text with each link replaced by its text, and without backticks."""
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", markdown).replace("`", "")
 
 
 def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True) -> Check:
-    """Return a check that keeps a value.
+    """Return a check that returns a valid value unchanged.
 
-    It raises TypeError unless has_type(value), and ValueError unless holds(value). allowed: for errors, in words.
+    It raises TypeError unless has_type(value), and ValueError unless holds(value). `allowed` describes the valid values
+    in errors.
     """
 
     def check(name: str, value: Any) -> Any:
@@ -144,9 +145,9 @@ def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any]
 
 
 def read_mapping(name: str, value: Any, allowed: str = "a dict") -> Mapping[str, Any]:
-    """Return a mapping that is given as such or as JSON; an empty mapping for None. Raises TypeError or ValueError.
+    """Return the mapping `value`, which may also be JSON; an empty mapping for None. Raises TypeError or ValueError.
 
-    name, allowed: for errors, the option's name and what it must be.
+    `name` and `allowed` are for errors: the option's name and what it must be.
     """
     if isinstance(value, str):
         try:
@@ -170,7 +171,10 @@ def integer(least: int = 1, most: int | None = None) -> Kind:
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Kind:
-    """Allow a finite number for which `holds` is True. allowed: the bounds in words, such as "above 0"."""
+    """Return the kind of finite numbers for which `holds` is True.
+
+    `allowed` has the bounds in words, such as "above 0".
+    """
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -191,7 +195,10 @@ def text(allowed: str = "text", *, may_be_empty: bool = False) -> Kind:
 
 
 def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
-    """Allow a path as text or Path. format: "path", or another format for text that need not be a path."""
+    """Return the kind of paths, as text or Path.
+
+    `format` is "path", or another format for text that need not be a path.
+    """
     check = require(allowed, lambda value: isinstance(value, str | Path), lambda value: value != "")
     return Kind(check, {"type": "string", "format": format})
 
@@ -199,9 +206,9 @@ def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
 def a_list(
     item: JsonSchema, allowed: str = "", holds: Callable[[Any], bool] = lambda entry: True, *, secret: bool = False
 ) -> Kind:
-    """Allow a tuple. allowed, holds: which entries it may have, in words and as a check.
+    """Return the kind of tuples with entries for which `holds` is True. `allowed` describes these entries in errors.
 
-    item: JSON schema of an entry. secret: errors do not show entries.
+    `item` is the JSON schema of an entry. With `secret`, errors do not show entries.
     """
     is_tuple = require("a list", lambda value: isinstance(value, tuple))
 
@@ -216,7 +223,7 @@ def a_list(
 
 
 def sizes() -> Kind:
-    """Allow a tuple of integers of at least 1."""
+    """Return the kind of tuples of integers of at least 1."""
     at_least_1 = {"type": "integer", "minimum": 1}
     return a_list(at_least_1, "integers of at least 1", lambda size: is_integer(size) and size >= 1)
 
@@ -230,7 +237,10 @@ TEXTS = a_list({"type": "string"})
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name spelt most like `name`, preferring one with the same letters; None if none is close."""
+    """Return the known name spelt most like `name`, or None if none is close.
+
+    A name with the same letters in another order is preferred.
+    """
     name = name.lower()
     by_lower_case = {other.lower(): other for other in known}
     if len(name) > TOO_LONG * max(map(len, by_lower_case), default=0):
@@ -243,7 +253,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
     """Return an error message such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?".
 
-    what: the text before the name.
+    `what` is the text before the name.
     """
     near = nearest(name, known)
     return f"{what} {name!r}" + (f"; did you mean {near!r}?" if near is not None else "")

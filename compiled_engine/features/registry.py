@@ -1,4 +1,4 @@
-"""Makes the features that a configuration switches on, for an engine core and for a runner; lists their metrics."""
+"""Makes the features that a configuration enables, for an engine core and for a runner, and lists their metrics."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _draft_plan(config: EngineConfig) -> PlanFeature:
 
 
 def make_features(link: StageLink | None = None) -> MakeFeatures:
-    """Return the functions that make a runner's features. link: connects the stages of a pipeline, if any."""
+    """Return the functions that make a runner's features. `link` connects the stages of a pipeline, if any."""
     if link is None:
         return MakeFeatures(eager_features, step_features)
     stage = link.stage
@@ -94,7 +94,7 @@ def eager_features(config: EngineConfig) -> list[EagerFeature]:
 
 
 def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFeatures:
-    """Return the device parts of the enabled features. link: see `make_features`."""
+    """Return the device parts of the enabled features. See `make_features` for `link`."""
     config, model = parts.config, parts.config.model
     features = drafting(parts)
     tail: Tail | None = None

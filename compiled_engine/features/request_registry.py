@@ -11,7 +11,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 
 
 class RequestFeatures(NamedTuple):
-    """The parts of features in the frontend, in the order in which they are asked."""
+    """The parts of features in the frontend, in the order in which they are called."""
 
     structured: StructuredRequests
     adapters: AdapterRequests
@@ -20,7 +20,7 @@ class RequestFeatures(NamedTuple):
 def request_features(
     config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int], objects_allowed: str = ""
 ) -> RequestFeatures:
-    """Return the parts of all features. objects_allowed: see StructuredRequests."""
+    """Return the parts of all features. See StructuredRequests for `objects_allowed`."""
     return RequestFeatures(
         StructuredRequests(tokenizer, config.model.vocab_size, eos_token_ids, objects_allowed),
         AdapterRequests(config.adapters),

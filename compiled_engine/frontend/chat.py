@@ -1,4 +1,4 @@
-"""Turn conversations into prompts with the tokenizer's chat template."""
+"""Convert conversations to prompts with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
-    """Return the conversations in `messages`, which is one or a list of them, each with its name for errors."""
+    """Return the conversations in `messages`, each paired with its name for error messages.
+
+    `messages` is one conversation or a list of conversations. Raises TypeError or ValueError for anything else.
+    """
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
     if not messages:
@@ -33,9 +36,10 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
 
 
 def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | None:
-    """Return the template: `given` itself, the file's content if it is a path, or the name of a tokenizer's template.
+    """Return the chat template that `given` stands for; None if `given` is None.
 
-    Raises TypeError or ValueError with the value given.
+    `given` is a Jinja template, the path of a file with a template, or the name of one of the tokenizer's templates. A
+    name is returned unchanged. Raises TypeError or ValueError with the value given.
     """
     if given is None:
         return None
@@ -120,7 +124,7 @@ def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> s
 
 
 def _check_conversation(name: str, conversation: Any, template: str) -> list[dict[str, Any]]:
-    """Return copies of the messages, whose contents are text only."""
+    """Return copies of the messages. Raises TypeError or ValueError unless their contents are text."""
     if not isinstance(conversation, list | tuple):
         raise TypeError(f"{name} must be a list of messages, got {conversation!r}")
     if not conversation:

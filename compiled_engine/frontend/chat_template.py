@@ -32,9 +32,11 @@ IS_STOPPED = "is stopped"
 
 
 def choose_template(own: Templates, given: str | None, tools: Sequence[Any] | None) -> str:
-    """Return the template to use: `given`, which may name one of the tokenizer's `own`, or else one of those.
+    """Return the chat template to use.
 
-    Raises ValueError without any template, or with several and no default.
+    It is `given`, or the template of this name among the tokenizer's templates `own`. Without `given`, it is one of
+    `own`: "tool_use" if there are `tools` and such a template, otherwise "default". Raises ValueError if there is no
+    template, or if there are several but no "default".
     """
     if isinstance(own, dict):
         if given is not None:
@@ -62,10 +64,11 @@ def render_template(
 ) -> str:
     """Render a conversation to text.
 
-    `tools` are JSON schemas. `continue_final_message` ends the text within the last message; a string names the field
-    to continue. `variables` are passed to the template. `is_stopped` is polled in each loop iteration and macro call.
+    `tools` are JSON schemas. With `continue_final_message`, the text ends within the last message; a string names the
+    field to continue. `variables` are passed to the template. `is_stopped` is polled in each loop iteration and macro
+    call.
 
-    Raises WorkStopped once it returns True, and any error that a template may raise.
+    Raises WorkStopped once `is_stopped` returns True, and any error that a template may raise.
     """
     messages = [_with_reasoning(plain(message)) for message in conversation]
     field = "content" if continue_final_message is True else str(continue_final_message or "")
@@ -80,7 +83,7 @@ def render_template(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop fields that are None, and give reasoning the names that templates read."""
+    """Return the message without fields that are None, and with its reasoning under the names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     for name in REASONING_FIELDS:
         if name in message:
@@ -89,7 +92,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(message: dict[str, Any], field: str, template: str) -> str:
-    """Mark the end of a message's field, or of its last text part. Return the text without the mark."""
+    """Append MARK to the field of a message, in place. If the field is a list, append MARK to its last text part.
+
+    Returns the text without MARK.
+    """
     text = message.get(field)
     if isinstance(text, list):
         part = next((part for part in reversed(text) if isinstance(part, dict) and "text" in part), {})
@@ -164,7 +170,10 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _with_stops(template: nodes.Template) -> nodes.Template:
-    """Insert `_stop` into each loop iteration and macro call; nothing else in a template can run endlessly."""
+    """Insert calls of `_stop` into each loop iteration and macro call, in place. Return the template.
+
+    Nothing else in a template can run endlessly.
+    """
     repeats: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
     for repeated in repeats:
         stop = nodes.Filter(nodes.Const(None), IS_STOPPED, [], [], None, None)
@@ -226,7 +235,7 @@ class Namespace(jinja2.utils.Namespace):
 
 
 class GenerationBlocks(Extension):
-    """Renders the content of {% generation %} blocks, which mark the assistant's text for training, unchanged."""
+    """Renders {% generation %} blocks as their content. The blocks mark the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 

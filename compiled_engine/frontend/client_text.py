@@ -13,14 +13,15 @@ NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ClientText:
-    """Renders client values so that only the template's own special tokens are encoded as such.
+    """Renders values from clients so that only the template's own special tokens are encoded as special tokens.
 
-    A mark is inserted into special tokens in client text and identifies them after rendering. A text that ends with the
-    beginning of a special token is marked too, since the template may add the rest.
+    Before rendering, a mark is inserted into each special token in a client's text. The mark shows after rendering that
+    this text came from the client. A text that ends with the beginning of a special token is marked too, since the
+    template may add the rest of the token.
     """
 
     def __init__(self, added_tokens: Mapping[int, AddedToken]) -> None:
-        """`added_tokens` are the tokenizer's, by id."""
+        """`added_tokens` are the tokenizer's added tokens, by id."""
         added = {token_id: token for token_id, token in added_tokens.items() if token.content}
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
         # With a normalizer, other texts may become special tokens too.
@@ -40,14 +41,15 @@ class ClientText:
         )
 
     def _place_of_end(self, text: str) -> int | None:
-        """Return the index where a special token's beginning starts at the end of the text, or None."""
+        """Return the start of the longest suffix of the text that is the beginning of a special token, or None."""
         shortest = max(0, len(text) - self._longest)
         return next((place for place in range(shortest, len(text)) if text[place:] in self._beginnings), None)
 
     def render(self, values: Any, render: Callable[[Any], str]) -> tuple[str, list[str | int]]:
-        """Return the text that `render` makes of the values, and its parts: texts, and the template's special tokens.
+        """Return the text that `render` makes of the values, and its parts.
 
-        Raises ValueError if the values contain every noncharacter.
+        The parts are texts, and the ids of the special tokens that the template produced. Raises ValueError if the
+        values contain every noncharacter.
         """
         joined = "".join(_texts(values))
         mark = next((each for each in NONCHARACTERS if each not in joined and _escaped(each) not in joined), None)
@@ -78,7 +80,7 @@ class ClientText:
 
 
 def _pattern(tokens: list[tuple[str, bool]]) -> re.Pattern[str]:
-    """Return the pattern by which a tokenizer matches added tokens, each given with `single_word`."""
+    """Return the pattern by which a tokenizer matches added tokens. `tokens` has their texts with `single_word`."""
     longest_first = sorted(tokens, key=lambda token: len(token[0]), reverse=True)
     found = [rf"(?<!\w){re.escape(text)}(?!\w)" if word else re.escape(text) for text, word in longest_first]
     return re.compile("|".join(found) or r"(?!)")

@@ -1,4 +1,4 @@
-"""The state of one completion: collects tokens, and yields text, log-probabilities and the finish reason."""
+"""Collect the tokens of one completion, and yield its text, log-probabilities and finish reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from compiled_engine.sampling.params import SamplingParams
 class StopStrings:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first match is the one that is complete first, and the longer of two that end together; the result does not
-    depend on how the text is split. Unless `include_in_output`, text that may begin a stop string is held back.
+    The first match is the one that ends first. If two end at the same character, the longer one is the match. The
+    result does not depend on how the text is split. Unless `include_in_output` is set, text that may begin a stop
+    string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
@@ -29,9 +30,9 @@ class StopStrings:
         self._searched = 0  # no match ends at or before this index of `_text`
 
     def push(self, text: str, *, search: bool = True) -> tuple[str, str | None]:
-        """Add text; return the text released, and the stop string completed, if any.
+        """Add text. Return the text that is released, and the stop string that is complete, or None.
 
-        Without `search`, stop strings that this text completes do not count. Nothing may be pushed after a match.
+        If `search` is false, stop strings that end in this text are ignored. Nothing may be pushed after a match.
         """
         if not self._stops:
             return text, None
@@ -44,7 +45,7 @@ class StopStrings:
         return self._release(start + len(stop) if self._include else start), stop
 
     def flush(self) -> str:
-        """Return the held-back text at the end."""
+        """Return the held-back text. Called when no text follows."""
         return self._release(len(self._text))
 
     def _find(self) -> tuple[int, str] | None:
@@ -56,7 +57,10 @@ class StopStrings:
         return None
 
     def _possible_beginning(self) -> int:
-        """Return the start of the longest suffix that is a prefix of a stop string."""
+        """Return the start of the longest suffix that is a prefix of a stop string.
+
+        If there is no such suffix, the result is the text's length.
+        """
         if self._include:
             return len(self._text)
         # Search only held-back text: new text cannot turn released text into a prefix. So each index is visited once.
@@ -68,7 +72,10 @@ class StopStrings:
         return len(self._text)
 
     def _release(self, end: int) -> str:
-        """Release text up to `end`, and drop text in which no stop string can begin any more."""
+        """Return the text up to `end` that was not released before.
+
+        Also drop from `_text` the part in which no stop string can begin.
+        """
         released = self._text[self._released : end]
         forgotten = max(0, min(end, len(self._text) - self._longest + 1))
         self._text = self._text[forgotten:]
@@ -78,10 +85,10 @@ class StopStrings:
 
 
 class Completion:
-    """Collects the engine core's outputs of one request. `finish_reason` is None until it ends.
+    """Collects the engine core's outputs of one completion. `finish_reason` is None until the completion ends.
 
-    Callers may append plain tokens to `token_ids` and their rows to `logprobs` directly. With stop strings, they must
-    then call `look` after each token.
+    Callers may append tokens to `token_ids` and their rows to `logprobs` directly, unless a token ends the completion.
+    With stop strings, they must then call `look` after each token.
     """
 
     def __init__(
@@ -119,9 +126,10 @@ class Completion:
             )
 
     def look(self, *, ends: bool = False) -> None:
-        """Decode the token that was appended last, and end the completion if it completes a stop string.
+        """Decode the token that was appended last, and end the completion if a stop string is complete.
 
-        ends: the core ends the completion at this token already, so that the token itself is no stop string.
+        A special token can be a stop string of its own. With `ends`, the core ends the completion at this token, so
+        that it does not count as a stop string.
         """
         if self._params.stop:
             self._decode()
@@ -177,7 +185,10 @@ class Completion:
         )
 
     def _decode(self) -> None:
-        """Detokenise new tokens: after each token with stop strings, otherwise when the text is read."""
+        """Detokenise the tokens that are new since the last call.
+
+        Called after each token if there are stop strings, otherwise when the text is read.
+        """
         end = len(self.token_ids) - self._num_textless
         if self._detokenizer is not None and end > self._num_decoded:
             self._add_text(self._detokenizer.push(self.token_ids[self._num_decoded : end]))
@@ -195,7 +206,10 @@ class Completion:
         self._end(output.finish_reason, output.stop_reason)
 
     def _end(self, finish_reason: str | None, stop_reason: str | int | None) -> None:
-        """Release the held-back text, in which a stop string may still match, and end."""
+        """End the completion and release the held-back text.
+
+        If the released text completes a stop string, the finish reason is that stop string instead of the given one.
+        """
         if self.logprobs is not None:
             self.logprobs.end()
         if self._detokenizer is not None:

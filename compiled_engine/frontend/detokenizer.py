@@ -14,12 +14,12 @@ MOST_CONTEXT = 8
 
 
 class Detokenizer:
-    """Turns the tokens of one completion into text. The emitted pieces join to the decoded whole.
+    """Converts the tokens of one completion to text. The emitted pieces join to the decoded whole.
 
-    A token's text may depend on the token before it (a first token loses its leading space). New tokens are therefore
-    decoded together with a few emitted ones, whose own text is then removed. Tokens are held back while their text may
-    still change: it is empty, ends within a character, or ends in a run of byte tokens. Each token is decoded a bounded
-    number of times.
+    A token's text may depend on the token before it: the first token of a text loses its leading space. New tokens are
+    therefore decoded together with a few tokens whose text was emitted (the window), and the emitted text is removed
+    from the result. Tokens are held back while their text may still change: it is empty, ends within a character, or
+    ends in a run of byte tokens. Each token is decoded a bounded number of times.
 
     `prompt_token_ids` precede the completion. With `spaces_between_special_tokens=False`, the space that some
     tokenizers put between two special tokens is removed.
@@ -67,7 +67,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the held-back text at the end of generation. An incomplete character becomes U+FFFD."""
+        """Return the held-back text. Called at the end of generation. An incomplete character becomes U+FFFD."""
         return self._emit(self._tokenizer.decode(self._window))
 
     def peek(self, token_id: int) -> str:
@@ -85,12 +85,18 @@ class Detokenizer:
         return token_id in self._skipped or not self._tokenizer.knows(token_id)
 
     def _repeats_no_text(self, token_id: int, neighbour: Sequence[int]) -> bool:
-        """Return whether the token and its neighbour are both empty: one is enough to end a run of byte tokens."""
+        """Return whether neither the token nor its neighbour has text.
+
+        One such token is enough to end a run of byte tokens.
+        """
         text_of = self._tokenizer.decode_token
         return bool(neighbour) and not text_of(token_id) and not text_of(neighbour[0])
 
     def _joins_last(self, token_id: int) -> bool:
-        """Return whether this token and the previous one are special and joined without a space."""
+        """Return whether this token and the previous one are special and joined without a space.
+
+        Stores this token's kind.
+        """
         if not self._join_specials:
             return False
         after_special, self._last_is_special = self._last_is_special, token_id in self._tokenizer.special_ids
@@ -107,7 +113,7 @@ class Detokenizer:
         return new_text
 
     def _start(self, emitted: list[int]) -> None:
-        """Begin a window with tokens that were already emitted."""
+        """Begin a new window with the tokens `emitted`, whose text was emitted."""
         self._window = emitted
         self._num_emitted = len(emitted)
         self._emitted_text = self._whole_text = self._tokenizer.decode(emitted)
@@ -139,9 +145,10 @@ class Detokenizer:
         return before or (list(self._tokenizer.word_ids) if len(run) > len(begun) else []), begun
 
     def _begun_character(self, run: list[int]) -> list[int]:
-        """Return the trailing byte tokens that no whole character covers.
+        """Return the trailing byte tokens of `run` that do not form a whole character.
 
-        These may be completed to a character, or show that the run can never be valid text.
+        Either later tokens complete them to a character, or they are invalid bytes, so that the run never becomes valid
+        text.
         """
         try:
             bytes(map(self._tokenizer.byte_ids.__getitem__, run)).decode()

@@ -20,9 +20,9 @@ from compiled_engine.process.forks import Owner
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Defer SIGINT until the block ends; a second one within the block takes effect at once.
+    """Defer SIGINT until the block ends. A second SIGINT within the block takes effect immediately.
 
-    Outside the main thread, which alone gets the signal, this does nothing.
+    Only the main thread gets the signal, so in other threads this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -81,14 +81,14 @@ class EngineLoop:
         self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another run advanced
 
     def close(self) -> None:
-        """Stop all runs, before the core is closed."""
+        """Stop all runs. Called before the core is closed."""
         with self._turn():
             self._closed = True
 
     def run(
         self, requests: Sequence[PreparedRequest], *, partial: bool = False
     ) -> Generator[RequestOutput, None, None]:
-        """Yield each request's output when it is finished; with `partial`, also whenever it has grown."""
+        """Yield each request's output when it is finished; with `partial`, also whenever the output has grown."""
         outputs = self._run(requests, partial)
         try:
             while True:
@@ -119,7 +119,10 @@ class EngineLoop:
             self._in_use.release()
 
     def _close_abandoned(self) -> None:
-        """Close abandoned runs, keeping no reference between iterations: it would keep the engine alive."""
+        """Close the runs whose iterators nobody holds.
+
+        No reference to a run is kept between iterations, since it would keep the engine alive.
+        """
         while self._abandoned:
             self._abandoned.pop().close()
 

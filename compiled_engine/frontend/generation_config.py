@@ -20,7 +20,7 @@ FIELDS = {
 
 
 def read_default_sampling_params(model_path: Path, generation_config: str) -> SamplingParams:
-    """Return the checkpoint's defaults for "auto", SamplingParams() for "none".
+    """Return the checkpoint's defaults, or SamplingParams() if `generation_config` is "none".
 
     `do_sample: false` means greedy. Raises ValueError with the file's name for an unusable value.
     """

@@ -1,4 +1,4 @@
-"""Turn prompts and sampling parameters into engine requests. All are checked before any is scheduled."""
+"""Convert prompts and sampling parameters to engine requests. All are checked before any is scheduled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from compiled_engine.sampling.params import SamplingParams, checked_again, of_co
 
 
 def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenizer, limits: RequestLimits) -> None:
-    """Raise ValueError for a text that is too long even in the longest tokens, without tokenising it."""
+    """Raise ValueError for a text that is too long even if all its tokens are the longest of the vocabulary.
+
+    The text is not tokenised. Short texts, and texts that will be truncated, are not checked.
+    """
     if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:
         at_least = max(tokenizer.fewest_tokens(text), 1)
         limits.check_length(name, at_least, params.min_tokens, at_least=True)
 
 
 class InputProcessor:
-    """Checks and tokenises prompts; without a tokenizer, only token ids. `id_prefix` starts the request ids."""
+    """Checks and tokenises prompts. Without a tokenizer, prompts must be token ids.
+
+    Request ids begin with `id_prefix`.
+    """
 
     def __init__(
         self,
@@ -48,10 +54,11 @@ class InputProcessor:
         priority: int | Sequence[int] | None = None,
         **given: Any,
     ) -> list[PreparedRequest]:
-        """Make a request for each prompt. The other arguments apply to all prompts, or are lists with one each.
+        """Return a request for each prompt.
 
-        given: arguments that only features read, such as lora_request. Raises TypeError or ValueError with the field,
-        its value and what is allowed.
+        The other arguments apply to all prompts, or are lists with one entry for each. `given` has the arguments that
+        only features read, such as lora_request. Raises TypeError or ValueError with the field, its value and what is
+        allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self.limits)
@@ -69,7 +76,7 @@ class InputProcessor:
         return [self._complete(param, f"sampling_params[{index}]") for index, param in enumerate(given)]
 
     def _complete(self, params: SamplingParams, name: str) -> SamplingParams:
-        """Copy the parameters, checked against the model, with bad_words as token ids.
+        """Return a copy of the parameters, checked against the model, with bad_words as token ids.
 
         The check is repeated because lists may have changed since they were assigned.
         """
@@ -95,7 +102,7 @@ class InputProcessor:
         return params
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """Tokenise a prompt, truncate it if requested, and check it."""
+        """Return a prompt's token ids, truncated if requested. Raises ValueError for an invalid prompt."""
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
         check_token_ids(prompt, token_ids, self.limits.vocab_size)
         keep = params.truncate_prompt_tokens
@@ -143,13 +150,16 @@ class InputProcessor:
 
 
 def require_one_each(name: str, given: Sized, count: int) -> None:
-    """Raise ValueError unless there is an entry for each of `count` prompts."""
+    """Raise ValueError unless `given` has an entry for each of `count` prompts."""
     if len(given) != count:
         raise ValueError(f"{name} must have one entry for each prompt, got {len(given)} for {count} prompts")
 
 
 def checked_priorities(given: int | Sequence[int] | None, count: int, limits: RequestLimits) -> list[int]:
-    """Return a priority for each prompt; warn if they have no effect. Raises TypeError or ValueError."""
+    """Return a priority for each prompt. If priorities have no effect, warn and return 0 for each.
+
+    Raises TypeError or ValueError for invalid priorities.
+    """
     if given is None:
         return [0] * count
     values = [given] * count if isinstance(given, int) else given
@@ -168,7 +178,7 @@ def checked_priorities(given: int | Sequence[int] | None, count: int, limits: Re
 
 
 def is_priority(value: int) -> bool:
-    """Return whether a message to the engine core can carry the value."""
+    """Return whether a message to the engine core can carry this priority: an integer of 64 bits."""
     return -(1 << 63) <= value < 1 << 63
 
 

@@ -1,4 +1,4 @@
-"""Users' log-probabilities, stored as a few numbers per token and built on access."""
+"""Log-probabilities for users, stored as a few numbers per token. Entries are built on access."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GrowingLogprobs:
     """Log-probabilities of a completion or a prompt; grows by one row per token.
 
     `num_top` is the requested number of most likely tokens, -1 for the whole vocabulary. `context` has the preceding
-    tokens, which affect the first token's text. For a prompt, `first` has the entries before the rows and `context` is
-    the prompt's first token.
+    tokens, which affect the first token's text. A prompt's first token has no row: it is the `context`, and `first` has
+    its entry.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GrowingLogprobs:
         return len(self._data) // max(1, self._row_bytes)
 
     def add(self, rows: LogprobRows) -> None:
-        """Append the next tokens' rows."""
+        """Append the rows of the next tokens."""
         for index in range(rows.num_rows):
             self.add_row(rows.data, index * rows.row_bytes, rows.row_bytes)
 
@@ -61,7 +61,7 @@ class GrowingLogprobs:
         self._data += data[start : start + size]
 
     def end(self) -> None:
-        """Mark the end: the last token gets the held-back text."""
+        """Mark that no token follows: the last token gets the held-back text."""
         self._ended = True
 
     def sum_of_chosen(self) -> float:
@@ -97,7 +97,7 @@ class GrowingLogprobs:
         return rows_RW[:, 1::2], rows_RW[:, 2::2].view(np.float32)
 
     def _decode(self, count: int) -> None:
-        """Decode the tokens of the first `count` rows in order, since a token's text depends on those before it."""
+        """Decode the tokens of the first `count` rows in order, since a token's text depends on previous tokens."""
         if self._tokenizer is None or self._text_is_complete:
             return
         done = len(self._decoded)
@@ -128,7 +128,7 @@ class LogprobList(Sequence[Entry]):
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids [N, 1 + k], int32, and their log-probabilities, fp32, without building entries.
 
-        A row has the chosen token, then the k most likely ones. A prompt's first token has no row.
+        Each of the N rows has the chosen token, then the k most likely ones. A prompt's first token has no row.
         """
         return self._growing.arrays(self._length)
 
@@ -175,7 +175,7 @@ class LogprobList(Sequence[Entry]):
 
 
 def first_text(tokenizer: Tokenizer, token_ids: Sequence[int], params: SamplingParams) -> str:
-    """Return the text of a prompt's first token, consistent with the entries of the others."""
+    """Return the text of a prompt's first token, decoded like the texts of the other tokens."""
     texts = _token_texts(tokenizer, (), params)
     (text,) = texts.push(token_ids[:1])
     return text if len(token_ids) > 1 else text + texts.flush()
@@ -193,7 +193,7 @@ def _token_texts(tokenizer: Tokenizer, context: Sequence[int], params: SamplingP
 def _entry(
     rank: int, token_ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str | None]
 ) -> dict[int, Logprob]:
-    """Build an entry: the chosen token with its rank, then the most likely ones, ranked from 1."""
+    """Build an entry: the chosen token with the rank `rank`, then the most likely tokens, ranked from 1."""
     chosen = Logprob(logprobs[0], rank, texts[0])
     found = dict(zip(token_ids, map(Logprob, logprobs, range(len(token_ids)), texts), strict=True))
     found[token_ids[0]] = chosen  # also where it is among the most likely
@@ -204,11 +204,11 @@ def _entry(
 
 
 class TokenTexts:
-    """Yields the text of each token of a completion or prompt. The arguments are those of Detokenizer.
+    """Returns the text of each token of a completion or prompt. The arguments are those of Detokenizer.
 
     A token that ends within a character has the text "", and the token that completes the character has all of it. A
-    run of byte tokens is decoded as a whole once it has ended; the next token, or `flush`, has the run's characters. A
-    skipped special token has its own text and does not end a run.
+    run of byte tokens is decoded as a whole once it has ended; its characters belong to the text of the next token, or
+    to the result of `flush`. A skipped special token has text and does not end a run.
     """
 
     def __init__(
@@ -228,7 +228,10 @@ class TokenTexts:
         )
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the texts of the next token, which comes first, and of the alternatives to it."""
+        """Add the token `token_ids[0]`. The other ids are alternatives to it.
+
+        Returns the text of each id.
+        """
         chosen, *others = token_ids
         texts = list(map(self._as_next, others))
         if self._detokenizer.leaves_no_text(chosen):

@@ -41,7 +41,7 @@ class Metric:
 
 
 def metric_list(metrics: Mapping[str, Any]) -> list[Metric]:
-    """Return those of `LLM.metrics` that are requests, blocks (a share from 0 to 1), tokens or counts."""
+    """Return the most common metrics as a list. `metrics` is the result of `LLM.metrics`."""
     kinds = (("gauge", GAUGES), ("counter", COUNTERS))
     found = [Metric(PREFIX + name, kind, metrics[key]) for kind, names in kinds for key, name in names.items()]
     for key, (name, label) in LABELLED.items():

@@ -1,4 +1,4 @@
-"""Turn the core's step outputs into one RequestOutput per prompt, with all its completions."""
+"""Convert the core's step outputs to one RequestOutput per prompt, with all its completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_DRAFTS = VerifiedDrafts()
 
 
 class RunningRequest:
-    """A running prompt: its completions, prompt log-probabilities and times in seconds."""
+    """The state of a running prompt: its completions, prompt log-probabilities and times in seconds."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
         self.request = request
@@ -44,7 +44,7 @@ class RunningRequest:
         self._num_drafts = self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """Check a completion after a token was appended to it, and return its finish reason, if any."""
+        """Check a completion after a token was appended to it. Return its finish reason, None while it runs."""
         completion = self.completions[engine_request_id]
         completion.look()
         self._last_token_time = now
@@ -52,7 +52,7 @@ class RunningRequest:
         return completion.finish_reason
 
     def extend(self, engine_request_id: str, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
-        """Append a step's tokens to a completion without stop strings."""
+        """Append a step's tokens to a completion without stop strings. See VerifiedDrafts for `drafts`."""
         self.completions[engine_request_id].token_ids += token_ids
         self._count_drafts(drafts, len(token_ids))
 
@@ -65,7 +65,7 @@ class RunningRequest:
             self._num_accepted_tokens += min(num_kept, num_right)
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's output to one completion and return its finish reason."""
+        """Add a step's output to one completion. Return its finish reason, None while it runs."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if self._prompt_logprobs is not None and (found := rows_in(output.extras)) is not None:
@@ -161,7 +161,10 @@ class OutputProcessor:
         self._watched: dict[str, RunningRequest] = {}
 
     def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
-        """Start tracking a request that arrives now. With `partial`, every token is reported, not only the end."""
+        """Start tracking a request that arrives now.
+
+        With `partial`, every token is reported, otherwise only the end.
+        """
         if request.collect is not None:
             collecting = request.collect(request)
             for engine_request in request.engine_requests:
@@ -183,9 +186,9 @@ class OutputProcessor:
             by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[Running], list[str]]:
-        """Process a step's outputs. Return the requests that changed, and the engine requests to abort.
+        """Process a step's outputs. Return the requests that changed, and the ids of engine requests to abort.
 
-        The aborted ones ended by a stop string, which the core does not detect.
+        Requests to abort have ended by a stop string, which the core does not detect.
         """
         now = time.perf_counter()
         changed: dict[int, Running] = {}

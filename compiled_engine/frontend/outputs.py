@@ -45,9 +45,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of a clock with arbitrary zero; None if not reached.
+    """Times of a request's events, in seconds of a clock with arbitrary zero. A time is None before its event.
 
-    Fields have the names of vLLM's RequestMetrics; `queued_ts` and similar properties, those of its RequestStateStats.
+    Fields have the names of fields of vLLM's RequestMetrics. Properties such as `queued_ts` have the names of fields of
+    vLLM's RequestStateStats.
     """
 
     arrival_time: float
@@ -62,7 +63,7 @@ class RequestMetrics:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Mean number of tokens per verifying step, as in vLLM; None without drafts."""
+        """Mean number of tokens per step that verified drafts, as in vLLM; None without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
@@ -110,7 +111,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt with its completions, complete or so far."""
+    """A prompt with its completions, complete or as far as they have been generated."""
 
     request_id: str
     prompt: str | None  # None for a prompt of token ids.

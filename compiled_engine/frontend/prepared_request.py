@@ -1,4 +1,4 @@
-"""A request between the frontend's two halves: checked and tokenised, and what collects its outputs while it runs."""
+"""A request that is checked and tokenised, and the interface of the object that collects its outputs while it runs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Running(Protocol):
     finished: bool
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """Note that a token was appended to an engine request's completion; return its finish reason, if any.
+        """Note that a token was appended to an engine request's completion. Return its finish reason, if any.
 
-        now: seconds of time.perf_counter.
+        `now` is in seconds of time.perf_counter.
         """
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's output of an engine request, and return its finish reason, if any."""
+        """Add a step's output of an engine request. Return its finish reason, if any."""
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of engine requests that still run."""
@@ -46,4 +46,4 @@ class Running(Protocol):
         """Return the result so far."""
 
     def delta(self) -> Any:
-        """Return what is new in the result since the last call."""
+        """Return the changes of the result since the last call."""

@@ -89,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def _as_list(value: Any) -> str:
-    """Advise how to make a list of an array, a tensor or a generator."""
+    """Return advice on how to make a list of an array, a tensor or a generator; "" for other values."""
     if hasattr(value, "tolist"):
         return "; its tolist() is a list"
     return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, str | bytes) else ""

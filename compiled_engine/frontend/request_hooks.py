@@ -1,7 +1,7 @@
-"""Hooks of features in the frontend: they run where prompts become requests, before the engine core gets them.
+"""Hooks of features in the frontend, which run before the engine core gets a request.
 
-A feature overrides the methods of `RequestFeature` that it needs. The extras that it gives a request are for its
-planning part (PlanFeature), the fields of the output for the user.
+A feature overrides the methods of `RequestFeature` that it needs. It can add values to a request, for its part in the
+core (PlanFeature), and fields to the user's output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class RequestPart(NamedTuple):
-    """A feature's part of a request."""
+    """The values that a feature adds to a request."""
 
     extras: Mapping[str, Any] = {}  # of its EngineRequests
     root: Mapping[str, str] = {}  # parts of its prefix root, see engine/messages.prefix_root
@@ -26,7 +26,7 @@ NO_PART = RequestPart()
 
 
 class Core(Protocol):
-    """The engine core's control calls, see EngineCore."""
+    """The engine core's control calls; see EngineCore."""
 
     def call(self, call: ControlCall) -> Any: ...
 
@@ -34,7 +34,7 @@ class Core(Protocol):
 
 
 class AsyncCore(Protocol):
-    """The engine core's control calls on an event loop, see CoreClient."""
+    """The engine core's control calls on an event loop; see CoreClient."""
 
     def call(self, name: str, **arguments: Any) -> Awaitable[Any]: ...
 
@@ -42,16 +42,17 @@ class AsyncCore(Protocol):
 
 
 class RequestFeature:
-    """The part of a feature in the frontend. Methods do nothing unless overridden."""
+    """The part of a feature in the frontend. Its methods do nothing unless overridden."""
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError, beginning with a field's name, for parameters that the engine cannot serve."""
 
     def parts(self, params: Sequence[SamplingParams], given: Mapping[str, Any]) -> Sequence[RequestPart]:
-        """Return the feature's part of each request of a call; NO_PART for requests without one, () if none has one.
+        """Return this feature's part of each request of a call, or () if no request has one.
 
-        params: of each request. given: the call's arguments that only features read, by name. Raises TypeError or
-        ValueError with the argument, its value and what is allowed.
+        A request without a part has NO_PART. `params` has the parameters of each request. `given` has the call's
+        arguments that only features read, by name. Raises TypeError or ValueError with the argument, its value and what
+        is allowed.
         """
         return ()
 
@@ -60,23 +61,26 @@ class RequestFeature:
         return False
 
     def reads(self, given: Mapping[str, Any]) -> Iterator[Callable[[], object]]:
-        """Yield functions that read files for `parts`, so that an event loop can have each run in a thread."""
+        """Yield functions that read files for `parts`. An event loop can run each of them in a thread."""
         return iter(())
 
     def before(self, requests: Sequence[EngineRequest], core: Core) -> None:
-        """Make the control calls that must be served before the core gets these requests.
+        """Make the control calls that the core must serve before it gets these requests.
 
-        Raises ValueError if one is refused.
+        Raises ValueError if a call is refused.
         """
 
     async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
-        """Do the same as `before`, on an event loop."""
+        """Make the calls of `before` on an event loop."""
 
 
 def parts_of_all(
     features: Sequence[RequestFeature], params: Sequence[SamplingParams], given: Mapping[str, Any]
 ) -> list[RequestPart]:
-    """Return for each request the parts of all features together. Raises as RequestFeature.parts does."""
+    """Return one part for each request, merged from the parts of all features.
+
+    Raises the errors of RequestFeature.parts.
+    """
     of_each = [parts for feature in features if (parts := feature.parts(params, given))]
     if len(of_each) < 2:
         return list(of_each[0]) if of_each else [NO_PART] * len(params)

@@ -21,7 +21,7 @@ OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 
 
 class RequestStream:
-    """One request's outputs for one reader. A slow reader gets everything since its last output at once."""
+    """The outputs of one request for one reader. A slow reader gets everything since its last output in one output."""
 
     def __init__(self, state: Running, output: OutputKind) -> None:
         self.state = state
@@ -31,14 +31,14 @@ class RequestStream:
         self._failure: Exception | None = None
 
     def wake(self) -> None:
-        """Report a change to the reader; with "final", only the end."""
+        """Tell the reader that the request has changed. A reader of "final" output is told only of the end."""
         if self._output != "final" or self.state.finished:
             self._has_changed = True
             if self._waiting is not None and not self._waiting.done():
                 self._waiting.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` in the reader, unless the request has ended."""
+        """Raise `error` in the reader unless the request has ended."""
         self._failure = error
         self._has_changed = True
         if self._waiting is not None and not self._waiting.done():
@@ -77,7 +77,7 @@ class RequestStreams:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that still generate; finished ones may still wait for their reader."""
+        """The number of requests that still generate. Finished requests that wait for their reader do not count."""
         return sum(not stream.state.finished for stream in self._streams.values())
 
     def add(self, request: PreparedRequest, output: OutputKind) -> RequestStream:
@@ -90,7 +90,7 @@ class RequestStreams:
         return stream
 
     def remove(self, stream: RequestStream) -> list[str]:
-        """Stop tracking a request and return its engine requests that still run."""
+        """Stop tracking a request. Return the ids of its engine requests that still run."""
         request_id = stream.state.request.request_id
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
@@ -100,21 +100,27 @@ class RequestStreams:
         return unfinished
 
     def process(self, outputs: StepOutputs) -> list[str]:
-        """Process a step and wake the readers. Return the engine requests to abort, which ended by a stop string."""
+        """Process a step and wake the readers.
+
+        Return the ids of engine requests to abort: they ended by a stop string.
+        """
         changed, complete = self._outputs.process(outputs)
         for state in changed:
             self._streams[state.request.request_id].wake()
         return complete
 
     def abort(self, request_id: str) -> list[str]:
-        """End a request with finish_reason "abort". Return its engine requests that still run, [] for an unknown id."""
+        """End a request with finish_reason "abort". Return the ids of its engine requests that still run.
+
+        The list is empty if the request's id is unknown.
+        """
         stream = self._streams.get(request_id)
         unfinished = [] if stream is None else stream.state.unfinished_ids()
         self.process(StepOutputs(others=[EngineOutput(each, (), finish_reason="abort") for each in unfinished]))
         return unfinished
 
     def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
-        """Raise an error in every reader of an unfinished request; return the engine requests that still run."""
+        """Raise an error in every reader of an unfinished request. Return the ids of engine requests that still run."""
         unfinished = []
         for stream in list(self._streams.values()):
             unfinished += self.remove(stream)
@@ -142,13 +148,13 @@ def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestSt
 
 
 def leave(client: CoreClient, streams: RequestStreams) -> None:
-    """Close the connection. Readers of running requests get EngineDeadError. May be called repeatedly."""
+    """Close the connection to the core. Readers of running requests get EngineDeadError. May be called repeatedly."""
     client.close("the engine was shut down")
     reason = client.dead or ""
     streams.fail_all(lambda: EngineDeadError(reason))
 
 
 def end(client: CoreClient, core: RunningCore, streams: RequestStreams) -> None:
-    """Leave, and wait for the core to exit. May be called repeatedly."""
+    """Close the connection as `leave` does, and wait for the core to exit. May be called repeatedly."""
     leave(client, streams)
     core.close(_EXIT_S)

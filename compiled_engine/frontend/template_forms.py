@@ -1,6 +1,7 @@
 """Find the message forms that a chat template reads: text or parts, arguments as objects or text, one or more calls.
 
-Templates do not declare this. Each is rendered with small probe conversations, and the output shows what it reads.
+Templates do not declare their forms. Each template is rendered with small probe conversations, and the output shows
+which forms it reads.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Split messages so that each has one call, followed by its result."""
+    """Split each message with several calls into messages with one call. Each is followed by its call's result."""
     apart: list[Mapping[str, Any]] = []
     place = 0
     while place < len(messages):
@@ -146,7 +147,7 @@ def _described(tool: Any) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Parse arguments that are a JSON object; None, "" and null become {}.
+    """Return a call's arguments as an object if they are a JSON object as text; {} for None, "" and null.
 
     Other arguments stay text, so that the model sees its own output.
     """
@@ -203,7 +204,7 @@ def forms_of(template: str) -> TemplateForms:
 
 
 def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
-    """Return whether the second call of a message is dropped without an error."""
+    """Return whether the template drops the second call of a message without an error."""
     asks, message = calls
 
     def shown(*names: str) -> list[bool]:
@@ -217,7 +218,7 @@ def _reads_one_call(template: str, calls: Sequence[Any]) -> bool:
 
 
 def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
-    """Return whether a message with a call is refused for having both content and reasoning."""
+    """Return whether the template refuses a message that has a call, content and reasoning."""
     asks, message = calls
     content, thought = {"content": asks["content"]}, {REASONING_FIELDS[0]: "probe"}
 
@@ -228,7 +229,7 @@ def _reads_one_text(template: str, calls: Sequence[Any]) -> bool:
 
 
 def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
-    """Return whether the second of two system messages is dropped without an error."""
+    """Return whether the template drops the second of two system messages without an error."""
     text = _rendered(
         template, [*({"role": "system", "content": form.adapt(mark)} for mark in (MARK, OTHER_MARK)), asks]
     )
@@ -236,7 +237,7 @@ def _reads_one_system(template: str, form: ContentForm, asks: Any) -> bool:
 
 
 def _needs_descriptions(template: str, asks: Any) -> bool:
-    """Return whether a tool without a description is refused."""
+    """Return whether the template refuses a tool without a description."""
     function = {name: value for name, value in _TOOL["function"].items() if name != "description"}
 
     def takes(tool: Any) -> bool:
@@ -248,7 +249,11 @@ def _needs_descriptions(template: str, asks: Any) -> bool:
 def _content_form(
     template: str, before: Sequence[Any], role: str, after: Sequence[Any], default: ContentForm | None = None
 ) -> ContentForm:
-    """Probe a role's content. `default` applies if the content shows in no form."""
+    """Return the form of content that a template reads in messages of the role `role`.
+
+    The form is found by rendering a probe between the messages `before` and `after`. If no form shows in the output, it
+    is `default`.
+    """
 
     def rendered(content: Any) -> str:
         message = {"role": role, "content": content, "name": "probe", "tool_call_id": "probe0000"}
@@ -266,7 +271,7 @@ def _content_form(
 
 
 def _reads_arguments_as_text(template: str, asks: Any, user: ContentForm) -> bool:
-    """Return whether arguments render as JSON only if they are given as JSON text."""
+    """Return whether the template renders arguments as JSON only if they are given as JSON text."""
     given = {OTHER_MARK: MARK}
     answers = {"role": "tool", "content": "probe", "name": "probe", "tool_call_id": "probe0000"}
 
@@ -283,7 +288,10 @@ def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
 
 
 def _rendered(template: str, messages: Sequence[Any], with_tools: Sequence[list[Any] | None] = (None, [_TOOL])) -> str:
-    """Render without and with a tool; "" where the template refuses the conversation."""
+    """Return the texts rendered with each of the tool lists in `with_tools`, joined.
+
+    A conversation that the template refuses renders as "".
+    """
     texts = []
     for tools in with_tools:
         with suppress(Exception):  # templates may raise anything

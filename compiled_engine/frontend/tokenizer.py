@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def client_text(self) -> ClientText:
-        """Renders client values so that text resembling a special token stays text."""
+        """The renderer of values from clients. Text in them that resembles a special token stays text."""
         return ClientText(self._backend.added_tokens())
 
     @property
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's own end-of-sequence token."""
+        """The id of the tokenizer's end-of-sequence token, or None."""
         end = self.special_tokens.get("eos_token")
         return None if end is None else self._backend.token_to_id(end)
 
@@ -113,26 +113,26 @@ class Tokenizer:
         return self._backend.encode_batch(texts, add_special_tokens)
 
     def join(self, first: list[int], second: list[int], most: int | None = None) -> Pair:
-        """Join two tokenised texts, without special tokens, as the tokenizer encodes a pair.
+        """Join two texts as the tokenizer encodes a pair. `first` and `second` are token ids without special tokens.
 
         With `most`, truncate the longer text until the pair has at most that many tokens.
         """
         return self._backend.join(first, second, most)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens, without tokenising the text."""
+        """Return a lower bound on the number of a text's tokens, without tokenising it."""
         longest = self._backend.longest_token()
         return 0 if longest is None else -(-len(text) // longest)
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Encode one text given in parts: strings, and ids of special tokens.
+        """Return the token ids of one text given in parts: strings, and ids of special tokens.
 
-        Text that looks like a special token is encoded as plain text.
+        Strings that look like a special token are encoded as ordinary text.
         """
         return self._backend.encode_parts(parts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, special tokens included. Unknown ids add nothing."""
+        """Return the text of `token_ids`, special tokens included. Unknown ids have no text."""
         return self._backend.decode(token_ids)
 
     def to_json(self) -> str:
@@ -140,11 +140,14 @@ class Tokenizer:
         return self._backend.to_json()
 
     def entry(self, token_id: int) -> str:
-        """Return a token's vocabulary entry, such as Ġdef, or "" for an unknown id."""
+        """Return a token's entry in the vocabulary, such as Ġdef, or "" for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode_token(self, token_id: int) -> str:
-        """Return a token's text in the middle of a text, with its leading space; a special token is decoded alone."""
+        """Return the text that a token has within a longer text: with its leading space.
+
+        Special tokens are decoded alone.
+        """
         text = self._decoded_tokens.get(token_id)
         if text is None:
             text = self._decoded_tokens[token_id] = self._decode_token(token_id)
@@ -187,7 +190,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
-    """Load the folder with AutoTokenizer. Raises ValueError as `load_tokenizer` does."""
+    """Return the tokenizer in the folder, loaded by AutoTokenizer. Raises ValueError as `load_tokenizer` does."""
     from compiled_engine.models.foreign.description import IMPORTING  # imports torch, as transformers does
 
     try:
@@ -205,9 +208,9 @@ def _not_loaded(path: Path, error: Exception) -> ValueError:
 
 
 def _damage(path: Path, *, vocabularies: bool = True) -> str:
-    """Describe the first damaged tokenizer file, or return "".
+    """Return a description of the first damaged tokenizer file, or "".
 
-    With `vocabularies`, large files are read completely, not only their ends.
+    With `vocabularies`, large files are read completely. Otherwise only their ends are read.
     """
     for file in (path / name for name in TOKENIZER_FILES if (path / name).is_file()):
         if is_lfs_pointer(file):
@@ -237,7 +240,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
-    """Return the folder `given`, or else the checkpoint's; None if the checkpoint has no tokenizer.
+    """Return the folder `given` or, if it is None, the checkpoint's; None if the checkpoint has no tokenizer.
 
     Raises the errors of `load_tokenizer` for defects that show without reading the vocabulary.
     """
@@ -256,7 +259,7 @@ def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
 def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides: str = "") -> frozenset[int]:
     """Return every end-of-sequence id in generation_config.json, config.json and the tokenizer.
 
-    `overrides` replace fields of config.json; they are given as JSON.
+    `overrides` is a JSON object, whose fields replace those of config.json. Raises ValueError for invalid ids.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -274,10 +277,10 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides:
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text, and after a space if that form differs.
+    """Return the token ids of each word at the start of a text, and after a space if those ids differ.
 
-    As in vLLM, the form after a space counts only if it has as many tokens. Otherwise it begins with a token for the
-    space alone, and the sequence to forbid is the first form again.
+    As in vLLM, the ids after a space count only if they are as many. If they are more, the first is a token for the
+    space alone, and the others are the ids at the start of a text.
 
     Raises ValueError for a word without tokens.
     """

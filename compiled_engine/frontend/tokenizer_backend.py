@@ -1,4 +1,4 @@
-"""Tokenizer backends: the `tokenizers` library, or transformers' Python tokenizers."""
+"""Tokenizer backends: the `tokenizers` library, and the Python tokenizers of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: list[int], type_ids: Sequence[int]) -> Pair:
-        """Build a pair from type ids: 0 for the first text, 1 for the second, empty if unknown."""
+        """Return a pair, given the type of each token: 0 for the first text, 1 for the second, empty if unknown."""
         return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
 
 
@@ -42,7 +42,7 @@ class PairForm:
     pieces: tuple[tuple[int | tuple[int, ...], int], ...]
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Join the texts; see `TokenizerBackend.join`."""
+        """Return the two texts joined; see `TokenizerBackend.join`."""
         room = None if most is None else most - sum(len(what) for what, _ in self.pieces if isinstance(what, tuple))
         if room is not None and 0 <= room < len(first) + len(second):
             short = min(len(first), len(second), room // 2)
@@ -66,21 +66,21 @@ class TokenizerBackend(Protocol):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
 
     def join(self, first: list[int], second: list[int], most: int | None) -> Pair:
-        """Join two texts without special tokens into a pair with them.
+        """Join two texts, given as token ids without special tokens, to a pair with special tokens.
 
         With `most`, truncate the longer text until the pair has at most that many tokens.
         """
         ...
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Encode one text given in parts: strings, and ids of special tokens.
+        """Return the token ids of one text given in parts: strings, and ids of special tokens.
 
-        Text that looks like a special token is encoded as plain text.
+        Strings that look like a special token are encoded as ordinary text.
         """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text with special tokens. Unknown ids add nothing."""
+        """Return the text, special tokens included. Unknown ids have no text."""
         ...
 
     def longest_token(self) -> int | None:
@@ -92,14 +92,14 @@ class TokenizerBackend(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
 
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Return the tokens that are matched before tokenisation, including the special ones."""
+        """Return the tokens, by id, that are matched before tokenisation, including the special ones."""
         ...
 
     def to_json(self) -> str: ...
 
 
 class FastTokenizerBackend:
-    """A tokenizer of the `tokenizers` library."""
+    """Runs a tokenizer of the `tokenizers` library."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -123,7 +123,7 @@ class FastTokenizerBackend:
         return self._pair_form.join(first, second, most)
 
     def _find_pair_form(self) -> PairForm:
-        """Read the template off an encoded pair of one-token words."""
+        """Return the tokenizer's template for pairs, found by encoding a pair of one-token words."""
         words = ("a", *self._backend.get_vocab())
         word = next(word for word in words if self._backend.encode(word, add_special_tokens=False).ids)
         example = self._backend.encode(word, word)
@@ -166,9 +166,10 @@ def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
 
 
 class _SpecialsApart:
-    """A copy of a tokenizer that matches special tokens by random texts, so that no client text can contain one.
+    """A copy of a tokenizer that knows each special token under a random text, so that no client text can contain one.
 
-    All other text is tokenised as by `backend`: an added token ends the text before it and may take adjacent spaces.
+    All other text is tokenised as by `backend`. In particular, an added token ends the text before it and may take
+    adjacent spaces.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -213,7 +214,7 @@ def _named(token: AddedToken, content: str) -> AddedToken:
 
 
 class SlowTokenizerBackend:
-    """A Python tokenizer of transformers."""
+    """Runs a Python tokenizer of transformers."""
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self._hf = hf

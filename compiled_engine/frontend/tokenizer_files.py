@@ -39,7 +39,7 @@ Rebuild = Callable[[Tokenizer, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """A tokenizer class of transformers, by its differences from tokenizer.json."""
+    """A tokenizer class of transformers, described by its differences from tokenizer.json."""
 
     # Replaces parts of a tokenizer read from tokenizer.json, given tokenizer_config.json; None changes nothing.
     rebuild: Rebuild | None = None
@@ -52,7 +52,7 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
     """Return the tokenizer class that transformers chooses, or None if this module does not support it.
 
     `model_type` comes from config.json and is None without that file. `declared` is tokenizer_class from
-    tokenizer_config.json, or else from config.json. `has_byte_level`: tokenizer.json contains ByteLevel.
+    tokenizer_config.json, or else from config.json. `has_byte_level` tells whether tokenizer.json contains ByteLevel.
     """
     takes_the_file = TokenizerClass()
     qwen2 = TokenizerClass(_rebuild_qwen2, dict.fromkeys(("eos_token", "unk_token", "pad_token"), END_OF_QWEN2))
@@ -75,7 +75,7 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether the model has this type and, for BPE, no word-boundary marks."""
+    """Return whether the tokenizer's model is a `kind`. A BPE model must also have no word-boundary marks."""
     model: Any = tokenizer.model
     if not isinstance(model, kind):
         return False
@@ -195,10 +195,10 @@ def read_tokenizer(path: Path) -> TokenizerParts:
 
 
 def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
-    """Read the chat templates. Template files take precedence over tokenizer_config.json, which takes precedence over
-    chat_template.json, the file of older processors.
+    """Return the chat templates of the folder `path`, or None. `config` is its tokenizer_config.json.
 
-    Raises ValueError for a field that holds no templates.
+    Template files take precedence over tokenizer_config.json, which takes precedence over chat_template.json, the file
+    of older processors. Raises ValueError for a field that holds no templates.
     """
     found: dict[str, str] = {}
     if (file := path / "chat_template.jinja").is_file():
@@ -225,7 +225,10 @@ def _templates(file: Path, given: Any) -> Templates:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, with special tokens from the older file for them."""
+    """Return tokenizer_config.json.
+
+    If it lists no added tokens, special_tokens_map.json replaces its special tokens.
+    """
     config = _read_json(path / CONFIG_FILE)
     if "added_tokens_decoder" in config:
         return config
@@ -257,7 +260,10 @@ def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
 
 
 def _added_tokens(config: Mapping[str, Any], in_file: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Return the added tokens of tokenizer_config.json, ordered by id; without any, those of tokenizer.json."""
+    """Return the added tokens of tokenizer_config.json by id, in ascending order.
+
+    If that file has no list of them, return those of tokenizer.json.
+    """
     if "added_tokens_decoder" not in config:
         return in_file
     found = {int(index): _token(value) for index, value in config["added_tokens_decoder"].items()}
@@ -293,7 +299,7 @@ def _add_tokens(
     named: dict[str, str | AddedToken],
     extra: list[str | AddedToken],
 ) -> None:
-    """Append tokens that tokenizer.json lacks to the vocabulary, in this order."""
+    """Append the tokens that tokenizer.json lacks to the vocabulary: `added`, then `named`, then `extra`."""
     tokens: list[str | AddedToken] = list(added.values())
     texts = {*(token.content for token in backend.get_added_tokens_decoder().values()), *map(str, tokens)}
     for token in [*named.values(), *extra]:
@@ -311,7 +317,7 @@ def _as_added(token: str | AddedToken, special: set[str]) -> AddedToken:
 
 
 def _token(value: Any) -> Any:
-    """Convert a token from JSON, which has its text or its fields."""
+    """Return a token from JSON: a string unchanged, an object as an AddedToken."""
     if isinstance(value, dict):
         return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
     return value

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 LARGEST_MESSAGE = 128 * 2**20
-"""Bytes. A prompt's log-probabilities for a whole vocabulary can exceed it, and are then refused."""
+"""Largest size in bytes. A prompt's log-probabilities for a whole vocabulary can exceed it, and are then refused."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -19,7 +19,7 @@ class MessageTooLargeError(ValueError):
 
 
 def frame(payload: bytes) -> bytes:
-    """Prefix a payload with its length. Raises MessageTooLargeError."""
+    """Return a payload prefixed with its length. Raises MessageTooLargeError."""
     check_size(len(payload))
     return _LENGTH.pack(len(payload)) + payload
 
@@ -30,7 +30,7 @@ def send(sock: socket.socket, payload: bytes) -> None:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Wait for one message on a blocking socket. Raises EOFError if the other end is gone."""
+    """Wait for one message on a blocking socket and return it. Raises EOFError if the other end is gone."""
     (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
     return _exactly(sock, size)
 
@@ -60,8 +60,10 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytearray]:
-        """Return the payloads that `data` completes. Raises MessageTooLargeError as soon as a message that is too large
-        begins."""
+        """Return the payloads that `data` completes.
+
+        Raises MessageTooLargeError as soon as a message that is too large begins.
+        """
         buffer = self._buffer
         buffer += data
         payloads = []
@@ -84,7 +86,10 @@ Incoming = TypeVar("Incoming")
 
 
 class Connection(Generic[Incoming]):
-    """One end of a connection over a non-blocking socket, which `close` closes. decode: payload -> message."""
+    """One end of a connection over a non-blocking socket, which `close` closes.
+
+    `decode` converts payloads to messages.
+    """
 
     def __init__(self, sock: socket.socket, decode: Callable[[bytearray], Incoming]) -> None:
         sock.setblocking(False)
@@ -115,7 +120,7 @@ class Connection(Generic[Incoming]):
         return [self._decode(payload) for payload in self._frames.feed(data)]
 
     def send(self, frame: bytes) -> None:
-        """Send as much of a frame as the socket accepts; `flush` sends the rest.
+        """Send as much of a frame as the socket accepts. The rest is kept, and `flush` sends it.
 
         Raises OSError if the other end is gone.
         """
@@ -123,7 +128,7 @@ class Connection(Generic[Incoming]):
         self.flush()
 
     def flush(self) -> None:
-        """Send the data that is still unsent, as much as the socket accepts. Raises as `send`."""
+        """Send as much of the unsent data as the socket accepts. Raises the errors of `send`."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -132,11 +137,17 @@ class Connection(Generic[Incoming]):
             del self._unsent[:sent]
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is data to receive. Returns False if there is none after `timeout_s`; None: no limit."""
+        """Wait until there is data to receive, or for `timeout_s`; None waits without limit.
+
+        Return whether there is data.
+        """
         return self._poll(select.POLLIN, timeout_s)
 
     def wait_writable(self, timeout_s: float | None = None) -> bool:
-        """Wait until the socket accepts data. Returns False if it does not after `timeout_s`; None: no limit."""
+        """Wait until the socket accepts data, or for `timeout_s`; None waits without limit.
+
+        Return whether it accepts data.
+        """
         return self._poll(select.POLLOUT, timeout_s)
 
     def _poll(self, events: int, timeout_s: float | None) -> bool:
@@ -145,5 +156,5 @@ class Connection(Generic[Incoming]):
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     def close(self) -> None:
-        """Close the socket. May be called again."""
+        """Close the socket. May be called repeatedly."""
         self._socket.close()

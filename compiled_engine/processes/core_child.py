@@ -30,28 +30,30 @@ _BACKLOG = 128
 class RunningCore(Protocol):
     """An engine core that runs in a thread, in a child process, or in a process that another process has started.
 
-    socket: the caller's end of the connection to the core.
+    `socket` is the caller's end of the connection to the core.
     """
 
     socket: socket.socket
 
     @property
     def address(self) -> str | None:
-        """Address for further callers; None if they cannot connect."""
+        """The address for further callers; None if they cannot connect."""
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the process to end; return in words how it ended, as far as this is visible from outside."""
+        """Wait for the core to end. Return in words how it ended, as far as this is visible from outside."""
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Close the socket, and wait for the core to end. May be called again."""
+        """Close the socket, and wait for the core to end. May be called repeatedly."""
         ...
 
 
 class ForeignCore:
-    """RunningCore for a core started by another process. Raises OSError if no process listens at `address`, or this
-    user may not connect."""
+    """RunningCore for a core started by another process.
+
+    Raises OSError if no process listens at `address`, or if this user may not connect.
+    """
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         self.address = os.fspath(address)
@@ -70,7 +72,7 @@ class ForeignCore:
 
 
 class CoreChild:
-    """RunningCore in a new process. The process begins its imports at once, then waits for `start`.
+    """RunningCore in a new process. The process begins its imports immediately, then waits for `start`.
 
     device: the engine's option `device`. For a GPU, the process creates a CUDA context during the imports. "cpu" if
         other processes use the device.
@@ -106,7 +108,7 @@ class CoreChild:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CoreChild:
-        """Create the process for an engine with these keywords of `LLM`, which need not be valid."""
+        """Return the process for an engine with these keyword arguments of `LLM`, which need not be valid."""
         return cls(given_device(options) if core_has_device(options) else "cpu", _cluster_of_this_process())
 
     @property
@@ -114,9 +116,9 @@ class CoreChild:
         return self._process.pid
 
     def start(self, frame: bytes) -> None:
-        """Send the order to start. If the process has ended, reading its answer reports that.
+        """Send the Start message. If the process has ended, this raises nothing; reading the answer reports it.
 
-        frame: a Start message, already encoded, so that this module need not import PyTorch.
+        `frame` is the message, already encoded, so that this module need not import PyTorch.
         """
         self._started = True
         with suppress(OSError):
@@ -142,7 +144,7 @@ class CoreChild:
 
 
 def _private_folder() -> Path:
-    """Create a folder of mode 0700 with a path short enough for a socket's address."""
+    """Return a new folder of mode 0700 with a path short enough for a socket's address."""
     folder = tempfile.mkdtemp(prefix="compiled-engine-")
     if len(os.fsencode(folder)) > _LONGEST_ADDRESS - len("/core.socket"):
         os.rmdir(folder)

@@ -36,7 +36,7 @@ class EngineDeadError(FatalError):
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
-    """Wait for the core's first message; return the connection and the message.
+    """Wait for the core's first message. Return the connection and the message.
 
     Raises the exception with which the start failed, or EngineDeadError if the core ended without reporting one.
     """
@@ -56,9 +56,8 @@ def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
 class CoreClient:
     """Sends requests, passes on their outputs, and detects the end of the core.
 
-    on_outputs: called with the outputs of each step that has any for this client.
-    on_death: called once, with the reason, if the core ends by itself.
-    dead: the reason why the core has ended; None while it runs.
+    on_outputs: called with the outputs of each step that has any for this client. on_death: called once, with the
+    reason, if the core ends by itself. dead: the reason why the core has ended; None while it runs.
 
     The socket is read on one event loop at a time, set by the last call of `attach`.
     """
@@ -85,7 +84,7 @@ class CoreClient:
         return self._loop
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the socket on this loop from now on; the previous loop must be closed, or not running."""
+        """Read the socket on this event loop from now on. A previous event loop must be closed, or no longer run."""
         self._detach()
         self._loop = loop
         self._calls.clear()
@@ -95,7 +94,7 @@ class CoreClient:
             self._flush()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises MessageTooLargeError, a ValueError."""
+        """Send a request. Raises MessageTooLargeError, a ValueError, for one that is too large."""
         self._send(Add(request))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
@@ -127,7 +126,7 @@ class CoreClient:
         self._send(Tell(call))
 
     async def wait_dead(self) -> str:
-        """Wait until the core has ended, or `close` is called; return the reason."""
+        """Wait until the core has ended, or `close` is called. Return the reason."""
         if self.dead is not None:
             return self.dead
         end = asyncio.get_running_loop().create_future()

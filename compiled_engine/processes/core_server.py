@@ -49,8 +49,7 @@ class ApiProcess:
     """
 
     def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
-        """Wrap a connection. give_up: called with the id of a request that ends because its output is too large for a
-        message."""
+        """`give_up` is called with the id of a request that ends because its output is too large for a message."""
         self.number = number
         self.connection = connection
         self._give_up = give_up
@@ -67,7 +66,7 @@ class ApiProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Send as many queued messages as the socket accepts. Raises OSError if the other end is gone."""
+        """Send as many queued messages as the socket accepts. Raises OSError if the client is gone."""
         self.connection.flush()
         while self._waiting and not self.connection.has_unsent:
             for each in frames_of(self._waiting.popleft(), self._give_up):
@@ -105,9 +104,9 @@ def _divided(outputs: StepOutputs) -> list[StepOutputs]:
 class CoreServer:
     """Serves API processes in the caller's thread, until the process that started the core has ended.
 
-    starter: connection to that process. listener: socket to which further API processes connect.
-    given: objects that EngineCore.add gets besides a request, by request id, if an API process runs in this process. An
-        entry is removed when its request is added.
+    `starter` is the connection to that process. `listener` is the socket to which further API processes connect.
+    `given` has the objects that EngineCore.add gets besides a request, by request id, if an API process runs in this
+    process. An entry is removed when its request is added.
     """
 
     def __init__(
@@ -150,7 +149,10 @@ class CoreServer:
             self._selector.close()
 
     def _serve_sockets(self, timeout_s: float | None) -> None:
-        """Send queued messages and process received ones. timeout_s: None waits until there is something to do."""
+        """Send queued messages and process received ones.
+
+        With `timeout_s` None, wait until there is something to do.
+        """
         for key, events in self._selector.select(timeout_s):
             api_process = key.data
             if api_process is None:
@@ -234,7 +236,7 @@ class CoreServer:
                 self._release(output.request_id)
 
     def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
-        """Divide the outputs by API process; outputs of requests without an owner are dropped."""
+        """Divide the outputs by API process. Outputs of requests without an owner are dropped."""
         columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
         others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
         for index, request_id in enumerate(outputs.request_ids):
@@ -249,7 +251,7 @@ class CoreServer:
         return [(process, part) for process, part in own if len(part)]
 
     def _give_up(self, request_id: str) -> None:
-        """Abort a request whose client has already received its end."""
+        """Abort a request whose client has already been told that it ended."""
         if request_id in self._owners:
             self._core.abort(request_id)
             self._release(request_id)
@@ -281,7 +283,7 @@ class CoreServer:
             del self._owners[request_id]
 
     def _report_failure(self, message: Failed) -> None:
-        """Send the failure to all API processes; wait at most _LAST_WORDS_S for those that read slowly."""
+        """Send the failure to all API processes. Wait at most _LAST_WORDS_S for processes that read slowly."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for api_process in self._api_processes:
             with suppress(OSError):

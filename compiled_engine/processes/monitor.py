@@ -1,4 +1,4 @@
-"""Watch the workers: receive their messages, and detect at once when one ends, fails or hangs."""
+"""Watch the workers: receive their messages, and detect immediately when one ends, fails or hangs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WorkerError(FatalError):
 class Monitor:
     """Watches the workers in a thread, until `end` is called or a worker fails.
 
-    After a failure all workers are ended, and `failure` has the reason. bell: an eventfd that becomes readable on a
+    After a failure all workers are ended, and `failure` has the reason. `bell` is an eventfd that becomes readable on a
     failure; `end` closes it.
     """
 
@@ -62,12 +62,12 @@ class Monitor:
     def wait_ready(self) -> list[Ready]:
         """Wait until all ranks are ready, and return their messages.
 
-        Raises WorkerError if a worker ends. If a worker fails to start, raises the error with which it failed.
+        Raises WorkerError if a worker ends. If a worker fails to start, raises that worker's error.
         """
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
-        """Return futures for all ranks' answers to the call with this number. Raises as `check`."""
+        """Return futures for all ranks' answers to the call with this number. Raises the errors of `check`."""
         futures: list[Future[Answered]] = [Future() for _ in self._workers]
         with self._lock:
             if self.failure is not None:
@@ -77,7 +77,7 @@ class Monitor:
         return futures
 
     def expect_result_within(self, seconds: float | None) -> None:
-        """Set the deadline for a result in seconds; None: no result is awaited, or there is no limit."""
+        """Set the deadline for a result, `seconds` from now; None: no result is awaited, or there is no limit."""
         self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
 
     def survives(self, step: int) -> bool:
@@ -95,7 +95,7 @@ class Monitor:
             return all_failed and at_one_place and all(report.between_runs for report in reports.values())
 
     def check(self) -> None:
-        """Raise the reason of a failure, if there was one."""
+        """Raise the error of a failure, if there was one."""
         if self.failure is not None:
             raise self.failure
 
@@ -117,11 +117,11 @@ class Monitor:
             return self.failure
 
     def close(self) -> None:
-        """Expect the workers to end: from now on, the end of a worker is no failure."""
+        """Note that the workers are about to end. From now on, the end of a worker is no failure."""
         self._closing = True
 
     def end(self) -> None:
-        """Stop watching. To be called once the workers have ended, before their connections are closed.
+        """Stop watching. Called once the workers have ended, before their connections are closed.
 
         From now on `check` and `expect` raise.
         """
@@ -174,8 +174,10 @@ class Monitor:
         return True
 
     def _killed_besides(self, rank: int) -> WorkerError | None:
-        """Return the error of another worker that was killed, if any: its death makes this worker's collectives
-        fail."""
+        """Return the error of another worker that was killed, or None.
+
+        Collectives fail on this worker if another worker dies, so that worker's death is the cause.
+        """
         deadline = time.monotonic() + _NOTICED_S
         for other, worker in enumerate(self._workers):
             if other != rank and worker.is_killed(max(0.0, deadline - time.monotonic())):
@@ -185,8 +187,8 @@ class Monitor:
     def _error(self, failed: Failed, rank: int) -> Exception:
         """Return the error to raise for a rank's failure.
 
-        It is a WorkerError. But if the rank failed to start, it is the rank's own exception, which may concern a user's
-        option.
+        If the rank failed to start, it is the rank's own exception, which may concern a user's option. Otherwise it is
+        a WorkerError.
         """
         name = self._layout.name(rank)
         if self._ready[rank].done():
@@ -196,9 +198,9 @@ class Monitor:
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
 
     def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
-        """Fail the executor unless `survives` has dealt with a rank's failure in a step.
+        """Fail the executor because of a rank's failure in a step, unless `survives` has dealt with the failure.
 
-        Otherwise the rank that writes the results might wait for the failed rank without end.
+        Without this, the rank that writes the results might wait for the failed rank without end.
         """
         with self._lock:
             is_settled = step not in self._failed_steps
@@ -221,8 +223,8 @@ class Monitor:
     def _silent_s(self, rank: int) -> float:
         """Return the seconds since a rank's last heartbeat.
 
-        While the rank starts, code without heartbeats may run for long. Then return the seconds since its process was
-        first found stopped, 0 if it is not stopped.
+        While the rank starts, code without heartbeats may run for long. The result is then the seconds since its
+        process was first found stopped, and 0 if it is not stopped.
         """
         if self._ready[rank].done():
             sign = self._heartbeats.last_s(rank)

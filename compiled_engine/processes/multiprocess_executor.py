@@ -1,8 +1,8 @@
 """Executor whose ranks are processes on this host, one per device.
 
 Each step is written once to a ring buffer in shared memory that all workers read; one rank writes the results to a
-second ring buffer. A step is sent before its predecessor has ended. No process is both a rank and the engine core, so
-that no rank waits while the core runs Python, and the core waits for no rank's Python.
+second ring buffer. A step is sent before the previous step has ended. The engine core's process is no rank, so that no
+rank waits while the core runs Python, and the core does not wait while a rank runs Python.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MultiprocessExecutor:
     """Executor over worker processes.
 
     Raises WorkerError if a worker cannot start. `submit` and `result` raise WorkerError if a worker ends later.
-    workers: the launched workers of this configuration, which `close` ends.
+    `workers` are the launched workers of this configuration, which `close` ends.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MultiprocessExecutor:
                 send(worker.socket, encode(start))
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
-        """Return the number of KV cache blocks. Raises WorkerError unless all ranks report the same values."""
+        """Return the number of KV cache blocks, on which all ranks must agree. Raises WorkerError unless they do."""
         for rank, other in enumerate(ready):
             if other != ready[0]:
                 name = self._layout.name(rank)
@@ -144,7 +144,7 @@ class MultiprocessExecutor:
         raise error if goes_on else self._monitor.fail(error)
 
     def _wait(self) -> None:
-        """Wait for the results' eventfd; raises WorkerError if there will be no result."""
+        """Wait for the results' eventfd. Raises WorkerError if there will be no result."""
         await_bell(self._poll, self._busy_s)
         self._monitor.check()
 

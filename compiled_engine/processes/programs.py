@@ -1,4 +1,4 @@
-"""Main programs of the processes of engine cores and workers: the work that comes before importing PyTorch."""
+"""Main programs of the processes of engine cores and workers: the work before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from compiled_engine.process.memory import collection_paused
 
 
 def core_main() -> None:
-    """Run an engine core. Arguments: descriptor of the listening socket, the folder that contains it, and the option
-    `device`.
+    """Run an engine core.
 
-    SIGINT and SIGTERM are ignored, since the starter handles them and may have requests to finish: this process ends
-    when the starter closes its connection.
+    The arguments are the descriptor of the listening socket, the folder that contains the socket, and the option
+    `device`. SIGINT and SIGTERM are ignored, since the starter handles them and may have requests to finish. This
+    process ends when the starter closes its connection.
     """
     _begin()
     descriptor, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -40,9 +40,10 @@ def core_main() -> None:
 
 
 def worker_main() -> None:
-    """Run a rank. Arguments: kind of device, rank, the ranks' shared folder, and the descriptors from WorkerChild.
+    """Run a rank.
 
-    SIGINT and SIGTERM are ignored, since the starter handles them: this process ends when the starter closes its
+    The arguments are the kind of device, the rank, the ranks' shared folder, and the descriptors from WorkerChild.
+    SIGINT and SIGTERM are ignored, since the starter handles them. This process ends when the starter closes its
     connection.
     """
     _begin()
@@ -67,7 +68,7 @@ def _begin() -> None:
 
 
 def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
-    """Wait until the starter has ended, then remove `folder` and end this process at once, whatever it is doing."""
+    """Wait until the starter has ended, then remove `folder` and end this process immediately, whatever it is doing."""
     poll = select.poll()
     poll.register(connection, 0)  # reports a hang-up only
     poll.poll()

@@ -46,10 +46,10 @@ _ENVIRONMENT = {
 
 
 class Heartbeats:
-    """Time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
+    """The time of each rank's last heartbeat, in shared memory: seconds of time.monotonic, 0 before the first."""
 
     def __init__(self, num_ranks: int, descriptor: int | None = None):
-        """Create the memory; or, given its descriptor, map the memory that another process has created."""
+        """Create the memory. With a descriptor, map the memory that another process has created instead."""
         self.descriptor = descriptor
         if self.descriptor is None:
             self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)
@@ -78,8 +78,7 @@ class Heartbeats:
 
 
 class WorkerChild:
-    """A worker process: it starts its imports at once, joins the other ranks, and waits for a StartWorker on its
-    socket.
+    """A worker process. It imports its modules immediately, joins the other ranks, and waits for a StartWorker.
 
     gpus: all ranks' GPUs by their names in CUDA_VISIBLE_DEVICES; empty on a CPU. Each rank sees its own GPU as number
         0, so that all ranks run the same code. It also sees the other GPUs, to access their memory.
@@ -112,11 +111,11 @@ class WorkerChild:
         return self._process.pid
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the process to end; return in words how it ended."""
+        """Wait for the process to end. Return in words how it ended."""
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped, as after SIGSTOP, or dying."""
+        """Return whether the process is stopped, for example by SIGSTOP, or is dying."""
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
     def is_dying(self) -> bool:
@@ -158,7 +157,7 @@ class WorkerChild:
 def end_all(workers: Sequence[WorkerChild]) -> None:
     """Kill all workers, then wait a few seconds for their end.
 
-    All are killed before waiting: a rank that waits for another rank on the device may only end after that rank.
+    All workers are killed before waiting, since a rank that waits for another rank on the device may only end after it.
     """
     for worker in workers:
         worker.kill()
@@ -170,7 +169,7 @@ def end_all(workers: Sequence[WorkerChild]) -> None:
 def visible_gpus(count: int) -> list[str]:
     """Return the first `count` GPUs visible to this process, by their names in CUDA_VISIBLE_DEVICES.
 
-    The result is shorter if the variable names fewer.
+    The result is shorter if the variable names fewer GPUs.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
@@ -185,14 +184,14 @@ def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 class LaunchedWorkers:
-    """Worker processes of all ranks. They import their modules and wait to be started.
+    """The worker processes of all ranks. They import their modules and wait to be started.
 
-    children: by rank. steps, results: see WorkerChild. folder: where the ranks will find each other; only this user may
-    enter it.
+    `children` are the workers by rank. `steps` and `results` are explained at WorkerChild. `folder` is where the ranks
+    will find each other; only this user may enter it.
     """
 
     def __init__(self, count: int, device: str) -> None:
-        """Launch the workers. device: kind of device; unless it is "cpu", ranks see the available GPUs."""
+        """Launch the workers. `device` is the kind of device; unless it is "cpu", ranks see the available GPUs."""
         open_standard_streams()
         self._gpus = [] if device == "cpu" else visible_gpus(count)
         self.heartbeats = Heartbeats(count)
@@ -212,11 +211,11 @@ class LaunchedWorkers:
 
     @classmethod
     def of(cls, config: EngineConfig) -> LaunchedWorkers:
-        """Launch a worker for each rank of a replica with this configuration."""
+        """Return launched workers, one for each rank of a replica with this configuration."""
         return cls(config.parallel.devices_per_replica, config.device.type)
 
     def close(self) -> None:
-        """End the workers at once, and free their resources. May be called again."""
+        """End the workers immediately, and free their resources. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Replicas on the nodes of a Ray cluster. Ray places them and reports their end; each is a core as on a single host.
+"""Replicas on the nodes of a Ray cluster. Ray places them and reports their end; each runs a core as on a single host.
 
 A replica's devices, and the ranks on them, are on one node: Ray never divides a bundle of a placement group. Only
 messages between router and core cross hosts, one per step; messages between ranks stay on the node.
@@ -39,7 +39,7 @@ PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
 
 
 def own_environment(device_type: str) -> dict[str, str]:
-    """Return this process's package versions and its GPU, without creating a context on the GPU."""
+    """Return this process's package versions and GPU by name, without creating a context on the GPU."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
@@ -53,7 +53,7 @@ def own_environment(device_type: str) -> dict[str, str]:
 
 
 def differences(driver: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
-    """Describe in words how a node's `own_environment` differs from the driver's; empty if they are equal."""
+    """Return in words how a node's `own_environment` differs from the driver's; empty if they are equal."""
     names = dict.fromkeys((*driver, *node))
     return [
         f"{name} is {node.get(name, 'not there')}, the driver's is {driver.get(name, 'not there')}"
@@ -67,11 +67,10 @@ _EXIT_S = 10.0
 
 
 class ReplicaActor:
-    """Ray actor that runs a core. RayCore calls its methods, some of them concurrently, with encoded messages and plain
-    values.
+    """Ray actor that runs a core. RayCore calls its methods, some of them concurrently.
 
-    device: see CoreChild. paths: the driver's import path, for modules such as logits processors. Those that exist here
-    are appended to the import path of this process.
+    See CoreChild for `device`. `paths` is the driver's import path, for modules such as logits processors. Those of its
+    folders that exist on this node are appended to this process's import path.
     """
 
     def __init__(self, device: str, paths: Sequence[str]) -> None:
@@ -88,10 +87,10 @@ class ReplicaActor:
         return time.perf_counter()
 
     def start(self, message: bytes, elapsed_s: float, environment: dict[str, str]) -> list[str]:
-        """Start the core; if this node cannot run the driver's configuration, return the reasons instead.
+        """Start the core and return []. If this node cannot run the driver's configuration, return the reasons instead.
 
-        message: a Start, encoded. elapsed_s: seconds since the message's timeline began; a time would not do, since
-        clocks of machines differ. environment: the driver's own_environment.
+        `message` is an encoded Start. `elapsed_s` is the time since the message's timeline began. It is not a point in
+        time, since clocks of machines differ. `environment` is the driver's own_environment.
         """
         start = decode_to_core(message)
         assert isinstance(start, Start)
@@ -151,7 +150,7 @@ _KILLED_S = 1.0
 class RayCore:
     """RunningCore on another node. Two threads pass bytes between `socket` and a ReplicaActor, one in each direction.
 
-    name: for messages to users. node: where it runs.
+    `name` is for messages to users. `node` is the node on which the core runs.
     """
 
     def __init__(self, actor: Any, name: str) -> None:
@@ -162,7 +161,7 @@ class RayCore:
         self._lost: str | None = None
 
     def start(self, frame: bytes) -> None:
-        """Send the order to start. frame: a Start message as a frame.
+        """Send the Start message, which `frame` contains.
 
         Raises ValueError if the node cannot run the configuration, and RuntimeError if the node is lost.
         """
@@ -207,7 +206,7 @@ class RayCore:
         self._own.close()
 
     def _pump_in(self) -> None:
-        """Pass bytes from the actor to `socket`. When the core or its actor ends, `socket` reaches its end."""
+        """Pass bytes from the actor to `socket`. Once the core or its actor ends, `socket` reaches its end."""
         try:
             while data := ray.get(self._actor.receive.remote()):
                 self._own.sendall(data)
@@ -229,8 +228,10 @@ class RayCore:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error in one line. Ray's text for an error in an actor begins with the place and ends
-    with the exception."""
+    """Return the reason of an error in one line.
+
+    Ray's text for an error in an actor begins with the place and ends with the exception.
+    """
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -249,8 +250,8 @@ class RayCluster:
     The cluster is the one that this process has joined, otherwise the one that RAY_ADDRESS names. Without either, a new
     cluster is started on this host, in a folder of its own, since a running cluster may be another user's.
 
-    cores: one per replica, spread over the nodes. Raises ValueError if the cluster is too small or does not answer, and
-    RuntimeError if its resources are in use.
+    `cores` has one core per replica, spread over the nodes. Raises ValueError if the cluster is too small or does not
+    answer, and RuntimeError if its resources are in use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -310,7 +311,7 @@ class RayCluster:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ValueError if nothing listens at this host and port: Ray would try for minutes."""
+    """Raise ValueError if nothing listens at this host and port. Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not (host and port.isdecimal()):
         return

@@ -77,7 +77,7 @@ class Replica:
         return self.core.how_it_ended(_EXIT_S)
 
     def close(self, timeout_s: float) -> None:
-        """End the replica, if it has not ended. May be called again."""
+        """End the replica, if it has not ended. May be called repeatedly."""
         self.connection.close()
         self.core.close(timeout_s)
 
@@ -99,7 +99,7 @@ OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "g
 
 
 def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
-    """Combine the replicas' newest metrics; at least one replica must have answered."""
+    """Return the replicas' newest metrics, combined. At least one replica must have answered."""
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
     found = dict((living or answers)[0])

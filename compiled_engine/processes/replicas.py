@@ -1,9 +1,9 @@
-"""Data parallelism: several engine cores, each in its own process on its own devices, behind the interface of one.
+"""Data parallelism: several engine cores, each in its own process on its own devices, with the interface of one core.
 
 Replicas exchange nothing. The router chooses a replica for each request. Requests wait here instead of in a replica's
-queue, so that no replica is idle while another has a queue. Generated tokens are kept here, so when a replica dies its
-requests continue on another, from their prompt and their tokens so far: noise depends only on a request's seed and on
-positions, and every request gets a seed here.
+queue, so that no replica is idle while another has a queue. Generated tokens are kept here. If a replica dies, its
+requests continue on another replica, from their prompts and their tokens so far. The result is the same, since noise
+depends only on a request's seed and on positions, and every request gets a seed here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _LOOK_S = 1.0
 class Replicas:
     """Several replicas with the methods of EngineCore, which raise EngineDeadError once no replica is left.
 
-    bell: a descriptor that is readable when a replica has sent something. start_s: duration of the start, for metrics.
-    when_ended: called once `close` has ended all replicas.
+    `bell` is a descriptor that is readable when a replica has sent something. `start_s` is the duration of the start,
+    for metrics. `when_ended` is called once `close` has ended all replicas.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class Replicas:
         self._send_queued()
 
     def step(self) -> StepOutputs:
-        """Return the outputs of one step of one replica. Waits for a limited time; if none come, they are empty."""
+        """Return the outputs of one step of one replica.
+
+        Waits for a limited time. If no outputs arrive, the result is empty.
+        """
         if not self._outputs:
             self._require_living()
             self._look(_LOOK_S)
@@ -126,14 +129,14 @@ class Replicas:
         return bool(self._requests) or bool(self._outputs)  # outputs of ended requests may still be queued
 
     def call(self, call: ControlCall) -> Any:
-        """Apply a control call on all replicas, wait for their answers, and combine the results.
+        """Apply a control call on all replicas, wait for their answers, and return the combined result.
 
         Booleans are combined with "and", lists to their sorted union. For other types the result is the first
         replica's. Raises ControlError if the call fails on a replica, or if a replica does not answer in time.
 
-        The call "metrics" returns totals, and some figures of each replica under "replicas". Figures that cannot be
+        The call "metrics" returns totals, and some metrics of each replica under "replicas". Metrics that cannot be
         added, such as stages of the start, are the first replica's. A replica that does not answer in time contributes
-        its last figures.
+        its last metrics.
         """
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
@@ -166,7 +169,7 @@ class Replicas:
         return found | {"start_s": self._start_s, "requests_queued": queued, "requests_rerun": self._num_rerun}
 
     def close(self) -> None:
-        """End all replicas. May be called again."""
+        """End all replicas. May be called repeatedly."""
         self._living.clear()
         self._requests.clear()
         self._free()
@@ -249,9 +252,9 @@ class Replicas:
     def _lose(self, replica: Replica, why: str) -> None:
         """Handle the end of a replica.
 
-        Its requests are queued again, before later requests, and continue on other replicas. But a request with which
-        MOST_LOST replicas have died may be the cause, and ends with an error. If no replica is left, later calls of
-        `step` and other methods raise EngineDeadError.
+        Its requests are queued again, before later requests, and continue on other replicas. A request with which
+        MOST_LOST replicas have died may be the cause, so it ends with an error instead. If no replica is left, later
+        calls of `step` and other methods raise EngineDeadError.
         """
         if replica.dead is not None:
             return
@@ -296,7 +299,7 @@ class Replicas:
     def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
         """Send a control call to all replicas, and return their answers by replica number.
 
-        Waits at most _ANSWER_S for replicas that have answered a call before, and without limit for others.
+        Waits at most _ANSWER_S for replicas that have answered a call before, and without limit for other replicas.
         """
         self._require_living()
         self._call_number += 1
@@ -317,7 +320,7 @@ class Replicas:
 
 
 def _end(replicas: Sequence[Replica], when_ended: Callable[[], None]) -> None:
-    """End all replicas at the same time, wait for their end, then call `when_ended`."""
+    """End all replicas at the same time, wait until they have ended, then call `when_ended`."""
     for replica in replicas:
         replica.connection.close()
     for replica in replicas:

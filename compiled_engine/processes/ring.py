@@ -1,4 +1,4 @@
-"""Stream of messages over a ring buffer in shared memory, from one process to one or more readers.
+"""A stream of messages over a ring buffer in shared memory, from one process to one or more readers.
 
 Every reader gets all messages. The memory is anonymous: processes inherit its descriptor, and it is freed when the last
 of them ends, however it ends. The same holds for each reader's doorbell, an eventfd. The doorbell also orders memory
@@ -42,7 +42,7 @@ class RingDescriptors(NamedTuple):
 def await_bell(bells: select.poll, busy_s: float) -> None:
     """Wait until one of the doorbells is readable.
 
-    Polls without sleeping for the first busy_s seconds, since waking a sleeping processor adds to the time of a step.
+    Polls without sleeping for the first `busy_s` seconds, since waking a sleeping processor adds to the time of a step.
     """
     give_up = time.monotonic() + busy_s
     while time.monotonic() < give_up:
@@ -73,7 +73,7 @@ class _Memory:
 class RingWriter:
     """Writes messages to a ring buffer. Only one thread of one process may write.
 
-    no_room: called again and again while the buffer is full; must raise once the readers are gone.
+    `no_room` is called repeatedly while the buffer is full. It must raise once the readers are gone.
     """
 
     def __init__(self, ring: RingDescriptors, no_room: Callable[[], None]):
@@ -82,7 +82,7 @@ class RingWriter:
         self._no_room = no_room
 
     def write(self, message: bytes) -> None:
-        """Write a message. A message longer than the buffer passes through in parts. Raises as `no_room`."""
+        """Write a message. A message longer than the buffer passes through in parts. Raises the errors of `no_room`."""
         counts, content = self._memory.counts, self._memory.content
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
@@ -105,7 +105,7 @@ class RingWriter:
 
 
 class RingReader:
-    """Reads the messages of a ring buffer as the reader with number `index`. busy_s: see await_bell."""
+    """Reads the messages of a ring buffer as the reader with number `index`. See `await_bell` for `busy_s`."""
 
     def __init__(self, ring: RingDescriptors, index: int = 0, busy_s: float = 0.0):
         self._memory = _Memory(ring)
@@ -117,15 +117,15 @@ class RingReader:
         self._busy_s = busy_s
 
     def read(self, wait: Callable[[], None] | None = None) -> bytes:
-        """Return the next message. wait: returns once the doorbell is readable, or raises; None waits indefinitely."""
+        """Return the next message. `wait` returns once the doorbell is readable, or raises; None waits indefinitely."""
         wait = wait or self._wait
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, wait))
         return self._take(length, wait)
 
     def take_in(self) -> bool:
-        """Move available bytes out of the ring buffer, so that the writer has room; `read` returns them later.
+        """Move available bytes out of the ring buffer, so that the writer has room. `read` returns them later.
 
-        Returns whether there were any.
+        Returns whether any bytes were available.
         """
         counts, content, own = self._memory.counts, self._memory.content, self._own
         read = counts[own]

@@ -2,9 +2,9 @@
 
 The chosen replica is the one estimated to finish the request first. A replica's pending work is counted in prompt
 tokens. It is the sum over its requests of prompt tokens not known to be cached, and of expected output tokens, each
-weighted as several prompt tokens. The uncached part of the new prompt is added. So a prompt goes where its prefix was
-computed, until that replica has so much more work than another that recomputing the prefix on the other is cheaper.
-Then both replicas have the prefix.
+weighted as several prompt tokens. The part of the new prompt that is not cached on the replica is added. So a prompt
+goes where its prefix was computed, until another replica has so much less work that recomputing the prefix there is
+cheaper. Then both replicas have the prefix.
 
 Weighing cached blocks against load, from the router's own history, follows the routers of SGLang (Zheng et al., 2024,
 arXiv:2312.07104) and NVIDIA Dynamo, and Preble (Srivatsa et al., 2024, arXiv:2407.00023).
@@ -61,7 +61,7 @@ MOST_HASHES = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The replica chosen for a request, and what the request adds to the replica's load."""
+    """The replica chosen for a request, and the work that the request adds to the replica's load."""
 
     replica: int
     work: float  # added to the replica, in prompt tokens
@@ -78,7 +78,7 @@ class _Load:
 
 @dataclass(eq=False)
 class Router:
-    """Chooses replicas based only on the requests sent to each."""
+    """Chooses replicas. It knows only which requests were sent to each replica."""
 
     num_replicas: int
     most_requests: int  # most requests of a replica at a time
@@ -121,7 +121,7 @@ class Router:
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
         """Remove a request that has ended from its replica's load.
 
-        finished: the request ended by itself, so its length updates the estimate of output lengths.
+        `finished` tells that the request ended by itself, so that its length updates the estimate of output lengths.
         """
         load = self._loads[route.replica]
         load.num_requests -= 1
@@ -134,7 +134,7 @@ class Router:
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:
-        """Remove a replica that has ended, and forget what was sent to it."""
+        """Remove a replica that has ended, and forget the requests that were sent to it."""
         del self._loads[replica]
 
     def forget_prefixes(self) -> None:

@@ -1,4 +1,4 @@
-"""Run an engine core in its own process or thread, from the order to start it until the caller is gone."""
+"""Run an engine core in a process or thread, from the Start message until the caller is gone."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run_core(
     given: MutableMapping[str, Any] | None = None,
     when_started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start a core and serve until the other end of `connection` closes. listener, given: see CoreServer.
+    """Start a core and serve until the other end of `connection` closes. See CoreServer for `listener` and `given`.
 
     If the start fails, the error is sent over `connection`, and nothing is raised. A step's error is sent to all
-    clients, then raised. when_started: called when the start has succeeded or failed.
+    clients, then raised. `when_started` is called when the start has succeeded or failed.
     """
     timeline = Timeline(start.origin_s, start.spans)
     so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
@@ -66,7 +66,7 @@ def run_core(
 def serve(listener: socket.socket, folder: Path) -> None:
     """Accept the starter's connection from `listener`, start the requested core, and serve until the starter ends.
 
-    folder: removed if the starter ends while the core starts, which ends this process.
+    If the starter ends while the core starts, `folder` is removed and this process ends.
     """
     connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
     start = _receive_start(connection)
@@ -85,7 +85,7 @@ def serve(listener: socket.socket, folder: Path) -> None:
 
 
 def _receive_start(connection: Connection[ToCore]) -> Start | None:
-    """Wait for the order to start. Returns None if the caller has ended."""
+    """Wait for the Start message and return it. Returns None if the caller has ended."""
     messages: list[ToCore] = []
     try:
         while not messages:
@@ -117,7 +117,10 @@ class CoreThread:
         self._thread: threading.Thread | None = None
 
     def start(self, start: Start, processors: GivenProcessors, given: MutableMapping[str, Any]) -> None:
-        """Start the thread. given: see CoreServer; the caller adds an entry before it sends the entry's request."""
+        """Start the thread.
+
+        See CoreServer for `given`; the caller adds an entry before it sends the entry's request.
+        """
         arguments = (start, self._other, processors, given)
         self._thread = threading.Thread(target=_run_thread, args=arguments, name="engine core", daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Start one engine core in this process, or several replicas in their own processes, depending on the configuration."""
+"""Start one engine core in this process, or several replicas in other processes, depending on the configuration."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def start_core(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore:
-    """Start a core in this process, and its worker processes if it has several; return it when it is ready to serve.
+    """Start a core in this process, and its worker processes if it has several ranks.
 
-    logits_processors: objects or "package.module:Name"; worker processes get only the names. timeline: the stages of
-    the start so far, to which the core's stages are added. Raises the errors of `Runner`, or WorkerError if a worker
-    process fails.
+    Return it when it is ready to serve. `logits_processors` are objects or "package.module:Name"; worker processes get
+    only the names. The stages of the core's start are added to `timeline`. Raises the errors of `Runner`, or
+    WorkerError if a worker process fails.
     """
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
@@ -65,10 +65,10 @@ def start_cores(
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
 ) -> EngineCore | Replicas:
-    """Start one core, see start_core, or several replicas.
+    """Start one core (see `start_core`) or several replicas, and return the core or the replicas.
 
-    Replicas start in parallel. The compile cache's lock makes one of them build the cache entry, and the others load
-    it. Raises the error of the first replica that cannot start.
+    Replicas start in parallel. Because of the compile cache's lock, one replica builds the cache entry, and the others
+    load it. Raises the error of the first replica that cannot start.
     """
     timeline = timeline or Timeline()
     if not config.parallel.has_replicas:
@@ -78,10 +78,10 @@ def start_cores(
 
 
 class LaunchedCore(RunningCore, Protocol):
-    """A launched core that waits for the order to start."""
+    """A launched core that waits for its Start message."""
 
     def start(self, frame: bytes) -> None:
-        """Send a Start message as a frame."""
+        """Send the Start message, which `frame` contains."""
         ...
 
     def clock_ahead_s(self) -> float:
@@ -120,7 +120,7 @@ def _start_replicas(
 
 
 def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
-    """Launch a core for each replica and append it to `cores`. Returns a function to call when all have ended."""
+    """Launch a core for each replica and append it to `cores`. Return a function to call when all have ended."""
     if config.parallel.executor == "ray":
         from compiled_engine.processes.ray_replicas import RayCluster  # needs an optional package
 
@@ -133,7 +133,7 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
 
 
 def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
-    """Wait until all cores are ready; return their replicas in order. A failed start is raised at once."""
+    """Wait until all cores are ready. Return their replicas in order. If a start fails, raise its error immediately."""
     poll = select.poll()
     waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
     for descriptor in waiting:
@@ -155,7 +155,7 @@ def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
 
 
 def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
-    """Return a replica's GPUs by their names in CUDA_VISIBLE_DEVICES; none on a CPU."""
+    """Return a replica's GPUs by their names in CUDA_VISIBLE_DEVICES; [] on a CPU."""
     if config.device.type != "cuda":
         return []
     share = config.parallel.devices_per_replica

@@ -31,7 +31,7 @@ class FrontendOptions(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """First message to a core: what to start."""
+    """The first message to a core. It says what to start."""
 
     config: EngineConfig
     frontend: FrontendOptions
@@ -43,13 +43,13 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a request. A refused request is answered by its end, with finish_reason "error"."""
+    """Queue a request. If the core refuses it, the request's only output has the finish_reason "error"."""
 
     request: EngineRequest
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End these requests; no more outputs are sent for them."""
+    """End these requests. No more outputs are sent for them."""
 
     request_ids: tuple[str, ...]
     stopped: bool = False  # their output is complete, by a stop string
@@ -63,13 +63,13 @@ class Control(msgspec.Struct, tag=True, frozen=True):
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """A control call without an answer."""
+    """A control call that gets no answer."""
 
     call: ControlCall
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """First message of a core to each API process."""
+    """The first message of a core to each API process."""
 
     client: int  # number of the API process; its request ids begin with the number and a colon
     config: EngineConfig
@@ -92,7 +92,7 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartWorker(msgspec.Struct, tag=True, frozen=True):
-    """First message to a worker, on its socket."""
+    """The first message to a worker, on its socket."""
 
     config: EngineConfig
     logits_processors: tuple[str, ...]  # as "package.module:Name"
@@ -111,27 +111,30 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Execute a step; sent to all workers over the ring buffer."""
+    """Execute a step. Sent to all workers over the ring buffer."""
 
     step: SchedulerOutput
 
 
 class Late(msgspec.Struct, tag=True, frozen=True):
-    """Late inputs of the newest step, whose sampling waits for them; sent to all workers over the ring buffer."""
+    """Late inputs of the newest step, whose sampling waits for them. Sent to all workers over the ring buffer."""
 
     inputs: LateInputs
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """Continue after a step that failed on all workers, which execute no steps meanwhile. Sent over the ring buffer."""
+    """Tell the workers to continue after a step that failed on all of them. Until then they execute no steps.
+
+    Sent over the ring buffer.
+    """
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Free the device and end; sent to all workers over the ring buffer."""
+    """Free the device and end. Sent to all workers over the ring buffer."""
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
-    """Report of a rank that the step with this number has failed on it."""
+    """The report of a rank that the step with this number has failed on it."""
 
     step: int
     failed: Failed

@@ -47,8 +47,8 @@ from compiled_engine.sampling.logits_processor import resolve_logits_processors
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
     """Run a rank until it is told to stop.
 
-    connection: socket of WorkerChild. device: "cuda" or "cpu". folder: where the ranks find each other.
-    descriptors: the descriptors that WorkerChild passes, without the socket's.
+    `connection` is the socket of WorkerChild, and `device` is "cuda" or "cpu". `folder` is where the ranks find each
+    other. `descriptors` are those that WorkerChild passes, without the socket's.
     """
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
@@ -109,7 +109,7 @@ class Worker:
             threading.Thread(target=self._write_results, args=(self._pending,), name="results", daemon=True).start()
 
     def run(self, steps: RingReader) -> None:
-        """Execute messages until a `Stop`. After a failed step the executor decides whether the ranks continue."""
+        """Execute messages until a `Stop`. If a step fails, the executor decides whether the ranks continue."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):
@@ -135,7 +135,7 @@ class Worker:
             self._send_result(pending)
 
     def _sample(self, inputs: LateInputs) -> None:
-        """Sample the step that waits for these inputs. No step waits for them if the step has failed."""
+        """Sample the step that waits for these inputs. If the step has failed, do nothing."""
         if self._late is None:
             return
         (number, pending), self._late = self._late, None
@@ -147,7 +147,7 @@ class Worker:
         self._send_result(self._guarded(number, sampled))
 
     def _report_missing_inputs(self) -> None:
-        """Send the result of a step that is still waiting for late inputs; it reports that they are missing."""
+        """Send the result of a step that still waits for late inputs. The result reports that they are missing."""
         if self._late is not None:
             (_, pending), self._late = self._late, None
             self._send_result(pending)
@@ -155,8 +155,8 @@ class Worker:
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
         """Return the result of `launch`, which launches step `number`.
 
-        A failure is reported to the executor, and returned as a pending output that raises it. Later steps fail with
-        the same error, until the executor sends `GoOn`.
+        A failure is reported to the executor, and returned as a pending output that raises the error. Later steps fail
+        with the same error, until the executor sends `GoOn`.
         """
         try:
             if self._failure is not None:  # of an earlier step

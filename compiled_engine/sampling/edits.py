@@ -54,12 +54,12 @@ def counts_field(vocab_size: int) -> RowField:
 
 
 def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
-    """Return the device memory that the first request with penalties allocates; the runner reserves it at the start."""
+    """Return the bytes of device memory that the first request with penalties allocates. The runner reserves them."""
     return counts_field(vocab_size).num_bytes(max_num_rows)
 
 
 class RowEdits(NamedTuple):
-    """Which edits a row needs: additions, a mask of allowed tokens, penalties, a record of its tokens."""
+    """The kinds of edits that a row needs: additions, a mask of allowed tokens, penalties, a record of its tokens."""
 
     added_to: bool
     limited: bool
@@ -89,7 +89,10 @@ class EditedRows:
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
     ) -> RowEdits:
-        """Write the edits of a newly started row to its fields; return which the row needs. See Sampler.add_row."""
+        """Write a request's edits to the fields of its row, which has just been started.
+
+        Return the edits that the row needs. See Sampler.add_row for the arguments.
+        """
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
         penalised = params.has_penalties
@@ -143,14 +146,14 @@ class EditedRows:
 
 
 class RowAdditions(NamedTuple):
-    """A request's additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32."""
+    """A request's additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32. See NUM_COLUMNS for the columns."""
 
     additions_NC: np.ndarray
     prefixes_P: np.ndarray
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions to a rank's tokens. Their ids become relative to the rank's first token.
+        """Return the additions to a rank's tokens. The token ids become relative to the rank's first token.
 
         Prefixes are unchanged.
         """
@@ -194,8 +197,8 @@ def _bits(value: float) -> int:
 def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
     """Apply each row's additions to its logits, in place.
 
-    logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding. positions_R: int64 [R], positions of the tokens to be
-    sampled.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], rows of the states, no padding. positions_R: int64 [R], positions
+    of the tokens to be sampled.
     """
     logits, positions, tail_NL = logits_RV.numpy(), positions_R.numpy(), rows.if_declared("tail")
     all_entries, all_prefixes = rows["additions"].numpy(), rows["prefixes"].numpy()[:, 0]
@@ -233,7 +236,7 @@ class StepMasks:
 
     @classmethod
     def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
-        """Upload masks (at least one) and the index of each row's mask from the host, without waiting."""
+        """Upload masks (at least one) and each row's mask index from the host, without waiting for the device."""
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
@@ -255,9 +258,9 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
-    """Apply each row's penalties to its logits, in place; only the logits of tokens that occurred change.
+    """Apply each row's penalties to its logits, in place. Only logits of tokens that occur in the request change.
 
-    logits_RV: float32 [R, V]. row_index_R: int32 [R], no padding.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], rows of the states, no padding.
     """
     values_NP = np.stack([rows[name].numpy() for name in PENALTIES], axis=1)
     for logits_V, row in zip(logits_RV.numpy(), row_index_R.tolist(), strict=True):
@@ -276,8 +279,8 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
     """Add each row's sampled token (int64 [S]) to its counts and its tail, if declared.
 
-    row_index_S: int32 [S]; -1 is padding, and a row with counts or a tail must not repeat. Error codes in place of a
-    token are skipped. first_token: the id of the counts' first column.
+    row_index_S: int32 [S], rows of the states; -1 is padding, and a row with counts or a tail must not repeat. Error
+    codes in place of a token are skipped. first_token: the id of the counts' first column.
     """
     counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")
     taken_S = (row_index_S >= 0) & (token_ids_S >= 0)

@@ -1,6 +1,6 @@
 """Triton kernels for the edits of edits.py: additions, masks, penalties, records. Arguments are as in edits.py.
 
-N are rows of the states, whose fields the kernels read; R or S are rows of logits.
+Dimensions: N rows of the states, whose fields the kernels read; R or S rows of logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_kernel(
     tail_length: tl.tensor,
     BLOCK_A: tl.constexpr,
 ) -> None:
-    """Apply a row's additions whose condition holds to its logits; program (row of logits).
+    """Apply a row's additions whose condition holds to its logits; one program per row of logits.
 
     logits_ptr: float32 [R, V]; row_index_ptr: int32 [R], the row of the states; positions_ptr: int64 [R].
     additions_ptr: int32 [., NUM_COLUMNS], see edits.NUM_COLUMNS. A row has additions_count additions, which begin at
@@ -82,7 +82,7 @@ def forbid_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Set the logits of tokens that a row's mask forbids to minus infinity; program (row of logits, token block).
+    """Set the logits of tokens that a row's mask forbids to minus infinity; one program per row and token block.
 
     logits_ptr: float32 [R, VOCAB_SIZE]; masks_ptr, mask_index_ptr: see StepMasks.
     """
@@ -110,7 +110,7 @@ def penalise_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Apply a row's penalties to its logits; program (row of logits, token block).
+    """Apply a row's penalties to its logits; one program per row of logits and token block.
 
     logits_ptr: float32 [R, VOCAB_SIZE]; row_index_ptr: int32 [R], the row of the states; counts_ptr: int16 [N,
     VOCAB_SIZE], see edits.MAX_COUNT; repetition_ptr, frequency_ptr, presence_ptr: float32 [N].
@@ -152,7 +152,7 @@ def record_kernel(
     VOCAB_SIZE: tl.constexpr,
     TILE_L: tl.constexpr,
 ) -> None:
-    """Add a row's sampled token to its counts and its tail; program (row of logits).
+    """Add a row's sampled token to its counts and its tail; one program per row of logits.
 
     row_index_ptr: int32 [S], the row of the states, -1 for padding; token_ids_ptr: int64 [S], negative error codes are
     skipped; counts_ptr: int16 [N, VOCAB_SIZE] or None; tail_ptr: int32 [N, tail_length] or None. first_token: token id

@@ -62,9 +62,9 @@ class Filters:
 
 
 def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return the smallest kept logit of each row, minus infinity to keep all: float32 [R].
+    """Return the smallest kept logit of each row, float32 [R]; minus infinity if all are kept.
 
-    logits_RV: float32, before division by the temperature. filters: of these R rows.
+    logits_RV: float32, before division by the temperature. filters: the filters of these R rows.
     """
     limited = (filters.top_k > 0) & (filters.top_k < logits_RV.shape[1])
     summed = ~limited & (filters.top_p < 1)
@@ -90,8 +90,8 @@ def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Return thresholds of all three filters, from each row's largest logits: the k that top-k needs, or all for top-p.
 
-    The logits are sorted in ascending order. Each filter gives the index from which it keeps tokens; the largest index
-    applies.
+    The logits are sorted in ascending order. Each filter gives the index from which it keeps tokens. The largest of
+    these indices applies.
     """
     vocab_size = logits_RV.shape[1]
     top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, vocab_size), vocab_size)
@@ -116,7 +116,7 @@ def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _largest(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
-    """Return each row's k largest elements in ascending order: [R, k]. numpy's sort is much faster than torch's."""
+    """Return each row's k largest elements in ascending order: [R, k]. numpy sorts, much faster than torch."""
     values, vocab_size = logits_RV.numpy(), logits_RV.shape[-1]
     if k < vocab_size:
         values = np.partition(values, vocab_size - k, axis=-1)[:, vocab_size - k :]

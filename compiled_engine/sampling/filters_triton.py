@@ -3,7 +3,7 @@
 The sets {logit >= threshold} shrink as the threshold rises. The result is the largest threshold whose set still holds k
 tokens, or a probability of top-p. Each pass over a row narrows the interval of possible thresholds. Once at most
 CANDIDATES logits are in the interval, the search continues in registers. One program handles a row, so sums have a
-fixed order whatever else is in the batch, and programs of rows without filters end at once.
+fixed order whatever else is in the batch, and programs of rows without filters end immediately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ NUM_WARPS = 16
 
 @triton.jit
 def _ordered(value: tl.tensor) -> tl.tensor:
-    """Return int64 numbers with the same order as the float32 values. Their differences would not fit into 32 bits."""
+    """Return numbers with the same order as the float32 values.
+
+    They are int64, since their differences would not fit into 32 bits.
+    """
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
 
@@ -36,10 +39,10 @@ def _value(ordered: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Return a number strictly between two that `_ordered` returns, which differ by more than 1.
+    """Return a number strictly between two numbers of `_ordered`, which differ by more than 1.
 
-    Alternates between the floats' mean, near which logits lie, and the integers' mean, which limits the search to 64
-    steps.
+    Alternates between the mean of the floats, near which logits lie, and the mean of the integers, which limits the
+    search to 64 steps.
     """
     by_value = _ordered(_value(low) * 0.5 + _value(high) * 0.5)
     middle = tl.where(step % 2 == 0, by_value, (low + high) >> 1)
@@ -50,7 +53,7 @@ def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
 def _weights(logits: tl.tensor, top: tl.tensor, inverse_temperature: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
     """Return the weight of each logit in the searched sum: its probability relative to that of the logit `top`.
 
-    Without BY_MASS, which top-k does not need, each weight is 1.
+    Without BY_MASS, as for top-k, each weight is 1.
     """
     if BY_MASS:
         return tl.exp((logits - top) * inverse_temperature)
@@ -165,7 +168,7 @@ def threshold_kernel(
     BLOCK_V: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> None:
-    """Compute the threshold of one row of logits per program; see `thresholds`.
+    """Compute the threshold of a row, see `thresholds`; one program per row of logits.
 
     logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart; row_index_ptr: int32 [S]; threshold_ptr: float32 [S], the
         results.

@@ -50,7 +50,7 @@ def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def gumbel(bits: np.ndarray) -> np.ndarray:
-    """Return Gumbel noise, float32, from the upper 63 of 64 random bits (uint64)."""
+    """Return Gumbel noise, float32, made of the upper 63 of 64 random bits (uint64)."""
     u = (bits >> np.uint64(1)).view(np.int64).astype(np.float32)
     u *= np.float32(SMALLEST_UNIFORM)
     np.maximum(u, np.float32(SMALLEST_UNIFORM), out=u)

@@ -55,14 +55,14 @@ def best_of_ranks_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Choose the best token of all ranks. Program: (row of logits); its number is also the slot of a PushBuffer.
+    """Choose a row's best token of all ranks; one program per row of logits, whose number is also its PushBuffer slot.
 
     The program exchanges keys of the ranks' best tokens with the other ranks, which must launch the kernel too. Keys
     are as in ranks.keys_of.
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
-    token_ids_ptr: int64 [S], receives a token, an error code, or 0 for padding.
-    addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset, row_bytes: fields of PushBuffer.
+    token_ids_ptr: int64 [S], receives a token, an error code, or 0 for padding. addresses_ptr, epochs_ptr, rank,
+    num_ranks, num_slots, data_offset, row_bytes: fields of PushBuffer.
     """
     slot = tl.program_id(0)
     is_row = tl.load(row_index_ptr + slot) >= 0
@@ -100,7 +100,10 @@ def best_of_ranks(
     token_ids_S: torch.Tensor,
     group: Group,
 ) -> None:
-    """Write the best tokens of all ranks to token_ids_S, from block_best_kernel's results for this rank's columns."""
+    """Write each row's best token of all ranks to token_ids_S.
+
+    best_score_SB, best_token_SB: block_best_kernel's results for this rank's columns.
+    """
     if group.pushed is not None and len(row_index_S) <= group.pushed.num_slots:
         push_best(best_score_SB, best_token_SB, row_index_S, token_ids_S, group.pushed)
         return
@@ -115,7 +118,7 @@ def push_best(
     token_ids_S: torch.Tensor,
     pushed: PushBuffer,
 ) -> None:
-    """Write the best tokens of all ranks to token_ids_S, by keys that are exchanged through the push buffer.
+    """Write each row's best token of all ranks to token_ids_S. The ranks exchange keys through the push buffer.
 
     All ranks launch the kernel together, with the same number of rows.
     """
@@ -159,7 +162,7 @@ def splitmix64(seed: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gumbel(bits: tl.tensor) -> tl.tensor:
-    """Return Gumbel noise, float32, from the upper 63 of 64 random bits (uint64)."""
+    """Return Gumbel noise, float32, made of the upper 63 of 64 random bits (uint64)."""
     u = (bits >> 1).to(tl.int64).to(tl.float32) * _SMALLEST_UNIFORM
     u = tl.minimum(tl.maximum(u, _SMALLEST_UNIFORM), _LARGEST_UNIFORM)
     rest = 1.0 - u
@@ -189,7 +192,7 @@ def block_best_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Find the best of BLOCK_V consecutive tokens of a row, and its score: program (row of logits, block).
+    """Find the best of BLOCK_V consecutive tokens of a row, and its score; one program per row of logits and block.
 
     logits_ptr: [S, VOCAB_SIZE], rows logits_stride apart. row_index_ptr to known_ids_ptr, sharpness_ptr: arguments of
         `sample`; masks_ptr and mask_index_ptr are fields of its `masks`.
@@ -248,7 +251,7 @@ def row_best_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Choose a row's best token from the best tokens of its blocks. Program: (row of logits).
+    """Choose a row's best token from the best tokens of its blocks; one program per row of logits.
 
     best_score_ptr, best_token_ptr: [S, NUM_BLOCKS], see block_best_kernel; row_index_ptr: int32 [S], -1 for padding.
     token_ids_ptr: int64 [S], receives a token, an error code (sampled_tokens.py), or 0 for padding.
@@ -281,9 +284,8 @@ def sample(
 ) -> None:
     """Draw tokens like gumbel.sample, from logits of any floating dtype and row stride.
 
-    masks: forbidden tokens are neither drawn nor read.
-    vocabulary: this rank's columns, and the ranks that choose together; None for all columns.
-    known_ids_V: int64, token id of each column, if these are not all tokens.
+    masks: forbidden tokens are neither drawn nor read. vocabulary: this rank's columns, and the ranks that choose
+    together; None for all columns. known_ids_V: int64, token id of each column, if the columns are not all tokens.
     sharpness_1: float32, a factor on all logits.
 
     Nothing depends on values on the host, so a CUDA graph may capture it.

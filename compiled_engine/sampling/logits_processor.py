@@ -1,4 +1,4 @@
-"""Logits processors: the interface of users' objects, their construction, and the rows that each applies to."""
+"""Logits processors: the interface of users' objects, their construction, and the rows to which each applies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOWED = f"objects with {', '.join(METHODS)}, classes or functions that make on
 
 
 class LogitsProcessor(Protocol):
-    """Protocol of objects that edit logits on the device, for the requests that they apply to.
+    """Protocol of objects that edit logits on the device, for the requests to which they apply.
 
     Every running request has a row, a number from 0 to max_num_rows - 1, until it is finished, aborted or preempted; a
     preempted request later gets a new row. Steps are launched before the host has the previous step's tokens, so
@@ -30,7 +30,7 @@ class LogitsProcessor(Protocol):
     """
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Handle a request that takes a row; return whether the processor applies to it.
+        """Handle a request that takes a row. Return whether the processor applies to it.
 
         params: the request's parameters; `params.extra_args` is meant for processors. token_ids: the prompt, followed
         by the tokens generated before a preemption. Write to the device on the current stream, which orders writes
@@ -71,7 +71,7 @@ def is_processor(value: Any) -> bool:
 
 
 def has_methods(value: Any) -> bool:
-    """Return whether the object, or an instance of it if it is a class, has the methods of a LogitsProcessor."""
+    """Return whether the object, or an instance of the class `value`, has the methods of a LogitsProcessor."""
     return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
@@ -107,8 +107,10 @@ def build_processors(
 
 
 def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor | LogitsProcessorFactory, ...]:
-    """Return processors and factories, importing entries given as strings. Raises TypeError or ValueError naming the
-    entry."""
+    """Return processors and factories, after importing entries given as strings.
+
+    Raises TypeError or ValueError naming the entry.
+    """
     return tuple(_resolve(f"logits_processors[{index}]", entry) for index, entry in enumerate(given))
 
 
@@ -140,13 +142,13 @@ def _imported(name: str, given: str) -> Any:
 
 
 class ProcessedRows:
-    """Calls processors for the rows that they apply to, in the order in which they were given."""
+    """Calls processors for the rows to which they apply, in the order in which they were given."""
 
     def __init__(self, num_rows: int, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = [(each, np.zeros(num_rows, dtype=bool)) for each in processors]
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Add a row to all processors; return whether any applies to it. If one fails, the row is removed from all."""
+        """Add a row to all processors. Return whether any applies to it. If one fails, the row is removed from all."""
         try:
             for processor, applies_N in self._processors:
                 answer = _call(processor, "add_row", row, params, token_ids, num_prompt_tokens)
@@ -159,7 +161,7 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Remove a row from the processors that apply to it. Stops at the first that fails."""
+        """Remove a row from the processors that apply to it. Stops at the first processor that fails."""
         for processor, applies_N in self._processors:
             if applies_N[row]:
                 applies_N[row] = False
@@ -173,7 +175,7 @@ class ProcessedRows:
         positions_R: torch.Tensor,
         vocabulary: VocabularySlice,
     ) -> None:
-        """Edit the logits of each row in place. Arguments: those of Sampler.sample, without padding.
+        """Edit the logits of each row in place. See Sampler.sample for the arguments; here they have no padding.
 
         vocabulary: this rank's columns. Processors edit whole rows, which are gathered for them.
         """
@@ -206,7 +208,7 @@ def _apply(processor: LogitsProcessor, *arguments: torch.Tensor) -> None:
 
 
 def _call(processor: LogitsProcessor, method: str, *arguments: Any) -> Any:
-    """Call a method. Raises RuntimeError, naming the processor, for any exception in it."""
+    """Call a method and return its result. Raises RuntimeError, naming the processor, for any exception in it."""
     try:
         return getattr(processor, method)(*arguments)
     except Exception as error:

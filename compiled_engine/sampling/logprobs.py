@@ -21,7 +21,8 @@ from compiled_engine.sampling.sampled_tokens import row_width
 
 # Value of `num_logprobs` for rows without log-probabilities; -1 is the whole vocabulary.
 NO_LOGPROBS = -2
-# Rows with more tokens than this are computed separately; the others together, each with the largest number among them.
+# Rows with more tokens are computed by number of tokens. All other rows are computed together, each with the largest
+# number of tokens among them.
 FEW_TOKENS = 64
 
 
@@ -37,10 +38,8 @@ def logprob_rows(
     The rows are on the host, and readable once the current stream has reached this point. Temporary memory is bounded,
     see ranks.row_chunks.
 
-    logits_RV: any floating dtype, contiguous within a row; computed in float32.
-    token_ids_R: the chosen tokens, int32 [R].
-    triton: whether to launch kernels, by default on CUDA.
-    vocabulary: this rank's columns; None for all.
+    logits_RV: any floating dtype, contiguous within a row; computed in float32. token_ids_R: the chosen tokens, int32
+    [R]. triton: whether to launch kernels, by default on CUDA. vocabulary: this rank's columns; None for all.
     """
     if vocabulary is not None and vocabulary.is_divided:
         return _rows_of_ranks(logits_RV, token_ids_R, num_top, vocabulary)
@@ -65,7 +64,7 @@ def logprob_rows(
 def _rows_of_ranks(
     logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, vocabulary: VocabularySlice
 ) -> torch.Tensor:
-    """Compute rows like logprob_rows, with a divided vocabulary.
+    """Return rows like logprob_rows, with a divided vocabulary.
 
     Every rank must call this function with the same tokens, and gets the same rows.
     """
@@ -123,9 +122,10 @@ def batch_logprobs(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> BatchLogprobs:
-    """Compute log-probabilities of a batch in which at least one row needs them.
+    """Return the log-probabilities of a batch in which at least one row needs them.
 
-    num_logprobs_S: number of tokens per row, on the host, see NO_LOGPROBS. Other arguments: see `logprob_rows`.
+    num_logprobs_S: the number of most likely tokens of each row, on the host; see NO_LOGPROBS for rows that need none.
+    Other arguments: see `logprob_rows`.
     """
     num_tokens = logits_SV.shape[1] if vocabulary is None else vocabulary.whole_size
     counts_S = np.where(num_logprobs_S == -1, num_tokens, num_logprobs_S)

@@ -1,9 +1,9 @@
 """Log-probabilities as two Triton kernels, the second of which finds the top tokens of a row.
 
-The first reduces each block of the vocabulary to its largest logit, its sum of exponentials, and the number of logits
-above the chosen token's. The second combines a row's blocks. To find the next top token, it takes the block with the
-largest remaining logit, and reads this block again for its next one. So only blocks that hold a top token are read
-twice.
+The first kernel reduces each block of the vocabulary to its largest logit, its sum of exponentials, and the number of
+logits above the chosen token's. The second kernel combines a row's blocks. To find the next top token, it takes the
+block with the largest remaining logit, and reads this block again for the block's next logit. So only blocks that hold
+a top token are read twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def block_keys(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (a block's logits, float32; their keys, int64 in the order of the logits).
 
-    Of equal logits, that of the lower token id has the larger key. row_ptr: logits of the row.
+    Of equal logits, the logit of the lower token id has the larger key. row_ptr: logits of the row.
     """
     token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = token_ids < VOCAB_SIZE
@@ -64,12 +64,11 @@ def block_logprobs_kernel(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Reduce one block of a row's logits; program (row, block).
+    """Reduce one block of a row's logits; one program per row and block.
 
-    logits_ptr: [R, VOCAB_SIZE], rows logits_stride apart; token_ids_ptr: int32 [R], the chosen tokens.
-    best_ptr: int64 [R, blocks], receives the largest key, see block_keys.
-    sum_ptr: float32 [R, blocks], receives the sum of exp(logit - largest).
-    above_ptr: int32 [R, blocks], receives the number of logits above the chosen token's.
+    logits_ptr: [R, VOCAB_SIZE], rows logits_stride apart; token_ids_ptr: int32 [R], the chosen tokens. best_ptr: int64
+    [R, blocks], receives the largest key, see block_keys. sum_ptr: float32 [R, blocks], receives the sum of exp(logit -
+    largest). above_ptr: int32 [R, blocks], receives the number of logits above the chosen token's.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -99,7 +98,7 @@ def row_logprobs_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Combine a row's blocks, and find its num_top most likely tokens; program (row).
+    """Combine a row's blocks, and find its num_top most likely tokens; one program per row.
 
     rows_ptr: int32 [R, 3 + 2 * num_top], receives rows of LogprobRows. Other arguments are those of
     block_logprobs_kernel, whose results are read.
@@ -136,10 +135,11 @@ def row_logprobs_kernel(
 
 
 def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Compute logprobs.logprob_rows with the kernels: int32 [R, 3 + 2 * num_top], on the host (pinned if on a GPU).
+    """Return the rows of logprobs.logprob_rows, computed with the kernels: int32 [R, 3 + 2 * num_top], on the host.
 
-    The kernels write device memory, which is copied to pinned memory. PyTorch's allocator tracks pending copies but not
-    pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write. token_ids_R: int32.
+    The kernels write device memory, which is copied to pinned memory if on a GPU. PyTorch's allocator tracks pending
+    copies but not pending writes of kernels, so it could reuse pinned memory that a kernel has yet to write.
+    token_ids_R: int32.
     """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device

@@ -16,12 +16,11 @@ from compiled_engine.schema import unknown_name_message
 
 @dataclass(frozen=True)
 class OtherParam:
-    """A parameter of another engine, and what becomes of its values. An enum member counts as its name.
+    """A parameter of another engine, and how its values are handled. An enum member counts as its name.
 
-    asks_nothing: values that ask for nothing; they are accepted silently.
-    instead: alternative that the error for other values names; "" if other values are no error, but have no effect.
-    without_effect: values that have no effect although `instead` is given.
-    no_effect: why values have no effect, for the warning.
+    asks_nothing: values that ask for nothing; they are accepted silently. instead: the alternative that the error for
+    any other value names; "" if no value is an error. without_effect: values that have no effect although `instead` is
+    given. no_effect: why values have no effect, for the warning.
     """
 
     asks_nothing: tuple[Any, ...]
@@ -40,7 +39,7 @@ class OtherParam:
 
     @property
     def result(self) -> str:
-        """Text for the documents that says what becomes of values that ask for something."""
+        """Text for the documents: how values that ask for something are handled."""
         if not self.instead:
             return f"no effect: {self.no_effect}"
         if not self.without_effect:
@@ -108,8 +107,8 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
     """Handle a parameter that is none of the `known` fields: accept it, perhaps with a warning, or raise an error.
 
     Raises ValueError for a value that is not supported. Raises `unknown` for a name that vLLM does not have either; if
-    transformers has it, the message says this engine's name for it. Must be called directly by the function that the
-    user calls, so that the warning has the user's location.
+    transformers has the name, the message says this engine's name for the parameter. Must be called directly by the
+    function that the user calls, so that the warning has the user's location.
     """
     if name in OF_TRANSFORMERS:
         raise unknown(f"SamplingParams has no field {name!r}; {OF_TRANSFORMERS[name]}")
@@ -119,7 +118,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Return whether `value` is one of `values`; 0 is not False here."""
+    """Return whether `value` is one of `values`. Types must be equal, so that 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 

@@ -212,8 +212,10 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Make parameters from values that may be None. None stands for a field's default; for max_tokens, for no
-        limit."""
+        """Return parameters made of values that may be None.
+
+        None stands for a field's default; for max_tokens, it stands for no limit.
+        """
         given = {name: value for name, value in values.items() if value is not None or name not in _WITH_DEFAULT}
         return cls(**given)
 
@@ -232,7 +234,10 @@ class SamplingParams:
         return self.has_penalties or bool(self.bad_words_token_ids)
 
     def clone(self) -> SamplingParams:
-        """Return a copy with its own lists and dicts; their items, and token_mask, are shared."""
+        """Return a copy with lists and dicts of its own.
+
+        The items in them, and token_mask, are shared with this object.
+        """
         values = vars(self).copy()
         for name in _CONTAINERS:
             if values[name] is not None:
@@ -252,7 +257,7 @@ def _made_of(values: dict[str, Any]) -> SamplingParams:
 
 
 def checked_again(params: SamplingParams) -> SamplingParams:
-    """Return a copy of parameters whose lists and dicts are checked again, since their content may have changed.
+    """Return a copy of parameters, after checking its lists and dicts again, since their content may have changed.
 
     Raises TypeError or ValueError as an assignment does.
     """
@@ -270,7 +275,10 @@ def derived(params: SamplingParams, **values: Any) -> SamplingParams:
 
 
 def of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
-    """Return the parameters of completion `index` of n. Each has its own seed; only the first has prompt logprobs."""
+    """Return the parameters of completion `index` of n.
+
+    Each completion has a seed of its own. Only the first has prompt_logprobs.
+    """
     return derived(
         params,
         n=1,

@@ -67,7 +67,7 @@ class VocabularySlice:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return those of the tokens that are in the slice, int64, as numbers from 0 for the slice's first token."""
+        """Return those of the token ids that are in the slice, int64, relative to the slice's first token."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 
@@ -98,9 +98,9 @@ def choose_of_ranks(
     row_index_S: torch.Tensor,
     token_ids_S: torch.Tensor,
 ) -> None:
-    """Write the best tokens of all ranks to token_ids_S.
+    """Write the best token of all ranks for each row to token_ids_S.
 
-    choose: gumbel.sample bound to all its arguments except the last, `best`.
+    `choose` is gumbel.sample with all its arguments except the last, `best`, already given.
     """
     scores_S = torch.empty(len(token_ids_S), dtype=torch.float32, device=token_ids_S.device)
     choose(Best(vocabulary.first, scores_S))
@@ -131,9 +131,9 @@ def filter_candidates(
 ) -> torch.Tensor:
     """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
 
-    top_k, top_p: of these rows. With top-k the result has each rank's k largest logits, among which are the k largest
-    of all. With min-p alone it has each rank's largest logit. top-p without top-k may need any number of logits, so
-    whole rows are gathered.
+    top_k, top_p: values of the rows with filters. With top-k, the result has the k largest logits of each rank, which
+    include the k largest of all. With min-p alone, it has the largest logit of each rank. top-p without top-k may need
+    any number of logits, so whole rows are gathered.
     """
     if not vocabulary.is_divided:
         return logits_SV

@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def row_width(num_top: int) -> int:
-    """Return how many numbers a row of LogprobRows with the top `num_top` tokens has."""
+    """Return how many numbers a row of LogprobRows has for the chosen token and the top `num_top` tokens."""
     return 3 + 2 * num_top
 
 
@@ -48,12 +48,15 @@ class LogprobRows:
 
     @classmethod
     def of_array(cls, rows_RW: np.ndarray) -> LogprobRows:
-        """Make LogprobRows from a copy of rows_RW, int32 [R, 3 + 2 * k]."""
+        """Return LogprobRows with a copy of rows_RW, int32 [R, 3 + 2 * k]."""
         return cls(len(rows_RW), rows_RW.tobytes())
 
     @classmethod
     def of(cls, entries: Iterable[TokenLogprobs]) -> LogprobRows:
-        """Make LogprobRows from entries. Raises ValueError unless all entries have the same number of tokens."""
+        """Return LogprobRows with these entries.
+
+        Raises ValueError unless all entries have the same number of tokens.
+        """
         rows = []
         for token_ids, logprobs, rank in entries:
             row = np.full(row_width(len(token_ids) - 1), rank, np.int32)

@@ -228,7 +228,7 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose draft tokens as `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
+        """Choose draft tokens like `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
 
         logits_SV: all columns, on every rank. known_ids_V: their token ids (int64 [V], device). May be captured.
         """
@@ -253,9 +253,9 @@ class Sampler:
         Returns int64 [S] on the device: a token for each row of logits, or an error code (sampled_tokens.py).
 
         logits_SV: [S, V], the columns of `vocabulary`, any floating dtype, not changed. rows_S: int [S], on the host:
-        logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
-        device. positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows
-        that are edited late. Rows may repeat, except with penalties or bad words: their history advances one token per
+        logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: rows_S as int32 on the device.
+        positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows that are
+        edited late. A row may repeat unless it has penalties or bad words, since its history advances by one token per
         step.
 
         Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
@@ -327,7 +327,7 @@ class Sampler:
     ) -> None:
         """Filter logits and write the chosen tokens to token_ids_S.
 
-        masks: applied here on a GPU; on a CPU they have been applied before.
+        masks: applied here on a GPU. On a CPU the caller has applied them.
         """
         threshold_S = None
         if self._filtered_N[rows_S].any():

@@ -69,7 +69,10 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, name: str, value: Any) -> StructuredOutputs | None:
-        """Convert a field's value: StructuredOutputs, a dict with its fields, or None."""
+        """Return the StructuredOutputs of a field's value, which is one, a dict with its fields, or None.
+
+        `name` is the field's name in errors. For None, the result is None.
+        """
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):

@@ -14,10 +14,10 @@ BITS = 32
 class TokenMask(Protocol):
     """Protocol of objects that decide which tokens may come next, given the tokens so far.
 
-    Passed as `SamplingParams.token_mask` and called on the host once per token, while the device computes the logits;
-    only sampling waits for it, so it should be fast. The result should depend only on the argument: then one object
-    serves any number of requests and all completions of `n`, and preemption changes nothing. (A parser's state can be
-    cached by the tokens.)
+    Passed as `SamplingParams.token_mask` and called on the host once per token, while the device computes the logits.
+    Only sampling waits for the call, so it should be fast. The result should depend only on the argument: then one
+    object serves any number of requests and all completions of `n`, and preemption changes nothing. (A parser's state
+    can be cached by the tokens.)
 
     Tokens forbidden by other parameters stay forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
     Generation ends as without a mask, so a mask should allow an end-of-sequence token where its text may end.
@@ -70,8 +70,8 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
 class Constraint(Protocol):
     """A request's constraint, with its state after the accepted tokens.
 
-    The state survives a preemption, and tokens are never taken back. Called on the host while the step that computes
-    the logits runs on the device.
+    The state survives a preemption, and tokens are never taken back. The methods are called on the host while the step
+    that computes the logits runs on the device.
     """
 
     def accept(self, token_ids: Sequence[int]) -> None:

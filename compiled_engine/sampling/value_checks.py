@@ -29,7 +29,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Kind:
-    """Allow integers in [low, high], numpy's included; with `or_minus_one` also -1, with `or_flag` also bools."""
+    """Return the kind of integers in [low, high], numpy's included.
+
+    With `or_minus_one`, -1 is allowed too, and with `or_flag`, bools.
+    """
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if or_minus_one:
         allowed += ", or -1"
@@ -48,7 +51,7 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Kind:
-    """Allow numbers in [low, high], or (low, high] with `above_low`; never infinite or NaN."""
+    """Return the kind of finite numbers in [low, high], or in (low, high] with `above_low`."""
     allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
     def check(name: str, value: Any) -> float:
@@ -66,7 +69,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Allow None in addition to `kind`."""
+    """Return `kind` with None allowed too."""
 
     def check_unless_none(name: str, value: Any) -> Any:
         return None if value is None else kind.check(name, value)
@@ -75,7 +78,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
-    """Allow a list or tuple of `kind`, converted to a tuple; None becomes an empty one."""
+    """Return the kind of lists or tuples of `kind`, converted to a tuple; None becomes an empty one."""
 
     def check_items(name: str, value: Any) -> tuple[Any, ...]:
         items = _items(name, value)
@@ -87,7 +90,7 @@ def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """Allow a list or tuple of `kind`, converted to a new list; None becomes an empty one."""
+    """Return the kind of lists or tuples of `kind`, converted to a new list; None becomes an empty one."""
 
     def check_items(name: str, value: Any) -> list[Any]:
         return [kind.check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
@@ -125,7 +128,7 @@ def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _arguments(name: str, value: Any) -> dict[str, Any] | None:
-    """Copy a mapping of names to JSON values, or None; the values may be sent to another process."""
+    """Return a copy of a mapping of names to JSON values, or None. The values may be sent to another process."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -134,7 +137,7 @@ def _arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages."""
+    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as in most languages' JSON."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         try:
             return float(value)
@@ -150,7 +153,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def having(method: str) -> Kind:
-    """Allow objects with a method of this name."""
+    """Return the kind of objects that have a method of the name `method`."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, type) or not callable(getattr(value, method, None)):

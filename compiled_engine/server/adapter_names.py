@@ -13,7 +13,7 @@ MOST_NAMES = 1000
 
 
 class AdapterNames:
-    """Adapters by name, in the order in which they were added."""
+    """Maps names to loaded adapters, in the order in which the names were added."""
 
     def __init__(self, requests: Iterable[LoRARequest] = ()) -> None:
         self._requests = {request.lora_name: request for request in requests}
@@ -29,10 +29,11 @@ class AdapterNames:
     async def load(
         self, engine: AsyncLLM, name: str, path: str | Path, *, in_place: bool = False, within: tuple[Path, ...] = ()
     ) -> None:
-        """Load an adapter and give it the name; with `in_place`, the name may be in use. `within`: see LoRARequest.
+        """Load an adapter, so that requests can select it by `name`.
 
-        Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError for an invalid
-        adapter.
+        With `in_place`, `name` may be in use: the new adapter replaces the old one. `within` has the meaning that it
+        has in LoRARequest. Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError
+        for an invalid adapter.
         """
         request = LoRARequest(name, self._next_id, path, within)
         self._next_id += 1
@@ -44,7 +45,7 @@ class AdapterNames:
         await self._drop(engine, before)
 
     async def unload(self, engine: AsyncLLM, name: str) -> None:
-        """Remove the name. Running requests continue."""
+        """Remove the name `name`. If the adapter has no other name, also unload it. Running requests continue."""
         del self._requests[name]
         await self._drop(engine, self._digests.pop(name, None))
 
@@ -55,6 +56,6 @@ class AdapterNames:
             raise bad_request("lora_name", f"at most {MOST_NAMES} adapters may have names; unload one first")
 
     async def _drop(self, engine: AsyncLLM, digest: str | None) -> None:
-        """Unload an adapter that has no name left."""
+        """Unload the adapter with this digest unless it still has a name."""
         if digest is not None and digest not in self._digests.values():
             await engine.unload_adapter(digest)

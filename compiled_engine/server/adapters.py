@@ -1,6 +1,7 @@
 """Load adapters at start-up, and load and unload them at run time.
 
-A request selects an adapter by giving its name as `model`. The routes exist only if folders are allowed for them.
+A request selects an adapter by giving its name as `model`. The routes exist only if the option allowed_lora_folder is
+set.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """The body of a request to /v1/load_lora_adapter. With `load_inplace`, a name in use is reassigned."""
+    """The body of a request to /v1/load_lora_adapter. With `load_inplace`, it replaces an adapter of the same name."""
 
     lora_name: str
     lora_path: str
@@ -33,20 +34,23 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
-    """The body of a request to /v1/unload_lora_adapter."""
+    """The body of a request to /v1/unload_lora_adapter. `lora_int_id` has no effect."""
 
     lora_name: str
     lora_int_id: int | None = None
 
 
 async def load_at_start(engine: AsyncLLM, options: ServerOptions) -> None:
-    """Load the adapters of `lora_modules`, so that an invalid one ends the start. Raises as `load_adapter` does."""
+    """Load the adapters of `lora_modules`, so that an invalid adapter stops the server at start-up.
+
+    Raises the errors of `AsyncLLM.load_adapter`.
+    """
     for request in adapters_of(options):
         await engine.load_adapter(request)
 
 
 async def load_adapter(request: Request) -> Response:
-    """POST /v1/load_lora_adapter."""
+    """Handle POST /v1/load_lora_adapter."""
     serving = serving_of(request)
     require_admin(request, "lora_name", "loading an adapter")
     fields, _ = await read_body(request, serving, LoadAdapterRequest)
@@ -71,7 +75,7 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def unload_adapter(request: Request) -> Response:
-    """POST /v1/unload_lora_adapter."""
+    """Handle POST /v1/unload_lora_adapter."""
     serving = serving_of(request)
     require_admin(request, "lora_name", "unloading an adapter")
     fields, _ = await read_body(request, serving, UnloadAdapterRequest)

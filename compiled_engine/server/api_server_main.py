@@ -18,7 +18,7 @@ from compiled_engine.server.shared_figures import SharedFigures
 
 
 def main() -> None:
-    """Serve the order read from stdin; without one, exit.
+    """Read an Order from stdin and serve it. Exit if stdin is empty.
 
     The arguments are the file descriptors of the listening socket and the shared figures, and this process's number.
     """

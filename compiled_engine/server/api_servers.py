@@ -1,6 +1,7 @@
-"""Additional API processes at the server's socket, each with its own connection to the engine core.
+"""Run additional API processes, each with its own connection to the engine core.
 
-The process that starts them serves too, as number 0. The process with the fewest connections accepts the next one.
+All API processes accept connections at one socket. The process with the fewest connections accepts the next one. The
+process that starts the others serves too, as number 0.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _EXIT_S = 5.0
 
 
 class Place:
-    """The state shared between API processes: which of them serve, and their numbers of connections.
+    """The state that API processes share: which of them serve, and their numbers of connections.
 
-    It must be created before any other user of the shared columns.
+    Create it before any other object that reserves columns of the shared figures.
     """
 
     def __init__(self, figures: SharedFigures) -> None:
@@ -45,7 +46,10 @@ class Place:
         self._figures.own[self._serving] = 1
 
     async def begin(self) -> None:
-        """Serve once process 0 does, which is ready last; otherwise the others would get all early clients."""
+        """Mark this process as accepting connections, and wait until process 0 is marked too.
+
+        Process 0 is ready last. Without the wait, the other processes would get all early clients.
+        """
         self.serve()
         while not self.serves(0):
             await asyncio.sleep(_FIRST_S)
@@ -58,7 +62,7 @@ class Place:
         self._figures.own[self._connections] += change
 
     def has_most(self) -> bool:
-        """Return whether another serving process has fewer connections than this one."""
+        """Return whether another process that serves has fewer connections than this one."""
         others = zip(self._figures.of_others(self._serving), self._figures.of_others(self._connections), strict=True)
         own = self._figures.own[self._connections]
         return any(serves and connections < own for serves, connections in others)
@@ -71,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Order:
-    """The message that tells a process what to serve."""
+    """The message that tells an API process what to serve."""
 
     address: str  # of the engine core
     options: ServerOptions
@@ -79,10 +83,11 @@ class Order:
 
 
 class ApiServers:
-    """The additional processes. They import at once, wait for their order, and serve until SIGTERM or the core's end.
+    """Starts, replaces and stops the additional API processes.
 
-    If a process dies, the core aborts its requests, and a new process replaces it. A process that dies before it serves
-    would do so again, so its death ends the server.
+    A process imports its modules when it starts, and then waits for its Order. It serves until SIGTERM or until the
+    engine core ends. If a process dies, the core aborts its requests, and a new process replaces it. If a process dies
+    before it serves, the server ends, since a new process would probably die too.
     """
 
     def __init__(self, options: ServerOptions, bound: socket.socket) -> None:
@@ -94,7 +99,7 @@ class ApiServers:
         self._processes = {number: self._start(number) for number in range(1, options.api_server_count)}
 
     def give(self, order: Order) -> None:
-        """Send all processes their order, after the engine is ready."""
+        """Send the Order to all processes. Call it after the engine is ready."""
         self._order = msgspec.json.encode(order)
         for process in self._processes.values():
             _send(process, self._order)
@@ -108,7 +113,10 @@ class ApiServers:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self, forget: Callable[[int], None]) -> str:
-        """Replace processes that end, with `forget(number)`. Returns the reason when one cannot be replaced."""
+        """Replace each process that ends, after a call of `forget` with its number.
+
+        Returns only if a process ends before it serves; the result is the reason.
+        """
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, process in self._processes.items():
@@ -123,14 +131,14 @@ class ApiServers:
                 _send(self._processes[number], self._order)
 
     def stop(self) -> None:
-        """Signal the processes to stop. After the first signal they finish running requests; the second ends them."""
+        """Send SIGTERM to the processes. At the first SIGTERM they finish running requests; at the second they end."""
         self._stopping = True
         for process in self._processes.values():
             with contextlib.suppress(OSError):
                 process.send_signal(signal.SIGTERM)
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Wait until all processes have ended, and kill them after `timeout_s`."""
+        """Wait until all processes have ended. Kill those that still run _EXIT_S after `timeout_s`."""
         self.stop_replacing()
         deadline = time.monotonic() + timeout_s + _EXIT_S
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
@@ -155,9 +163,9 @@ class ApiServers:
 
 
 def _send(process: subprocess.Popen[bytes], order: bytes) -> None:
-    """Send the order through stdin, so that keys do not appear in process lists.
+    """Send the order through stdin, so that API keys do not appear in process lists.
 
-    An error means that the process has ended, which its status shows.
+    Errors are ignored: they mean that the process has ended, which its exit status shows.
     """
     assert process.stdin is not None
     with contextlib.suppress(OSError):

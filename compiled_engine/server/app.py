@@ -84,8 +84,9 @@ def build_app(
 ) -> RequestScope:
     """Return the application for an engine.
 
-    Options may replace `model_name`. `figures` are shared by all API processes, if there are several. Raises ValueError
-    for an invalid chat template or adapter options.
+    The model's name is the option `served_model_name`, or `model_name` if that option is not given. `figures` is the
+    memory shared by all API processes, if there are several. Raises ValueError for an invalid chat template or adapter
+    options.
     """
     figures = figures or SharedFigures()
     pages = page_files()
@@ -129,14 +130,14 @@ def build_app(
 
 
 def _max_new_tokens(engine: AsyncLLM) -> int | None:
-    """Return the checkpoint's max_new_tokens if it is the default, otherwise None."""
+    """Return the checkpoint's max_new_tokens if it is the default of max_tokens, otherwise None."""
     stated = read_json_if_there(engine.config.model.path / "generation_config.json").get("max_new_tokens")
     default = engine.get_default_sampling_params().max_tokens
     return default if default == stated else None
 
 
 def _answered(path: str, handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
-    """Wrap a handler so that its errors become responses."""
+    """Return a handler that answers the errors of `handler` with error responses in the shape of the path's API."""
 
     async def answer(request: Request) -> Reply:
         try:
@@ -154,7 +155,7 @@ def _answered(path: str, handler: Handler) -> Callable[[Request], Awaitable[Repl
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Handle starlette's errors: unknown paths and methods."""
+    """Answer a request for an unknown path, or with a method that its path does not allow."""
     assert isinstance(error, HTTPException)
     path = request.url.path.removeprefix(request.scope.get("root_path", ""))[:200]
     nearest = nearest_path(path, {route.path for route in request.app.routes})

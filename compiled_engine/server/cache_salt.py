@@ -1,4 +1,4 @@
-"""Prefix cache salts: requests share cached prefixes only with the same salt, and optionally only per API key."""
+"""Choose the prefix cache salt of a request. Requests share cached prefixes only if their salts are equal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from compiled_engine.server.sampling_fields import SamplingFields
 from compiled_engine.server.serving import serving_of
 
 KEY = "api_key_digest"
-"""The request state field with the digest of the API key."""
+"""The field of a request's state that holds the digest of its API key."""
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
-    """Return the salt of a request's prompts, or None to share with all unsalted requests.
+    """Return the salt of a request's prompts. If it is None, they share prefixes with all other prompts without a salt.
 
-    With a salt per key, requests of different keys never share a salt, whatever `cache_salt` they give. The salt
-    reveals neither the key nor `cache_salt`.
+    With the option prefix_cache_salt_per_key, requests of different keys never share a salt, whatever `cache_salt` they
+    give. The salt reveals neither the key nor `cache_salt`.
     """
     if not serving_of(request).options.prefix_cache_salt_per_key:
         return fields.cache_salt

@@ -46,7 +46,7 @@ from compiled_engine.server.serving import serving_of
 
 
 async def chat_completions(request: Request) -> Reply:
-    """POST /v1/chat/completions."""
+    """Handle POST /v1/chat/completions."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ChatRequest)
     model = serving.model(fields.model)
@@ -77,7 +77,7 @@ class Answer:
         return chat_logprobs(completion.logprobs, self.fields.top_logprobs or 0, as_ids=as_ids)
 
     def shown(self, pieces: list[Piece]) -> list[Piece]:
-        """Return the pieces that the client requested."""
+        """Return the pieces without reasoning if the request excludes it, otherwise all."""
         if self.fields.include_reasoning is False:
             return [piece for piece in pieces if not isinstance(piece, Reasoning)]
         return pieces
@@ -89,15 +89,15 @@ class Answer:
 def finish_reason(completion: CompletionOutput, last_arguments: str | None) -> str | None:
     """Return a completion's finish reason in the chat API's terms.
 
-    `last_arguments` are the last call's arguments, None without calls. A call cut off by a stop string or an
-    end-of-sequence token cannot be executed, so the reason is then "stop".
+    `last_arguments` has the arguments of the last call, or is None if there are no calls. A stop string or an
+    end-of-sequence token can cut off a call. Such a call cannot be executed, so the reason is then "stop".
     """
     called = last_arguments is not None and is_whole(last_arguments)
     return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
 
 
 async def whole_answer(answer: Answer, outputs: Outputs) -> ChatResponse:
-    """Wait for all outputs; return the response with all completions."""
+    """Wait for all outputs. Return the response with all completions."""
     usage = UsageCounter()
     async with aclosing(outputs):
         async for _, last in outputs:
@@ -158,7 +158,7 @@ class _Part:
         self._last_arguments: str | None = None  # of the last call
 
     def choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
-        """Return the events for a completion's next output: one for each piece, and one for the end."""
+        """Return the choices of the next events: one for each piece of the output, and one for the completion's end."""
         pieces = self._parser.push(completion.text)
         if completion.finish_reason is not None:
             pieces += self._parser.finish()

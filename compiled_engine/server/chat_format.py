@@ -1,4 +1,4 @@
-"""The model's chat format: its template, and the formats of its tool calls and reasoning."""
+"""The model's chat format: its chat template, and the formats of its tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from compiled_engine.server.parsers.registry import (
 
 
 class SpecialTokenGuard:
-    """Finds texts that are special tokens, for answers and grammars."""
+    """Looks up special tokens by their text, for answers and grammars."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The model's template, and its formats of tool calls and reasoning."""
+    """Renders prompts with the model's chat template, and creates parsers for its tool calls and reasoning."""
 
     tokenizer: Tokenizer
     template: str  # template text for requests without tools
@@ -80,11 +80,15 @@ class ChatFormat:
     max_json_values: int = Limits().max_json_values  # bound on values in arguments of a conversation's calls
 
     def knows(self, name: str) -> bool:
-        """Return whether a template contains a variable's name."""
+        """Return whether one of the templates contains this variable's name."""
         return name in self.template or name in self.tool_template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
-        """Return the template's further variables. Raises ApiError 400 for one that requests may not set."""
+        """Return the variables of the template besides messages and tools: the server's defaults, updated with `given`.
+
+        Raises ApiError 400 for a variable that requests may not set, and for a value that is too long or has another
+        type.
+        """
         settings = {**self.default_settings, **(given or {})}
         for name, value in (given or {}).items():
             if name not in self.allowed_settings:
@@ -107,7 +111,10 @@ class ChatFormat:
         return settings
 
     def drop_unread(self, fields: Any) -> list[str]:
-        """Remove common fields that the chat template does not read. Return a warning for each."""
+        """Remove the fields of a request that have no effect with this model. Return a warning for each.
+
+        `fields` is the request; it is changed in place.
+        """
         ignored = []
         if getattr(fields, "reasoning_effort", None) is not None and not self.knows("reasoning_effort"):
             fields.reasoning_effort = None
@@ -136,12 +143,15 @@ class ChatFormat:
         return f"the tokenizer has no token for {closing}, which closes reasoning" if is_text else None
 
     def _reads(self, name: str) -> bool:
-        """Return whether a variable occurs in a template as a whole word."""
+        """Return whether the variable occurs in one of the templates as a whole word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         return name in SETTINGS or any(word.search(text) for text in (self.template, self.tool_template))
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
-        """Return whether an answer's markup has special tokens, which its text must then keep."""
+        """Return whether the markup of reasoning, or of tool calls with `with_tools`, includes special tokens.
+
+        If it does, the answer's text must keep special tokens, so that a parser can find the markup.
+        """
         markup: tuple[str, ...] = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].markup
         if with_tools and self.tools is not None:
             markup += self.tools.markup
@@ -152,7 +162,8 @@ class ChatFormat:
     ) -> AnswerParser:
         """Return a parser for an answer to the prompt.
 
-        `tools` has the argument schema of each tool, by name. `continued` is the message that the answer continues.
+        `tools` maps the name of each tool to the schema of its arguments. `continued` is the message that the answer
+        continues. See AnswerParser for `one_call`.
         """
         given = self.tools if tools else None
         read_together = given is not None and given.reasoning is not None
@@ -164,7 +175,7 @@ class ChatFormat:
         return AnswerParser(reasoning, calls, one_call=one_call)
 
     def ending_ids(self) -> list[int]:
-        """Return the ids of special tokens that end an answer in this format, even if the checkpoint omits them."""
+        """Return the ids of special tokens that end an answer in this format. The checkpoint need not list them."""
         ends = () if self.reasoning is None else REASONING_FORMATS[self.reasoning].ends
         return [token_id for text in ends if (token_id := self.guard.special_id(text)) is not None]
 
@@ -181,8 +192,8 @@ class ChatFormat:
         """Return the prompt as text and token ids.
 
         `check` may reject the text before it is tokenised. Raises ApiError 400 if the template fails or takes too long,
-        or for call arguments beyond the bounds of a body. A template's run time is unpredictable, so it never runs on
-        the event loop.
+        or if the arguments of calls in `messages` exceed the bounds of a request body. A template's run time is
+        unpredictable, so it never runs on the event loop.
         """
         is_over = threading.Event()
 
@@ -218,7 +229,7 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
-    """Return the chat format for a tokenizer, or None without a template.
+    """Return the chat format for a tokenizer, or None if there is no template.
 
     Raises ValueError for an invalid template, and for parsers that cannot be combined.
     """
@@ -251,7 +262,11 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
 
 
 def _formats(options: ServerOptions, template: str, tool_template: str) -> tuple[ToolFormat | None, str | None]:
-    """Choose the formats of calls and of reasoning. A parser that reads both is chosen for both or neither."""
+    """Return the format of tool calls and the name of the reasoning format.
+
+    The options name them, or they are found in the templates. A parser that reads both formats is chosen for both or
+    for neither. Raises ValueError if the options contradict that.
+    """
     name = _chosen(options.tool_call_parser, tool_format_of(tool_template))
     reasoning = _chosen(options.reasoning_parser, reasoning_format_of(template))
     tools = None if name is None else TOOL_FORMATS[name]

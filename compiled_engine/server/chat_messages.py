@@ -1,4 +1,4 @@
-"""Messages and tools of a chat: request types, checks, and conversion for the template. Other keys are ignored."""
+"""Messages and tools of a chat: request types, checks, and conversion for the template. Unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """A function call. `arguments` is an object or a JSON string; "" and null stand for an empty object."""
+    """A call of a function. `arguments` is an object or a JSON string; "" and null stand for an empty object."""
 
     name: Name
     arguments: str | dict[str, Any] = ""
 
 
 class MessageToolCall(msgspec.Struct, kw_only=True):
-    """An earlier call of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -41,7 +41,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """A message of a chat.
 
-    `content` may be absent if there are `tool_calls`. `tool_call_id` is the call that a tool message answers.
+    `content` may be absent if there are `tool_calls`. `tool_call_id` is the id of the call that a tool message answers.
     `reasoning_content`, or `reasoning`, is the assistant's reasoning before its answer.
     """
 
@@ -55,7 +55,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """A function. Its `parameters` are a JSON schema, enforced with `strict` or if tool_choice requires a call."""
+    """The definition of a function.
+
+    `parameters` is the JSON schema of its arguments. The schema is enforced if `strict` is true or tool_choice requires
+    a call.
+    """
 
     name: Name
     description: str | None = None
@@ -71,7 +75,10 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 def begins_an_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
-    """Return whether the prompt ends with an answer's beginning. Raises ApiError 400 for contradictory fields."""
+    """Return whether the prompt ends with the beginning of a new assistant message, which the template writes.
+
+    Raises ApiError 400 if both fields are true.
+    """
     if add_generation_prompt and continue_final_message:
         raise bad_request(
             "add_generation_prompt", "add_generation_prompt must be false where continue_final_message is true"
@@ -86,7 +93,10 @@ def text_of(message: ChatMessage) -> str:
 
 
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
-    """Return the messages for `render_chat`. Raises ApiError 400 with the invalid message."""
+    """Return the messages for `render_chat`.
+
+    Raises ApiError 400 if there are no messages or too many, or if one is invalid.
+    """
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")
     require_at_most("messages", messages, limits.max_messages, "messages")
@@ -117,7 +127,10 @@ def _tool_call(call: MessageToolCall) -> dict[str, Any]:
 
 
 def tools_for_template(tools: list[Tool] | None, chat: ChatFormat, limits: Limits) -> list[dict[str, Any]] | None:
-    """Return the tools for the template, or None. Raises ApiError 400 for too many, or without template support."""
+    """Return the tools for the template, or None if there are none.
+
+    Raises ApiError 400 for too many tools, or if the template does not support tools.
+    """
     if not tools:
         return None
     require_at_most("tools", tools, limits.max_tools, "tools")

@@ -29,7 +29,7 @@ DEMANDED = "llama3_json"
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The engine's input for a chat."""
+    """The engine's input for a chat, and functions that read the answer."""
 
     prompt: dict[str, Any]
     params: SamplingParams
@@ -38,9 +38,10 @@ class ChatPrompt:
 
 
 async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "response_format") -> ChatPrompt:
-    """Convert a chat request. `form_field` is the request's name for response_format.
+    """Convert a chat request to the engine's input.
 
-    Raises ApiError 400 with the field that is invalid or not supported.
+    `form_field` is the name that the request's API has for response_format. Raises ApiError 400 with the field that is
+    invalid or not supported.
     """
     chat = serving.chat_format()
     asked = await asked_form(serving.forms, fields.response_format, fields.structured_outputs, form_field)
@@ -87,7 +88,10 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
 
 
 def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> ToolUse | None:
-    """Return the tools that the answer may call, or None. Raises ApiError 400 for an invalid choice."""
+    """Return the tools that the answer may call, or None if it may call none.
+
+    With `one_call`, the answer has at most one call. Raises ApiError 400 for an invalid choice.
+    """
     if tool_choice == "none" or (tool_choice in (None, "auto") and not tools):
         return None
     tools = tools or []
@@ -108,7 +112,10 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
 
 
 def renamed_fields(fields: ChatRequest) -> dict[str, Any]:
-    """Return sampling parameters that have other names in chats."""
+    """Return the sampling parameters that have other names in chat requests: logprobs and max_tokens.
+
+    Raises ApiError 400 for contradictory fields.
+    """
     more: dict[str, Any] = {}
     if not fields.logprobs:
         require_absent("top_logprobs", fields.top_logprobs, "unless logprobs is true")

@@ -50,7 +50,7 @@ from compiled_engine.server.serving import Serving, serving_of
 
 
 async def completions(request: Request) -> Reply:
-    """POST /v1/completions."""
+    """Handle POST /v1/completions."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CompletionRequest)
     answer = await unless_gone(request.receive, _answer(serving, fields))
@@ -80,7 +80,7 @@ class Answer:
         return bool(self.fields.return_tokens_as_token_ids)
 
     def echoed(self, output: RequestOutput) -> str:
-        """Return the prompt as text."""
+        """Return the prompt as text, for a request with `echo`."""
         whole = output.prompt is not None and self.fields.truncate_prompt_tokens is None
         if whole or self.tokenizer is None:
             return output.prompt or ""
@@ -88,11 +88,14 @@ class Answer:
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Ids of tokens that the text omits."""
+        """The ids of tokens that the completion's text omits."""
         return self.tokenizer.special_ids if self.tokenizer and self.params.skip_special_tokens else frozenset()
 
     def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> tuple[CompletionLogprobs, int] | None:
-        """Return the prompt's log-probabilities and its text length, if they precede the completion's."""
+        """Return the prompt's log-probabilities and the length of its text in characters.
+
+        Returns None unless the request wants the prompt's log-probabilities too, by giving both `echo` and `logprobs`.
+        """
         if not self.fields.echo or self.fields.logprobs is None or not entries:
             return None
         ids, text = output.prompt_token_ids, self.echoed(output)
@@ -106,7 +109,10 @@ class Answer:
 
 
 async def _prompts(serving: Serving, fields: CompletionRequest, params: SamplingParams) -> list[Any]:
-    """Return the prompts for the engine, which tokenises texts itself unless special tokens are excluded."""
+    """Return the prompts for the engine.
+
+    The engine tokenises texts itself. They are tokenised here only if the request excludes special tokens.
+    """
     prompts: list[Any] = list(parse_prompts(fields.prompt, serving.options.limits.max_completions))
     if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
         return prompts
@@ -142,7 +148,7 @@ async def _answer(serving: Serving, fields: CompletionRequest) -> Answer:
 
 
 async def whole_answer(answer: Answer, outputs: Outputs) -> CompletionResponse:
-    """Wait for all outputs; return the response with the completions of all prompts."""
+    """Wait for all outputs. Return the response with the completions of all prompts."""
     usage = UsageCounter()
     choices: list[CompletionChoice] = []
     async with aclosing(outputs):
@@ -165,7 +171,7 @@ async def whole_answer(answer: Answer, outputs: Outputs) -> CompletionResponse:
 
 @dataclass
 class _Place:
-    """The progress of a streamed completion: characters of text sent, and whether the prompt was sent."""
+    """The progress of a streamed completion: the number of characters sent, and whether the first part was sent."""
 
     characters: int = 0
     begun: bool = False
@@ -179,9 +185,9 @@ def _part(
     place: _Place,
     echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
-    """Return the completion's next part, or all of it. With `echo`, the first part begins with the prompt.
+    """Return the next part of a completion and update `place`. Without streaming, this is the whole completion.
 
-    `echoed` has the prompt's log-probabilities and text length.
+    With `echo`, the first part begins with the prompt. `echoed` is the result of `Answer.echoed_logprobs`.
     """
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())

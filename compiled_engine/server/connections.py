@@ -1,4 +1,4 @@
-"""A bound on open connections: those without a pending request are closed to admit new ones."""
+"""Bound the number of open connections. Connections without a pending request are closed to make room for new ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ OTHER_FILES = 256
 
 
 class Connections:
-    """Tracks the open connections of a process, including those in the TLS handshake, at most `most`.
+    """Tracks the open connections of a process, including connections in the TLS handshake, and admits at most `most`.
 
-    A new connection beyond that replaces the one that has been without a complete request for longest. `count` is
-    called with 1 for each that begins and -1 for each that ends.
+    If there are `most`, a new connection replaces the connection that has been without a complete request for longest.
+    `count` is called with 1 for each connection that begins, and with -1 for each that ends.
     """
 
     def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
@@ -27,7 +27,10 @@ class Connections:
         return len(self._open)
 
     def begin(self, connection: Hashable, close: Callable[[], object]) -> bool:
-        """Add a connection, which `close` ends. Returns False if there are too many and all have requests."""
+        """Add a connection, which `close` closes.
+
+        Returns False, and adds nothing, if there are `most` connections and all have requests.
+        """
         if len(self._open) >= self._most:
             if not self._waiting:
                 return False
@@ -40,7 +43,7 @@ class Connections:
         return True
 
     def wait(self, connection: Hashable, close: Callable[[], object]) -> None:
-        """Mark a connection as without a complete request."""
+        """Mark a connection as without a complete request. `close` closes it."""
         if connection in self._open:
             self._waiting[connection] = close
 
@@ -57,7 +60,7 @@ class Connections:
 
 
 def connections_of_a_process(wanted: int, processes: int) -> int:
-    """Return a process's share of the wanted connections, within the system's limit on open files."""
+    """Return each process's share of the `wanted` connections, within the system's limit on open files of a process."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     share = -(-wanted // processes)
     return share if files == resource.RLIM_INFINITY else min(share, max(files - OTHER_FILES, files // 2))

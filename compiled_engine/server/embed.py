@@ -30,9 +30,9 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     """The body of a request to /v2/embed.
 
     `input_type` selects one of the checkpoint's prompts, which is put before each text. The `embedding_types` binary
-    and ubinary have one bit per value, 0 if negative, packed into signed or unsigned bytes. `truncate` END keeps the
-    first tokens of a text, at most `max_tokens` or as many as the model takes; with NONE, a text that is too long is an
-    error.
+    and ubinary have one bit per value, 0 if the value is negative, packed into signed or unsigned bytes. With
+    `truncate` END, the first tokens of a text are kept: at most `max_tokens`, or as many as the model takes. With NONE,
+    a text that is too long is an error.
     """
 
     texts: list[str]
@@ -56,13 +56,13 @@ class Vectors(msgspec.Struct, kw_only=True):
 
 
 class ApiVersion(msgspec.Struct):
-    """The version of the API's shape."""
+    """The version of Cohere's API whose shape a response has."""
 
     version: str = "2"
 
 
 class EmbedTokens(msgspec.Struct):
-    """The number of tokens of all texts."""
+    """The number of tokens of all texts of a request."""
 
     input_tokens: int
 
@@ -85,7 +85,7 @@ class EmbedResponse(msgspec.Struct, kw_only=True):
 
 
 async def embed(request: Request) -> Reply:
-    """POST /v2/embed."""
+    """Handle POST /v2/embed."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, EmbedRequest, EMBED_REFUSED)
     if fields.truncate == "NONE":
@@ -115,7 +115,11 @@ async def embed(request: Request) -> Reply:
 
 
 def _prompt_name(serving: Serving, input_type: str | None, ignored: list[str]) -> str | None:
-    """Return the checkpoint's prompt for the input type. Raises ApiError 400 if it only has others."""
+    """Return the name of the checkpoint's prompt for `input_type`, or None to use no prompt.
+
+    If the checkpoint has no prompts, a warning is added to `ignored`. Raises ApiError 400 if it has prompts, but none
+    for `input_type`.
+    """
     stated = serving.engine.config.model.pooling
     prompts = dict(stated.prompts) if stated is not None else {}
     if input_type is None:

@@ -65,7 +65,7 @@ class MessageErrorResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="
 
 
 class ApiError(Exception):
-    """Ends a request with this HTTP status. The message is sent to the client and must not reveal server internals."""
+    """Ends a request with an HTTP error. The message is sent to the client and must not reveal server internals."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
 
 
 def require(holds: bool, field: str, allowed: str, value: Any, *, param: str | None = None) -> None:
-    """Raise ApiError 400 with the field, what is allowed and its value, unless `holds`.
+    """Raise ApiError 400, "FIELD must be ALLOWED, got VALUE", unless `holds`.
 
-    `param` is the request field, where `field` is a part of it or a description.
+    `param` is the request field at fault if `field` is a part or a description of it.
     """
     if not holds:
         raise bad_request(param or field, f"{field} must be {allowed}, got {shown(value)}")
@@ -119,7 +119,10 @@ def require_given(field: str, value: Any, because: str = "") -> None:
 
 
 def require_equal(given: Mapping[str, Any], param: str) -> None:
-    """Raise ApiError 400 for the field `param` if fields with one meaning, by name, have different values."""
+    """Raise ApiError 400 for the field `param` if the values in `given` differ.
+
+    `given` maps the names of fields with one meaning to their values.
+    """
     if len(set(given.values())) > 1:
         values = ", ".join(map(str, given.values()))
         raise bad_request(param, f"{' and '.join(given)} must be equal, got {values}")
@@ -132,19 +135,22 @@ def require_absent(field: str, value: Any, because: str, code: str | None = None
 
 
 def require_at_most(field: str, values: Sized | int | None, most: int, what: str) -> None:
-    """Raise ApiError 400 if there are more than `most`. `values` is a collection or its size."""
+    """Raise ApiError 400 if `field` has more than `most` elements, which `what` names.
+
+    `values` is a collection or its size.
+    """
     count = values if isinstance(values, int) else len(values or ())
     if count > most:
         raise bad_request(field, f"{field} must have at most {most} {what}, got {count}")
 
 
 def shutting_down() -> ApiError:
-    """Return the 503 error of a server that takes no more requests."""
+    """Return the error 503 of a server that accepts no more requests."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def blamed_on_request(error: Exception, **fields: str) -> ApiError:
-    """Convert a TypeError or ValueError of the engine's checks to a 400 that names the request's field.
+    """Convert a TypeError or ValueError of the engine's checks to an error 400 that names the request's field.
 
     `fields` maps engine parameters to request fields; `prompts` is "prompt" by default.
     """
@@ -158,7 +164,10 @@ def blamed_on_request(error: Exception, **fields: str) -> ApiError:
 
 
 def engine_failure(reason: str) -> ApiError:
-    """Return a 500 for a request that the engine could not complete, with server internals removed from `reason`."""
+    """Return an error 500 for a request that the engine could not complete.
+
+    Server internals are removed from `reason`.
+    """
     return ApiError(500, f"the engine failed: {without_internals(reason)}", code="engine_error")
 
 
@@ -168,11 +177,11 @@ def without_internals(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a request value's shortened repr for errors."""
+    """Return the repr of a request's value for error messages, shortened to 200 characters."""
     return shortened(repr(value), 200)
 
 
 def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
-    """Return valid Unicode, with the middle removed from texts longer than `longest`."""
+    """Return a text as valid Unicode. If it is longer than `longest` characters, its middle is removed."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"

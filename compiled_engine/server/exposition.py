@@ -110,13 +110,13 @@ OF_VLLM = {
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics."""
+    """Handle GET /metrics."""
     serving = serving_of(request)
     return Response(exposition(serving, await serving.engine.metrics()), headers={"content-type": CONTENT_TYPE})
 
 
 def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
-    """Return the metrics text, given the result of `AsyncLLM.metrics`."""
+    """Return all metrics as text. `engine` is the result of `AsyncLLM.metrics`."""
     labels = {"model_name": serving.names[0]}
     if "adapter_requests" in engine:  # drop adapters that lost their name
         counts = {name: count for name, count in engine["adapter_requests"].items() if serving.adapters.get(name)}
@@ -130,7 +130,7 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
 
 
 def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the engine's metrics, as far as it reports them."""
+    """Return the engine's metrics. A metric that `engine` does not have is left out or has no samples."""
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():
@@ -159,7 +159,10 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
 
 
 def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the metrics that decide the number of drafts and their sharpness; no samples if these are fixed."""
+    """Return the metrics of speculative decoding by which the engine chooses the number of drafts and their sharpness.
+
+    If both are fixed, the metrics have no samples.
+    """
     values = list(labels.values())
     text = "Newest share of right drafts among those whose predecessors are right, by position, from 0."
     shares = GaugeMetricFamily(PREFIX + "spec_decode_acceptance_rate_per_pos", text, labels=[*labels, "position"])
@@ -178,7 +181,7 @@ def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> l
 
 
 def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:
-    """Return running and waiting adapters as labels. As in vLLM, the value is seconds since 1970."""
+    """Return a metric whose labels name the running and waiting adapters. As in vLLM, its value is the Unix time."""
     family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters that run and wait.", labels=LORA_LABELS)
     if "max_adapters" in engine:
         states = (engine[f"adapter_requests_{state}"] for state in ("running", "waiting"))
@@ -187,7 +190,7 @@ def _lora_requests_info(engine: Mapping[str, Any]) -> Metric:
 
 
 def _as_vllm(families: Iterable[Metric]) -> list[Metric]:
-    """Copy the metrics that vLLM also has, with its prefix and its label "engine"."""
+    """Return copies of the metrics that vLLM also has, with vLLM's prefix and its label "engine"."""
     copies = []
     for family in families:
         if family.name.removeprefix(PREFIX) in OF_VLLM:
@@ -203,7 +206,7 @@ def _as_vllm(families: Iterable[Metric]) -> list[Metric]:
 
 
 def _of_replicas(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return metrics of the replicas; no samples with a single engine core."""
+    """Return the metrics of the replicas. They have no samples with a single engine core."""
     families: list[Metric] = []
     for key, (name, text, make) in FOR_REPLICAS.items():
         family = make(PREFIX + name, text, labels=list(labels))
@@ -229,7 +232,7 @@ def _admission(serving: Serving) -> list[Metric]:
 
 
 class _Families:
-    """A Prometheus collector of fixed families."""
+    """A Prometheus collector that returns the given families."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

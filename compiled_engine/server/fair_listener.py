@@ -1,4 +1,4 @@
-"""A listening socket, possibly shared by processes: the one with the fewest connections accepts the next."""
+"""Accept connections at a socket that processes may share: the process with the fewest connections accepts the next."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ HANDSHAKE_S = 10.0
 class FairListener:
     """Accepts connections in place of asyncio's server in uvicorn.
 
-    `connections` bounds those of this process. `has_most` returns whether another process has fewer; without it, the
-    process that wakes first would get most connections.
+    `connections` bounds the connections of this process. `has_most` returns whether another process has fewer. If so,
+    this process leaves the next connection to that process for PATIENCE_S. Without this wait, the process that wakes
+    first would get most connections.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class FairListener:
         self._waking = self._loop.call_later(seconds, wake)
 
     def _take(self) -> bool:
-        """Accept a connection; return False if there was none."""
+        """Accept a connection. Return False if that failed or another process was faster."""
         try:
             connection, _ = self._bound.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):

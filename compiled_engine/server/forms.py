@@ -30,10 +30,10 @@ async def asked_form(
     given: dict[str, Any] | None,
     name: str = "response_format",
 ) -> StructuredOutputs | None:
-    """Return the form that a request requires by one of the two fields; None for free text.
+    """Return the format that a request requires, or None for free text.
 
-    `name` is that of the first field. Raises ApiError 400 if both are given, or the form is invalid or cannot be
-    compiled.
+    `given` is the field structured_outputs. `name` is the name of the field `response_format`. Raises ApiError 400 if
+    both fields are given, or if the format is invalid or cannot be compiled.
     """
     values = _of_format(response_format, name)
     if given is None:
@@ -44,7 +44,10 @@ async def asked_form(
 
 
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """Convert response_format to fields of StructuredOutputs. Its schema is beside or below the type."""
+    """Convert response_format to fields of StructuredOutputs, or to None for free text.
+
+    The schema is in the field `schema`, either of response_format or of its `json_schema`.
+    """
     kind = "text" if response_format is None else response_format.get("type")
     require(kind in TYPES, f"{name}.type", f"one of {', '.join(map(repr, TYPES))}", kind, param=name)
     if response_format is None or kind == "text":
@@ -90,7 +93,7 @@ class ToolUse:
 
     @property
     def follows_schemas(self) -> bool:
-        """Whether any call must follow its schema."""
+        """Whether the arguments of at least one tool must follow the tool's schema."""
         return self.required or any(tool.function.strict for tool in self.tools)
 
 
@@ -105,9 +108,9 @@ async def answer_form(
 ) -> StructuredOutputs | None:
     """Return the grammar of an answer, or None for free text.
 
-    `prompt` is the rendered prompt, which shows whether reasoning comes first. `continued` is the message that the
-    answer continues. `budget` bounds the tokens of reasoning. Raises ApiError 400 with a tool whose schema is not
-    supported.
+    `prompt` is the rendered prompt, which shows whether reasoning comes first. `asked` is the result of `asked_form`.
+    `continued` is the message that the answer continues. `budget` bounds the tokens of reasoning. Raises ApiError 400
+    for a strict tool whose schema is not supported.
     """
     if asked is None and budget is None and (use is None or not use.follows_schemas):
         return None
@@ -129,7 +132,7 @@ async def answer_form(
 def _body(
     chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], reasoning: ReasoningRules, *, has_answer: bool
 ) -> list[str]:
-    """Return the rule `body`, which follows any reasoning, and the rules that it needs."""
+    """Return the grammar rule `body`, which describes the answer after any reasoning, and the rules that it uses."""
     answer = f"{reasoning.before_text}@{ANSWER}"
     if use is None or not tools:
         return [f"body: {answer}"] if has_answer else ["body: TEXT?", "TEXT: /(?s:.+)/"]
@@ -145,15 +148,16 @@ def _body(
 
 
 def _named_answer(asked: StructuredOutputs) -> list[dict[str, Any]]:
-    """Return the grammars of a requested form. The first gets the name by which other rules refer to it."""
+    """Return the grammars of a requested format. The first is named ANSWER, so that the rule `body` can refer to it."""
     first, *others = json.loads(grammar_text(asked))["grammars"]
     return [{**first, "name": ANSWER}, *others]
 
 
 def _callable(use: ToolUse) -> list[CallableTool]:
-    """Return the tools with schemas for their arguments.
+    """Return the tools with the schemas that their arguments must follow.
 
-    An unsupported schema is an error for a strict tool; for others, any object is allowed.
+    A tool's own schema is enforced if the tool is strict or a call is required. Otherwise its arguments may be any
+    object. If the schema is not supported, a strict tool raises ApiError 400, and any other tool allows any object.
     """
     found: list[CallableTool] = []
     for index, tool in enumerate(use.tools):

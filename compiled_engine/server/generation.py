@@ -42,7 +42,7 @@ async def generate(
     salt: str | None = None,
     model: str | None = None,
 ) -> Outputs:
-    """Yield each output with the index of its prompt. Closing the stream aborts what is unfinished.
+    """Yield each output as (index of its prompt, output). Closing the stream aborts unfinished completions.
 
     `field` is the request field of the prompts, for errors. Only requests with the same `salt` share cached prefixes.
     `model` is the name of the model or of an adapter.
@@ -126,7 +126,10 @@ async def _of_prompt(
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:
-    """Raise ApiError for a failed or aborted completion: 400 if no token is allowed, 503 at shutdown, otherwise 500."""
+    """Raise ApiError for a completion that failed or was aborted.
+
+    The status is 400 if no token was allowed or the grammar failed, 503 at shutdown, and otherwise 500.
+    """
     if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
         raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
     if completion.finish_reason == "error" and str(completion.stop_reason).startswith("structured_outputs: "):
@@ -138,7 +141,7 @@ def _raise_if_failed(completion: CompletionOutput) -> None:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
-    """Yield the outputs of several streams in order of arrival. No stream runs ahead of the reader."""
+    """Yield the outputs of several streams in order of arrival. A stream waits until the reader takes its output."""
     ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:

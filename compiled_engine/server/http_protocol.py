@@ -28,7 +28,7 @@ REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class Reading(FlowControl):
-    """Flow control of a connection that can be held: then nothing resumes reading until `release`."""
+    """Flow control of a connection. After `hold`, nothing resumes reading until `release`."""
 
     held = False
 
@@ -46,11 +46,11 @@ class Reading(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """An HTTP connection that refuses requests with too many bytes beside the body, trailers, or a slow arrival.
+    """Refuses HTTP requests that arrive too slowly, have trailers, or have too many bytes beside the body.
 
-    It also closes connections whose client does not read, or continues a body after the answer. The bytes beside the
-    body are the headers, chunk headers and their extensions. Requests are parsed one at a time; pipelined ones wait for
-    the answer.
+    It also closes connections whose client does not read the answer, or continues a body after the answer. The bytes
+    beside the body are the headers, chunk headers and their extensions. Requests are parsed one at a time; pipelined
+    requests wait until the previous one is answered.
 
     Subclasses set the class attributes, since uvicorn creates the instances.
     """
@@ -101,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self._reads_headers and self.cycle is not None and not self.cycle.response_complete
 
     def _parse(self) -> None:
-        """Parse the buffered data up to the end of a request that is not answered yet."""
+        """Parse the buffered data up to the end of the first request that is not answered yet."""
         data, start = self._unparsed, 0
         while start < len(data) and not (self._refused or self._is_answering or self.transport.is_closing()):
             end = self._end_of_piece(data, start)
@@ -116,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._expect_request()  # bytes that begin no request, such as line ends
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Return the end of the next piece: where a request may end, or the end of the data."""
+        """Return the offset in `data` of the end of the next piece: where a request may end, or the end of the data."""
         if not self._reads_headers and self._body_left is not None:
             return min(start + self._body_left, len(data))
         seen = self._before + data[start : start + len(BLANK_LINE)]
@@ -127,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         return len(data) if place < 0 else place + len(BLANK_LINE)
 
     def _feed(self, piece: bytes) -> None:
-        """Parse as uvicorn does, but do not log invalid HTTP or upgrades."""
+        """Parse a piece. Unlike uvicorn, log neither invalid HTTP nor upgrades."""
         self._before = (self._before + piece[1 - len(BLANK_LINE) :])[1 - len(BLANK_LINE) :]
         self._bytes_beside_body += len(piece)
         try:
@@ -217,7 +217,10 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._refuse(ApiError(431, f"headers must have at most {self.limits.max_header_bytes} bytes"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send the error unless an answer has begun. Close once the client has read it, or after LINGER_S."""
+        """Send the error unless an answer has begun, and close the connection.
+
+        The connection is closed once the client has read the error, or after LINGER_S.
+        """
         if self.transport.is_closing() or self._refused:
             return
         self._refused = True
@@ -249,7 +252,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def bounded_protocol(limits: Limits, connections: Connections) -> type[BoundedProtocol]:
-    """Return the subclass of BoundedProtocol for a server."""
+    """Return a subclass of BoundedProtocol with these limits and connections, of which uvicorn creates instances."""
     shared = {"limits": limits, "connections_here": connections, "buffer": memoryview(bytearray(READ_BYTES))}
     return type("BoundedProtocol", (BoundedProtocol,), shared)
 

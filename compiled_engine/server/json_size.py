@@ -11,7 +11,7 @@ from compiled_engine.server.errors import bad_request
 
 # Containers in a body and in its call arguments. Each takes a microsecond to create and free.
 MOST_CONTAINERS = 1 << 16
-# Keys in all objects of either. Each takes half a microsecond.
+# Keys in all objects of a body, or of its call arguments. Each takes half a microsecond.
 MOST_KEYS = 1 << 18
 _BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},:"')))
 _STEPS = np.zeros(256, np.int8)
@@ -25,7 +25,7 @@ class _Counts(NamedTuple):
     opening: int
 
     def excess(self, max_values: int) -> str:
-        """Return the bound that is exceeded, as text, or ""."""
+        """Return the bound that is exceeded, as text, or "" if none is."""
         if self.commas >= max_values:
             return f"{max_values} values"
         if self.colons > MOST_KEYS:
@@ -55,7 +55,7 @@ def check_sizes(name: str, texts: Iterable[str], max_values: int) -> None:
 
 
 def is_deeper_than(body: bytes, depth: int) -> bool:
-    """Return whether JSON is nested deeper, without recursion and before it is parsed.
+    """Return whether JSON is nested deeper than `depth`, without recursion and before it is parsed.
 
     In invalid JSON, the text before the first error counts, since a parser may read it.
     """
@@ -63,7 +63,7 @@ def is_deeper_than(body: bytes, depth: int) -> bool:
 
 
 def _count_at_most(body: bytes) -> _Counts:
-    """Return upper bounds: marks within strings count too."""
+    """Return upper bounds of the counts. They are not exact, since marks within strings count too."""
     return _Counts(body.count(b","), body.count(b":"), body.count(b"[") + body.count(b"{"))
 
 

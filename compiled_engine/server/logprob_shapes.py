@@ -22,7 +22,10 @@ Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities by token, null for a prompt's first token. `text_offset` is in characters."""
+    """Log-probabilities of a completion, one element per token.
+
+    For the first token of a prompt, `token_logprobs` and `top_logprobs` have null. `text_offset` is in characters.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -39,7 +42,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
-    """One of the most likely tokens."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -47,7 +50,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The chosen token with the most likely ones."""
+    """The chosen token at a position, with the most likely tokens there."""
 
     token: str
     logprob: float
@@ -68,7 +71,7 @@ PromptLogprobs = Annotated[
 
 
 class PromptLogprob(msgspec.Struct):
-    """One alternative for a token; rank 1 is the most likely."""
+    """One of the likely tokens at a position of the prompt. Rank 1 is the most likely."""
 
     logprob: float
     rank: int
@@ -78,9 +81,10 @@ class PromptLogprob(msgspec.Struct):
 def completion_logprobs(
     entries: Entries, token_ids: Sequence[int], offset: int = 0, left_out: Container[int] = (), *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
-    """Return the entries of consecutive tokens whose text begins at `offset`, and the text's end.
+    """Return the log-probabilities of consecutive tokens, and the offset where their text ends.
 
-    `left_out` are token ids that the text omits. With `as_ids`, tokens are written as "token_id:5".
+    `entries` has one entry per token. The text of the tokens begins at `offset`, in characters. `left_out` has the ids
+    of tokens that the text omits. With `as_ids`, tokens are written as "token_id:5".
     """
     shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for entry, token_id in zip(entries, token_ids, strict=True):
@@ -94,7 +98,7 @@ def completion_logprobs(
 def echoed_logprobs(
     entries: Entries, token_ids: Sequence[int], text: str, first_text: str, special: Container[int], *, as_ids: bool
 ) -> CompletionLogprobs:
-    """Return a prompt's entries with their offsets in its text.
+    """Return the log-probabilities of a prompt's tokens, with the offset of each token in the prompt's text.
 
     `first_text` is the text of the first token, which has no entry. The text may lack `special` tokens, and may differ
     from the tokens where the tokenizer normalises.
@@ -126,7 +130,7 @@ def _append(
 
 
 def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLogprobs:
-    """Return the entries in the chat shape, with the `top` most likely tokens; -1 for all.
+    """Return log-probabilities in the chat shape, each with the `top` most likely tokens; -1 for all.
 
     With `as_ids`, tokens are written as "token_id:5", but `bytes` still has their text.
     """
@@ -145,7 +149,10 @@ def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLo
 
 
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:
-    """Return a list with an object of alternatives by token id for each token; null for the first token."""
+    """Return JSON with one element per token, null for the first token.
+
+    An element maps the ids of likely tokens at that position to their PromptLogprob.
+    """
     shaped = [
         None
         if entry is None
@@ -168,7 +175,7 @@ def _written(token_id: int, entry: Logprob, as_ids: bool) -> str:
 
 
 def _by_text(entry: dict[int, Logprob], as_ids: bool) -> dict[str, float]:
-    """Return log-probabilities by text. Of tokens with equal text, the most likely counts."""
+    """Return the log-probabilities of an entry by token text. If several tokens have one text, the highest counts."""
     best: dict[str, float] = {}
     for token_id, each in entry.items():
         text = _written(token_id, each, as_ids)
@@ -188,8 +195,9 @@ def _bytes(entry: Logprob) -> list[int] | None:
 class TextLogprobs:
     """Selects the tokens that belong to an answer's text, not to reasoning, calls or markup.
 
-    `parser` is a separate parser, fed one character at a time to locate each piece. `top` is the number of most likely
-    tokens shown. `hidden` returns whether a token with this text is omitted from answers; None if none is.
+    `parser` locates each piece. It is fed one character at a time, and must not be the parser that reads the answer.
+    `top` is the number of most likely tokens shown. `hidden` returns whether answers omit a token with this text. It is
+    None if they omit none.
     """
 
     def __init__(self, parser: AnswerParser, top: int, hidden: Callable[[str], bool] | None) -> None:
@@ -202,7 +210,10 @@ class TextLogprobs:
         self._num_characters = 0  # in all tokens so far
 
     def push(self, completion: CompletionOutput) -> list[TokenLogprob]:
-        """Add an output; return the entries whose text is decided. They may precede their text's pieces."""
+        """Add an output. Return the log-probabilities of tokens now known to belong to the answer's text.
+
+        They may be returned before the parser of the answer returns that text.
+        """
         if completion.logprobs is None:
             return []
         for entry in chat_logprobs(completion.logprobs, self._top).content:

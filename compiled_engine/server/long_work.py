@@ -20,10 +20,10 @@ RETRY_AFTER_S = 1
 
 
 class LongWork:
-    """Threads for one kind of work, so that kinds do not delay each other.
+    """Runs one kind of work on threads that no other kind uses, so that different kinds do not delay each other.
 
-    `small` is the largest size that counts as small. `timeout` bounds waiting and running, in seconds. Work whose
-    client disconnects before it begins is dropped.
+    `small` is the largest size that counts as small. `timeout` bounds waiting and running together, in seconds. Work
+    whose client disconnects before it begins is dropped.
     """
 
     def __init__(self, name: str, small: int, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""The adapters in the server's options.
+"""Read the adapters in the server's options.
 
 This module imports nothing heavy, because options are checked before the engine starts.
 """
@@ -26,7 +26,7 @@ def adapters_of(options: ServerOptions) -> list[LoRARequest]:
 
 
 def check_adapter_options(options: ServerOptions, enable_lora: bool) -> None:
-    """Raise ValueError for invalid adapter options, or for any without `enable_lora`."""
+    """Raise ValueError for invalid adapter options, or for any adapter options if `enable_lora` is False."""
     if not enable_lora:
         require_defaults(options, "enable_lora is False", "lora_modules", "allowed_lora_folder")
     adapters_of(options)

@@ -47,7 +47,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """Reasoning before an answer. `signature` has no meaning here; clients send it back."""
+    """Reasoning before an answer. `signature` carries no information; clients send it back."""
 
     thinking: str
     signature: str = ""
@@ -93,7 +93,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
 
 
 class MessagesToolChoice(msgspec.Struct, kw_only=True):
-    """Whether tools are called, by `type`. With "tool", `name` is the tool's."""
+    """Whether the answer may or must call tools. With the `type` "tool", it must call the tool `name`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -101,21 +101,25 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons first, if its template has a variable for it, and for how many tokens at most."""
+    """Whether the model reasons before its answer.
+
+    `type` has an effect only if the chat template has a variable for it. `budget_tokens` bounds the tokens of
+    reasoning.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class SchemaFormat(msgspec.Struct, kw_only=True):
-    """Require an answer in JSON that conforms to the schema."""
+    """Requires an answer in JSON that conforms to the schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """The answer's format and the reasoning `effort`, for templates that read reasoning_effort."""
+    """The format of the answer, and the reasoning effort. `effort` needs a template that reads reasoning_effort."""
 
     effort: str | None = None
     format: SchemaFormat | None = None
@@ -124,8 +128,9 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class CountTokensRequest(SamplingFields, kw_only=True):
     """The body of a request to /v1/messages/count_tokens.
 
-    `messages` is the conversation; a final assistant text is continued. `system` has instructions.
-    `chat_template_kwargs`, and sampling parameters under their names in other endpoints, are accepted too.
+    `messages` is the conversation. If it ends with an assistant's text, the answer continues that text. `system` has
+    instructions. `chat_template_kwargs`, and sampling parameters under the names of the other endpoints, are accepted
+    too.
     """
 
     messages: list[InputMessage]
@@ -145,9 +150,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignored: list[str]) -> ChatRequest:
-    """Convert the request to a chat request. `ignored` gets a warning for each part without effect.
+    """Convert the request to a chat request. A warning is added to `ignored` for each part without effect.
 
-    Raises ApiError 400 with the field, for unsupported values.
+    Raises ApiError 400 for unsupported values.
     """
     for name, nothing in WITHOUT_PLACE.items():
         if (value := getattr(fields, name)) not in nothing:
@@ -175,7 +180,7 @@ def as_chat(fields: CountTokensRequest, chat: ChatFormat, limits: Limits, ignore
 
 
 def _num_blocks(message: InputMessage) -> int:
-    """Return the number of blocks, including those within tool results."""
+    """Return the number of blocks of a message, including the blocks within tool results."""
     content = message.content
     if isinstance(content, str):
         return 0
@@ -194,7 +199,10 @@ def _stop(fields: CountTokensRequest, limits: Limits) -> Any:
 
 
 def _settings(fields: CountTokensRequest, chat: ChatFormat, ignored: list[str]) -> dict[str, Any] | None:
-    """Return the template's variables, with `thinking` translated to the template's own variable."""
+    """Return the variables of the chat template.
+
+    `thinking` is converted to the variables that the template has for it.
+    """
     if fields.thinking is None:
         return fields.chat_template_kwargs
     names = [name for name in THINKING if name in chat.allowed_settings and chat.knows(name)]
@@ -204,7 +212,7 @@ def _settings(fields: CountTokensRequest, chat: ChatFormat, ignored: list[str]) 
 
 
 def _messages(fields: CountTokensRequest) -> list[ChatMessage]:
-    """Convert the messages. All instructions go first, in one message: few chat templates accept them elsewhere."""
+    """Convert the messages. All instructions go first, in one message, since few templates accept them elsewhere."""
     instructions = _instructions("system", fields.system or "")
     messages: list[ChatMessage] = []
     for index, message in enumerate(fields.messages):
@@ -250,7 +258,7 @@ def _of_assistant(where: str, content: str | list[Block]) -> ChatMessage:
 
 
 def _of_user(where: str, content: str | list[Block]) -> list[ChatMessage]:
-    """Convert a user message. Tool results become messages of their own; text around them keeps its place."""
+    """Convert a user message. Each tool result becomes a message; the text around the results stays in order."""
     if isinstance(content, str):
         return [ChatMessage(role="user", content=content)]
     messages: list[ChatMessage] = []
@@ -278,7 +286,7 @@ def _part(text: str) -> ContentPart:
 
 
 def _ends_with_text(messages: list[InputMessage]) -> bool:
-    """Return whether the last message is the beginning of the answer."""
+    """Return whether the last message is an assistant's text, which the answer continues."""
     if not messages or messages[-1].role != "assistant":
         return False
     content = messages[-1].content

@@ -54,7 +54,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """An answer, complete or so far. `stop_sequence` is the string that ended it."""
+    """An answer, complete or as far as it has been generated. `stop_sequence` is the stop string that ended it."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -72,7 +72,7 @@ class InputTokens(msgspec.Struct):
 
 
 async def messages(request: Request) -> Reply:
-    """POST /v1/messages."""
+    """Handle POST /v1/messages."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, MessagesRequest, MESSAGES_REFUSED, MESSAGES_HABITS)
     model = serving.model(fields.model)
@@ -88,7 +88,7 @@ async def messages(request: Request) -> Reply:
 
 
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens."""
+    """Handle POST /v1/messages/count_tokens."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CountTokensRequest, MESSAGES_REFUSED, MESSAGES_HABITS)
     serving.model(fields.model)
@@ -139,7 +139,7 @@ async def _events(events: MessageEvents, prompt: ChatPrompt, outputs: Outputs) -
 
 
 def _usage(counter: UsageCounter, *, before: bool = False) -> MessageUsage:
-    """Return the usage so far; with `before`, without the answer's tokens."""
+    """Return the token counts so far; with `before`, without the answer's tokens."""
     counted = counter.usage()
     cached = counted.prompt_tokens_details.cached_tokens
     return MessageUsage(
@@ -157,7 +157,7 @@ async def _whole(events: MessageEvents, prompt: ChatPrompt, outputs: Outputs) ->
 
 
 async def _stream(all_events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events. A failure becomes an event too."""
+    """Yield server-sent events as encoded bytes. If the answer fails, the last event is the error."""
     async with aclosing(all_events):
         try:
             async for each in all_events:
@@ -173,9 +173,9 @@ Event = dict[str, Any]
 
 
 class MessageEvents:
-    """Turns pieces of an answer into stream events, and assembles them into `message`.
+    """Converts the pieces of an answer to stream events, and assembles the pieces into `message`.
 
-    One content block is open at a time; a piece of another kind closes it.
+    One content block is open at a time. A piece of another kind closes it and opens the next.
     """
 
     def __init__(self, model: str, stop_sequences: list[str], make_call_id: Callable[[], str]) -> None:
@@ -213,7 +213,7 @@ class MessageEvents:
                 yield self._delta("input_json_delta", partial_json=text)
 
     def end(self, completion: CompletionOutput, usage: MessageUsage) -> Iterator[Event]:
-        """Yield the final events."""
+        """Yield the events that end the message."""
         yield from self._close()
         message, stop = self.message, completion.stop_reason
         message.usage = usage
@@ -250,7 +250,7 @@ class MessageEvents:
 
 
 def _input(arguments: str) -> Any:
-    """Parse a call's arguments; {} if the answer was cut off within them."""
+    """Return a call's arguments, parsed from JSON; {} if the answer was cut off within them."""
     try:
         return msgspec.json.decode(arguments) or {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -47,7 +47,7 @@ OTHER = "other"
 
 
 class Histogram:
-    """A histogram with fixed buckets, over all processes."""
+    """A histogram with fixed buckets, summed over all API processes. `borders` are the buckets' upper bounds."""
 
     def __init__(self, borders: tuple[float, ...], figures: SharedFigures) -> None:
         self._borders = borders
@@ -72,7 +72,7 @@ class Histogram:
 
 
 class Counts:
-    """A counter for each of some names."""
+    """Counters by name, summed over all API processes."""
 
     def __init__(self, names: Iterable[Hashable], figures: SharedFigures) -> None:
         self._figures = figures
@@ -86,9 +86,9 @@ class Counts:
 
 
 class ServerMetrics:
-    """The metrics of all processes. Each process writes its own from one event loop; reading sums over all.
+    """The metrics of all API processes. Each process writes its own part, from one event loop. Reading sums all parts.
 
-    `routes` are the label values for HTTP responses.
+    `routes` are the values of the label `route` of HTTP responses.
     """
 
     def __init__(self, figures: SharedFigures, routes: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class ServerMetrics:
         return ObservedRequest(self, params.n)
 
     def pooled(self, outputs: Sequence[PoolingRequestOutput[Any]], seconds: float) -> None:
-        """Count the results of a pooling request that took this many seconds."""
+        """Count the results of a pooling request that took `seconds`."""
         for output in outputs:
             self.tokens.add("prompt_tokens", len(output.prompt_token_ids))
             self.tokens.add("prompt_tokens_cached", output.num_cached_tokens or 0)
@@ -142,7 +142,7 @@ class ServerMetrics:
 
 
 class ObservedRequest:
-    """Observes the outputs of one request to the engine."""
+    """Records metrics of one request to the engine, as its outputs arrive."""
 
     def __init__(self, metrics: ServerMetrics, completions: int) -> None:
         self._metrics = metrics
@@ -173,7 +173,7 @@ class ObservedRequest:
             self._finish(result, result.metrics)
 
     def end(self) -> None:
-        """Record the end for the client; unfinished completions count as aborted."""
+        """Record that the client's answer has ended. Unfinished completions count as aborted."""
         if not self._ended:
             self._ended = True
             self._metrics.finish_reasons.add(ABORTED, self._unfinished)

@@ -37,11 +37,12 @@ def is_loopback(host: str) -> bool:
 
 
 def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None]:
-    """Return a check of the headers `host` and `origin` against web pages of other sites.
+    """Return a function that checks the headers `host` and `origin` against web pages of other sites.
 
-    Pages of other sites are recognised by their origin. DNS rebinding, where a site's name resolves to this machine, is
-    recognised by a host with a dot that is no address; only a server at a loopback address can exclude that such a name
-    is its own. Nothing is refused if API keys are required or every origin is allowed.
+    The function returns the error for a request from such a page, otherwise None. A page of another site is recognised
+    by its origin. In DNS rebinding, a site's name resolves to this machine; the sign is a `host` that is a name with a
+    dot. The check of `host` applies only to a server at a loopback address, since any other server may have such a
+    name. Nothing is refused if API keys are required or every origin is allowed.
     """
     pages = AllowedPages(options.allowed_origin)
     if options.api_key or pages.has_all:
@@ -74,7 +75,7 @@ def _split_host(header: str) -> SplitResult:
 
 
 def _is_near(host: str) -> bool:
-    """Return whether a host is safe from DNS rebinding: an address, a name without a dot, or one below .localhost."""
+    """Return whether a host is safe from DNS rebinding: an address, or a name without a dot or below .localhost."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -101,9 +102,9 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 class RequestScope:
     """The outermost layer of the application.
 
-    The response repeats the request's id; a malformed id is replaced. Each response is logged, except to requests
-    refused here and, if there are keys, to those that need none: otherwise anyone could fill the log. uvicorn would log
-    all of them, with paths of any length.
+    The response repeats the request's id; a malformed id is replaced. Responses are logged, except to requests that
+    this layer refuses and, if the server has API keys, to requests that need no key. Otherwise anyone could fill the
+    log. This log replaces uvicorn's access log, which has every response, with paths of any length.
 
     `routes` are the paths by which responses are counted. `open_paths` need no API key.
     """
@@ -154,13 +155,16 @@ class RequestScope:
         await app(scope, receive, send_with_id)
 
     def _log_response(self, scope: Any, status: int) -> None:
-        """Log as uvicorn does, with a bound on the path."""
+        """Log a response in uvicorn's format. The path is cut to LONGEST_LOGGED_PATH characters."""
         path = get_path_with_query_string(scope)[:LONGEST_LOGGED_PATH]
         line = '%s - "%s %s HTTP/%s" %d'
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether a path that begins with the root path is a route as it is, as /v1/models is with root /v1."""
+        """Return whether `path`, which begins with the root path, is a route as it is, with the root path kept.
+
+        An example is /v1/models with the root path /v1.
+        """
         if path in self._routes:
             return True
         return self._with_parameters(path) and not self._is_known(path.removeprefix(root))
@@ -172,7 +176,10 @@ class RequestScope:
         return any(pattern.match(path) for pattern in self._patterns)
 
     def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
-        """Check the API key. It is compared with every key in constant time, so timing reveals nothing."""
+        """Return the error for a missing or wrong API key, or None. Stores the key's digest and rights in `scope`.
+
+        The key is compared with every valid key in constant time, so that timing reveals nothing.
+        """
         if not (self._keys or self._admin_keys) or path in self._open_paths:
             return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")

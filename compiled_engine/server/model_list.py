@@ -14,7 +14,7 @@ from compiled_engine.server.serving import Serving, serving_of
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A name of the model or of an adapter.
+    """One of the model's names, or the name of an adapter.
 
     `max_model_len` is the context length: prompt and output together. For an adapter, `root` is its folder and `parent`
     its base model; `parent` is null for the model.
@@ -43,7 +43,7 @@ class Version(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Running and waiting completions over all processes of the server."""
+    """The number of running and waiting completions over all processes of the server."""
 
     server_load: int
 
@@ -61,31 +61,31 @@ def _card(serving: Serving, name: str) -> ModelCard:
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models."""
+    """Handle GET /v1/models."""
     serving = serving_of(request)
     return json_response(ModelList(data=[_card(serving, name) for name in (*serving.names, *serving.adapters)]))
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/NAME."""
+    """Handle GET /v1/models/NAME."""
     serving = serving_of(request)
     return json_response(_card(serving, serving.model(request.path_params["model"])))
 
 
 async def version(request: Request) -> Response:
-    """GET /version."""
+    """Handle GET /version."""
     from compiled_engine import __version__
 
     return json_response(Version(__version__))
 
 
 async def load(request: Request) -> Response:
-    """GET /load."""
+    """Handle GET /load."""
     return json_response(Load(serving_of(request).admission.in_flight))
 
 
 async def health(request: Request) -> Response:
-    """GET /health, also at /ping: 200 while the engine core is alive and responsive."""
+    """Handle GET /health and /ping: 200 while the engine core is alive and responsive, otherwise 503."""
     serving = serving_of(request)
     reason = serving.engine.errored
     if reason is None and (silent_s := serving.pulse.silent_s()) > serving.options.limits.health_timeout:
@@ -97,7 +97,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: 200 while the server accepts requests."""
+    """Handle GET /ready: 200 while the server is healthy and accepts requests, otherwise 503."""
     if serving_of(request).stopping.is_set():
         raise shutting_down()
     return await health(request)

@@ -23,7 +23,10 @@ OF_OTHER_SERVERS = {
 
 
 def nearest_path(path: str, known: Collection[str]) -> str | None:
-    """Return the counterpart of another server's path, or a known path that differs by a prefix."""
+    """Return the path in `known` that the client may have meant, or None.
+
+    The result is the counterpart of a path of another server, or differs from `path` by a prefix.
+    """
     bare = path.rstrip("/")
     if (other := OF_OTHER_SERVERS.get(bare)) in known:
         return other

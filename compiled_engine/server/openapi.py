@@ -1,4 +1,4 @@
-"""/openapi.json, generated from the server's request and response types."""
+"""Generate /openapi.json from the server's request and response types."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OF_BODIES = (400, 404, 408, 413, 415, 503)
 
 @dataclass(frozen=True)
 class Operation:
-    """An API operation."""
+    """An operation of the API: a method of a path."""
 
     path: str
     method: str
@@ -114,7 +114,7 @@ OPERATIONS = (
 
 
 async def openapi(request: Request) -> Response:
-    """GET /openapi.json."""
+    """Handle GET /openapi.json."""
     return json_response(document(serving_of(request)))
 
 
@@ -209,7 +209,7 @@ EXTRA_VALUE = {
 
 
 def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
-    """Add the bounds to the request schemas, in place."""
+    """Add the bounds that depend on the server's options and the model to the request schemas, in place."""
     limits, last_token = serving.options.limits, serving.engine.limits.vocab_size - 1
     token_id = {"type": "integer", "minimum": 0, "maximum": last_token}
     token_ids = {"type": "array", "items": token_id, "minItems": 1}
@@ -302,9 +302,9 @@ def _settings(serving: Serving) -> dict[str, Any]:
 
 
 def _narrow(fields: dict[str, Any], names: tuple[str, ...], **bounds: Any) -> None:
-    """Add JSON Schema bounds to the named fields.
+    """Add JSON Schema bounds to the named fields, in place.
 
-    A bound is added only to the branches of a field, itself and those of anyOf, whose type it applies to.
+    The schema of a field, and each schema of its anyOf, gets only the bounds that apply to its type.
     """
     kinds = {
         "maximum": "integer",
@@ -343,7 +343,7 @@ WHITESPACE = {
 
 
 def _form(name: str) -> dict[str, Any]:
-    """Return the schema that requires one form and forbids the others."""
+    """Return the schema of structured_outputs that requires the field `name` and forbids the other formats' fields."""
     fields = {**ABSENT, **WHITESPACE, name: FORMS[name]}
     return {"type": "object", "required": [name], "properties": fields, "additionalProperties": False}
 
@@ -362,7 +362,7 @@ FORMATS = {"anyOf": [*TEXT_FORMAT["anyOf"], _format("json_object"), _format("jso
 
 
 def bound_forms(request: dict[str, Any]) -> None:
-    """Complete a request's schema in place."""
+    """Add the schemas of structured_outputs and response_format to a request's schema, in place."""
     fields = request["properties"]
     fields["structured_outputs"] = STRUCTURED
     if "response_format" in fields:
@@ -372,7 +372,10 @@ def bound_forms(request: dict[str, Any]) -> None:
 
 
 def tool_choices(*, has_tools: bool) -> dict[str, Any]:
-    """Return the schema of tool_choice. A call can only be required if requests may give tools."""
+    """Return the schema of tool_choice.
+
+    If `has_tools` is false, the schema does not allow the choices that require a call.
+    """
     choices: dict[str, Any] = {"enum": ["auto", "none", None]}
     if not has_tools:
         return choices

@@ -35,7 +35,10 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 
 
 def template_variables(name: str, value: Any) -> dict[str, Any]:
-    """Read variables of the chat template: a mapping, or a JSON object as text. Raises TypeError or ValueError."""
+    """Return variables of the chat template. `value` is a mapping, or a JSON object as text.
+
+    Raises TypeError or ValueError for an invalid value.
+    """
     variables = read_mapping(name, value)
     if taken := sorted(SETTINGS & variables.keys()):
         raise ValueError(f"{name} has {', '.join(taken)}; allowed: other names")

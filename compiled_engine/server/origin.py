@@ -1,4 +1,4 @@
-"""Origins of web pages, parsed from the option and from request headers."""
+"""Parse origins of web pages, from the option allowed_origin and from request headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAST_PORT = 65535
 
 
 class Origin(NamedTuple):
-    """Scheme, host (IPv6 without brackets) and port."""
+    """An origin: scheme, host and port. An IPv6 host has no brackets."""
 
     scheme: str
     host: str

@@ -50,7 +50,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     """Fields of every pooling request.
 
     `truncate_prompt_tokens` keeps the first tokens of a text; -1 keeps as many as the model takes. `use_activation`
-    false returns raw values. `priority` and `cache_salt` are those of completions.
+    false returns raw values. `priority` and `cache_salt` mean the same as for completions.
     """
 
     model: str | None = None
@@ -64,9 +64,9 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     """The body of a request to /v1/embeddings.
 
     `input` is text, token ids, or a list of either. `encoding_format` base64 encodes little-endian 32-bit floats.
-    `messages`, in place of `input`, is a chat for the chat template; `chat_template_kwargs` and `add_generation_prompt`
-    are for the template. `normalize` false returns vectors that are not normalised. `prompt_name` selects one of the
-    checkpoint's prompts, which is put before each text.
+    `messages` is a chat that replaces `input`; `chat_template_kwargs` and `add_generation_prompt` are for the chat
+    template. `normalize` false returns vectors that are not normalised. `prompt_name` selects one of the checkpoint's
+    prompts, which is put before each text.
     """
 
     input: Any = None
@@ -119,7 +119,7 @@ class PoolingData(msgspec.Struct, kw_only=True):
 
 
 class ClassificationData(msgspec.Struct, kw_only=True):
-    """The probabilities of a text; `label` is the most likely one."""
+    """The probabilities of a text's classes; `label` is the most likely class."""
 
     index: int
     label: str | None
@@ -138,7 +138,7 @@ class PoolingAnswer(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingResponse(PoolingAnswer, kw_only=True):
-    """The vectors, in the order of the texts."""
+    """The embeddings, in the order of the texts."""
 
     data: list[EmbeddingData]
 
@@ -150,25 +150,25 @@ class PoolingResponse(PoolingAnswer, kw_only=True):
 
 
 class ClassificationResponse(PoolingAnswer, kw_only=True):
-    """The classes, in the order of the texts."""
+    """The class probabilities, in the order of the texts."""
 
     data: list[ClassificationData]
 
 
 async def embeddings(request: Request) -> Reply:
-    """POST /v1/embeddings."""
+    """Handle POST /v1/embeddings."""
     fields, outputs, answer, ignored = await _encoded(request, EmbeddingRequest, "embed")
     return _with_values(EmbeddingResponse(**answer, data=[]), EmbeddingData, "embedding", fields, outputs, ignored)
 
 
 async def pooling(request: Request) -> Reply:
-    """POST /pooling."""
+    """Handle POST /pooling."""
     fields, outputs, answer, ignored = await _encoded(request, PoolingRequest, None)
     return _with_values(PoolingResponse(**answer, data=[]), PoolingData, "data", fields, outputs, ignored)
 
 
 async def classify(request: Request) -> Reply:
-    """POST /classify."""
+    """Handle POST /classify."""
     _, outputs, answer, ignored = await _encoded(request, ClassificationRequest, "classify")
     stated = serving_of(request).engine.config.model.pooling
     labels = stated.labels if stated is not None else ()
@@ -185,7 +185,10 @@ async def classify(request: Request) -> Reply:
 def _with_values(
     answer: Any, kind: type[Any], name: str, fields: Any, outputs: Sequence[Any], ignored: Sequence[str]
 ) -> Reply:
-    """Return the response with an item of this kind for each result, whose values are in the field `name`."""
+    """Return the response with one item, a `kind`, for each of the outputs.
+
+    The field `name` of an item has the values of its output.
+    """
 
     def item(index: int, values: np.ndarray) -> Iterator[bytes]:
         head = msgspec.json.encode(kind(index=index, **{name: []}))
@@ -200,7 +203,7 @@ def _with_values(
 def _listed(
     answer: PoolingAnswer, items: Iterable[Iterable[bytes]], outputs: Sequence[Any], ignored: Sequence[str]
 ) -> Reply:
-    """Return the response with these items in its last field, `data`."""
+    """Return the response `answer` with these items in its last field, `data`. An item is JSON in parts."""
 
     def parts() -> Iterator[bytes]:
         yield msgspec.json.encode(answer).removesuffix(b"]}")
@@ -215,7 +218,10 @@ def _listed(
 
 
 async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple[Any, Sequence[Any], Any, list[str]]:
-    """Encode a request's texts. Returns its fields, the results, the common response fields, and warnings."""
+    """Pool a request's texts. `kind` is the type of its body.
+
+    Returns the fields of the request, the results, the fields that all responses have, and the warnings.
+    """
     fields, ignored = await read_body(request, serving_of(request), kind, REFUSED_HERE)
     outputs, answer = await encoded(request, fields, task)
     return fields, outputs, answer, ignored
@@ -224,9 +230,9 @@ async def _encoded(request: Request, kind: type[Any], task: str | None) -> tuple
 async def encoded(
     request: Request, fields: Any, task: str | None, **names: str
 ) -> tuple[Sequence[PoolingRequestOutput[PoolingOutput]], dict[str, Any]]:
-    """Return a result for each text of a request, and the common response fields.
+    """Return a result for each text of a request, and the fields that all responses have.
 
-    `names` maps parameters to the request's own field names where these differ. Raises ApiError.
+    `names` maps the names of parameters to the request's field names, where they differ. Raises ApiError.
     """
     serving = serving_of(request)
     model = serving.model(fields.model)
@@ -257,7 +263,7 @@ async def encoded(
 
 
 async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
-    """Render the messages with the chat template. Raises ApiError 400 with the field."""
+    """Return the prompt that the chat template makes of the messages. Raises ApiError 400 for invalid fields."""
     assert fields.messages is not None
     for name in ("input", "prompt_name"):
         require_absent(name, getattr(fields, name), "where there are messages")
@@ -285,15 +291,18 @@ def pooling_params(fields: PoolingFields) -> PoolingParams:
 
 
 def bounds_of(limits: Limits) -> PoolingBounds:
-    """Return the bounds of a request. The pairs it scores may have as many characters as a body may have bytes."""
+    """Return the engine's bounds on a pooling request.
+
+    The pairs that a request scores may have as many characters as its body may have bytes.
+    """
     return PoolingBounds(limits.render_timeout, limits.max_pooled_values, limits.max_body_bytes)
 
 
 async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result], **fields: str) -> Result:
-    """Return the results of `count` texts.
+    """Await `work`, which pools `count` texts, and return its result.
 
-    `fields`: see blamed_on_request. Raises ApiError: 400 if the engine refuses, 503 if the server is busy, 500 if the
-    engine fails.
+    See `blamed_on_request` for `fields`. Raises ApiError: 400 if the engine refuses the request or tokenising takes too
+    long, 503 if the server is busy or stops, 500 if the engine fails.
     """
     begin = time.perf_counter()
     try:
@@ -321,7 +330,7 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
 def answer_of(
     serving: Serving, model: str, outputs: Sequence[PoolingRequestOutput[Any]], prefix: str
 ) -> dict[str, Any]:
-    """Return the fields of PoolingAnswer."""
+    """Return the fields of PoolingAnswer by name."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "created": serving.now(),
@@ -338,7 +347,7 @@ def usage_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> PoolingUsage:
 
 
 def values_as_json(values: np.ndarray, encoding: Encoding | None) -> Iterator[bytes]:
-    """Yield the values as JSON, in parts."""
+    """Yield the values as JSON, in parts: a list, or a string with base64 of little-endian float32."""
     if encoding == "base64":
         data = values.astype("<f4").tobytes()
         size = 3 * VALUES_AT_ONCE  # multiples of three bytes need no padding

@@ -27,7 +27,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Draft tokens of the engine: accepted ones are part of the completions; the others were wrong or came too late."""
+    """Draft tokens of the engine.
+
+    Accepted ones are part of the completions; rejected ones were wrong or came too late.
+    """
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -55,7 +58,7 @@ class UsageCounter:
         self._draft_tokens = self._accepted_tokens = 0
 
     def begin(self, prompt: int, tokens: int) -> None:
-        """Register a prompt of this many tokens before its first output."""
+        """Register the prompt with the index `prompt`, which has `tokens` tokens, before its first output."""
         self._prompts[prompt] = (tokens, 0)
 
     def add(self, prompt: int, output: RequestOutput) -> None:
@@ -101,7 +104,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """The body of a request to /v1/responses.
 
     `input` is text, or a list of messages, function calls and their outputs. `instructions` is a system message.
-    `include` may have "message.output_text.logprobs". Only `text.format` and `reasoning.effort` have an effect.
+    `include` may have "message.output_text.logprobs". Of `text` and `reasoning`, only `text.format` and
+    `reasoning.effort` have an effect.
     """
 
     input: Any
@@ -171,7 +175,7 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Details of the output tokens. `reasoning_tokens` counts up to the end of the reasoning."""
+    """Details of the output tokens. `reasoning_tokens` counts the tokens up to the end of the reasoning."""
 
     reasoning_tokens: int
 
@@ -200,7 +204,7 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response, complete or so far."""
+    """A response, complete or as far as it has been generated."""
 
     id: str
     object: Literal["response"] = "response"
@@ -234,8 +238,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     `prompt` is text, token ids, or a list of either. `echo` puts the prompt before its completion. `logprobs` is the
     number of most likely tokens shown beside the chosen one; with `return_tokens_as_token_ids`, tokens are written as
-    "token_id:5". With `add_special_tokens`, the tokenizer adds its special tokens around a text. `max_tokens` may be 0,
-    which scores the prompt with `echo`.
+    "token_id:5". With `add_special_tokens`, the tokenizer adds its special tokens around a text. `max_tokens` may be 0;
+    with `echo`, that scores the prompt.
     """
 
     prompt: Any
@@ -247,10 +251,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion, or its next part in an event.
+    """A completion; in an event, its next part.
 
-    `index` is the prompt's index times n, plus the completion's. Fields unknown to OpenAI's API are null in complete
-    answers if not requested, and absent in events.
+    `index` is the prompt's index times n, plus the completion's index. Fields unknown to OpenAI's API are null in
+    complete answers if not requested, and absent in events.
     """
 
     index: int
@@ -275,7 +279,10 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 def parse_prompts(prompt: Any, most: int, name: str = "prompt") -> list[str] | list[list[int]]:
-    """Return a request's prompts, at most `most`. Raises ApiError 400 with the invalid one, in the field `name`."""
+    """Return the prompts in a request's field `name`.
+
+    Raises ApiError 400 for an invalid prompt, and for more than `most` prompts.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -353,7 +360,10 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The answer. `content` is null if it has only calls. `reasoning` repeats `reasoning_content` for other clients."""
+    """The answer. `content` is null if there are only calls.
+
+    `reasoning` and `reasoning_content` have the same text, for different clients.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -408,7 +418,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
-    """A stream event."""
+    """An event of a streamed answer."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

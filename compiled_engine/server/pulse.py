@@ -12,7 +12,10 @@ PAUSE_S = 1.0
 
 
 class Pulse:
-    """Sends the core a question when `silent_s` is called, one at a time. `ask` returns after the core's answer."""
+    """Measures for how long the engine core has not responded.
+
+    `ask` sends the core a question and returns after its answer. There is at most one unanswered question.
+    """
 
     def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -20,7 +23,10 @@ class Pulse:
         self._asked_at = 0.0
 
     def silent_s(self) -> float:
-        """Return for how many seconds a question is unanswered; 0 if none is."""
+        """Return for how many seconds a question has been unanswered; 0 if every question is answered.
+
+        In the second case, a new question is asked unless the last one was less than PAUSE_S ago.
+        """
         now = asyncio.get_running_loop().time()
         if self._asking is not None and not self._asking.done():
             return now - self._asked_at

@@ -32,13 +32,13 @@ HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return a server-sent event with `value` as JSON."""
+    """Return a server-sent event with `value` as JSON. `name` is the event's type."""
     data = b"data: " + msgspec.json.encode(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield the events, then DONE. A failure becomes an event with the error, before DONE."""
+    """Yield the events, then DONE. If the events fail, an event with the error precedes DONE."""
     async with aclosing(events):
         try:
             async for each in events:
@@ -52,9 +52,9 @@ async def with_errors(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[byt
 
 
 class PieceStream:
-    """A response whose body is sent piece by piece. A disconnect closes the generator.
+    """A response whose body is sent piece by piece. If the client disconnects, the generator is closed.
 
-    A slow reader delays the generator, which may then yield more at once.
+    While the client reads slowly, the generator waits. It may then yield more in one piece.
     """
 
     def __init__(self, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class PieceStream:
 
 
 class EventStream(PieceStream):
-    """Server-sent events."""
+    """A response of server-sent events."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         super().__init__(events, {**HEADERS, **headers})
@@ -108,7 +108,7 @@ LONG_BODY = 16 << 10
 
 
 async def read_json(request: Request, max_bytes: int) -> bytes:
-    """Return the body.
+    """Return the request's body, which is not decoded.
 
     Raises ApiError 413 for too many bytes, 415 for a content type other than JSON; ClientDisconnect if the client
     disconnects.
@@ -120,7 +120,7 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
 
 
 def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
-    """Return the JSON object in the body. Raises ApiError 400 for anything else, and as `check_size` does."""
+    """Return the JSON object in the body. Raises ApiError 400 for anything else, or if it exceeds the bounds."""
     check_size(body, max_depth, max_values)
     return _parsed(body)
 
@@ -166,7 +166,10 @@ async def read_body(
     refused: dict[str, Refused] = REFUSED,
     habits: frozenset[str] = HABITS,
 ) -> tuple[Fields, list[str]]:
-    """Return the typed request and warnings about ignored fields. Raises ApiError."""
+    """Return the request's body as a `kind`, and a warning for each ignored field.
+
+    See `read_request` for `refused` and `habits`. Raises ApiError.
+    """
     limits = serving.options.limits
     try:
         async with asyncio.timeout(limits.receive_timeout):
@@ -202,12 +205,12 @@ async def read_body(
 
 
 def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
-    """Return a 200 with `value` as JSON."""
+    """Return a response 200 with `value` as JSON. `ignored` are warnings."""
     return Response(msgspec.json.encode(value), headers={"content-type": "application/json", **warned(ignored)})
 
 
 def long_json_response(parts: Iterable[bytes], ignored: Sequence[str] = ()) -> PieceStream:
-    """Return a 200 with JSON that is encoded while it is sent. Each part must be quick to make."""
+    """Return a response 200 with JSON that is encoded while it is sent. Each part must be quick to make."""
     return PieceStream(_in_pieces(parts), {"content-type": "application/json", **warned(ignored)})
 
 
@@ -228,7 +231,7 @@ def error_response(error: ApiError, path: str = "") -> Response:
 
 
 def warned(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the header with warnings about ignored fields, if there are any."""
+    """Return the header with the warnings `ignored`, or no header if there are none."""
     text = "; ".join(ignored)[:LONGEST_HEADER]
     printable = "".join(character if character.isascii() and character.isprintable() else "?" for character in text)
     return {WARNING_HEADER: printable} if ignored else {}

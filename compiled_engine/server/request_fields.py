@@ -30,14 +30,14 @@ HABITS = frozenset(
 
 @dataclass(frozen=True)
 class Refused:
-    """An unsupported field that would change the answer."""
+    """An unsupported field that would change the answer if it had an effect."""
 
     instead: str  # the alternative or the reason; empty if the name says it
     asks_nothing: tuple[Any, ...] = ()  # values that have no effect and are accepted
 
 
 def refused(instead: str = "", **fields: tuple[Any, ...]) -> dict[str, Refused]:
-    """Return a Refused for each field, given with the values that are accepted."""
+    """Return a Refused for each of the fields. `fields` maps a field's name to the values that ask for nothing."""
     return {name: Refused(instead, asks_nothing) for name, asks_nothing in fields.items()}
 
 
@@ -80,10 +80,10 @@ def read_request(
     refused: Mapping[str, Refused] = REFUSED,
     habits: frozenset[str] = HABITS,
 ) -> tuple[Request, list[str]]:
-    """Return the typed request, and a warning for each ignored field. A null counts as absent.
+    """Return the body as a `kind`, and a warning for each ignored field. A null counts as absent.
 
-    Raises ApiError 400 with the field for a value of the wrong type, an unsupported field and, with `strict`, an
-    unknown field.
+    `refused` are the unsupported fields. Fields in `habits` are ignored without a warning. Raises ApiError 400 with the
+    field for a value of the wrong type, an unsupported field and, with `strict`, an unknown field.
     """
     known = dict.fromkeys(kind.__struct_encode_fields__)
     values: dict[str, Any] = {}
@@ -111,7 +111,10 @@ def read_request(
 
 
 def convert(values: Any, kind: type[Request], within: str = "") -> Request:
-    """Convert `values` to a struct. Raises ApiError 400 with the field below `within`, and what is allowed."""
+    """Convert `values` to a `kind`.
+
+    Raises ApiError 400 with the field, after the prefix `within`, and what is allowed.
+    """
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -125,7 +128,7 @@ def convert(values: Any, kind: type[Request], within: str = "") -> Request:
 
 
 def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within: str) -> ApiError:
-    """Convert msgspec's error to an ApiError 400 with the field and its value."""
+    """Return an ApiError 400 for msgspec's error, with the field and its value."""
     text, _, path = str(error).partition(" - at `")
     path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
     if missing := re.search(r"missing required field `(\w+)`", text):
@@ -150,7 +153,7 @@ def _texts_at(kind: type[Any], path: str) -> list[str]:
 
 
 def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """Return the types of a field, or of a list's items."""
+    """Return the types of a struct's field `name`, or of a list's items."""
     if isinstance(kind, inspect.StructType) and name == kind.tag_field:
         inner: list[inspect.Type] = [inspect.LiteralType((str(kind.tag),))]
     elif isinstance(kind, inspect.StructType):
@@ -163,7 +166,7 @@ def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
 
 
 def _with_integers(values: Any) -> Any:
-    """Replace floats such as 1.0 by integers, which are equal in JSON, unless too large to be exact."""
+    """Return the values with floats such as 1.0 replaced by integers, unless they are too large to be exact."""
     if isinstance(values, dict):
         return {key: _with_integers(value) for key, value in values.items()}
     if isinstance(values, list):
@@ -172,7 +175,7 @@ def _with_integers(values: Any) -> Any:
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:
-    """Raise ApiError 400 unless the field's value is one of those without effect."""
+    """Raise ApiError 400 unless the value asks for nothing: only the values in `field.asks_nothing` are accepted."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
         instead = f": {field.instead}" if field.instead else ""
         allowed = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""
@@ -180,7 +183,7 @@ def refuse(name: str, value: Any, field: Refused) -> None:
 
 
 def _settle(name: str, value: Any) -> list[str]:
-    """Handle another engine's sampling parameter: return warnings, or raise ApiError 400."""
+    """Handle a sampling parameter that only other engines have. Return warnings, or raise ApiError 400."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

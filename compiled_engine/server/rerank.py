@@ -39,8 +39,9 @@ REFUSED_OF_RERANK: dict[str, Refused] = {
 class ScoreRequest(PoolingFields, kw_only=True):
     """The body of a request to /score.
 
-    Two fields name the texts: queries with documents or items, text_1 with text_2, or data_1 with data_2. The first has
-    one text for all of the second, or as many. `instruction` is for rerankers whose template has one.
+    Two fields have the texts: queries and documents, queries and items, text_1 and text_2, or data_1 and data_2. The
+    first field has as many texts as the second, or one text that is scored with each of the second. `instruction` is
+    for rerankers whose template has one.
     """
 
     queries: Any = None
@@ -105,7 +106,7 @@ class RerankResponse(msgspec.Struct, kw_only=True):
 
 
 async def score(request: Request) -> Response:
-    """POST /score."""
+    """Handle POST /score."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ScoreRequest, REFUSED_HERE)
     model = serving.model(fields.model)
@@ -117,7 +118,7 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """POST /rerank."""
+    """Handle POST /rerank."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, RerankRequest, REFUSED_OF_RERANK)
     model = serving.model(fields.model)
@@ -173,7 +174,7 @@ def _names(fields: ScoreRequest) -> tuple[str, str]:
 
 
 def _texts(request: Request, name: str, given: Any) -> list[str]:
-    """Return the texts. Raises ApiError 400 if there are none or too many."""
+    """Return the texts in the field `name`. Raises ApiError 400 if there are none or too many."""
     texts = [given] if isinstance(given, str) else given
     are_texts = isinstance(texts, list) and len(texts) > 0 and all(isinstance(text, str) for text in texts)
     require(are_texts, name, "a string or a list of strings", given)

@@ -58,9 +58,10 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
-    """Convert `input` and `instructions` to messages. Calls, and reasoning before them, join the assistant's message.
+    """Convert `given`, the request field `input`, to messages. `instructions` becomes a system message.
 
-    Raises ApiError 400 with the invalid item.
+    A call becomes part of the assistant's message before it; reasoning becomes part of the assistant's message after
+    it. Raises ApiError 400 with the invalid item.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
@@ -91,7 +92,10 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
 
 
 def tools_of(given: list[dict[str, Any]] | None, ignored: list[str]) -> list[Tool] | None:
-    """Return the functions among the tools. Others only add a warning to `ignored`: the model need not call them."""
+    """Return the functions among the tools, or None.
+
+    A tool of another type is ignored with a warning in `ignored`, since the model need not call it.
+    """
     tools: list[Tool] = []
     for index, tool in enumerate(given or ()):
         if tool.get("type") == "function":
@@ -111,7 +115,7 @@ def _message(where: str, item: dict[str, Any]) -> ChatMessage:
 
 
 def _assistant(messages: list[ChatMessage]) -> ChatMessage:
-    """Return the assistant message at the end, after appending one if needed."""
+    """Return the last message if it is the assistant's. Otherwise append an empty one and return it."""
     if not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant", content="", tool_calls=[]))
     return messages[-1]
@@ -131,7 +135,7 @@ def _name(where: str, item: dict[str, Any], key: str) -> str:
 
 
 def _text(where: str, content: Any) -> str:
-    """Return the text, or the joined text of the parts."""
+    """Return `content` if it is text. Otherwise it is a list of parts, whose texts are joined with line breaks."""
     if isinstance(content, str):
         return content
     require(isinstance(content, list), where, "a string or a list of parts", content)
@@ -156,7 +160,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 async def responses(request: Request) -> Reply:
-    """POST /v1/responses."""
+    """Handle POST /v1/responses."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ResponsesRequest, RESPONSES_REFUSED, RESPONSES_HABITS)
     model = serving.model(fields.model)
@@ -177,7 +181,10 @@ async def responses(request: Request) -> Reply:
 
 
 def as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
-    """Convert the request to a chat request. Raises ApiError 400 for unsupported values."""
+    """Convert the request to a chat request. A warning is added to `ignored` for each part without effect.
+
+    Raises ApiError 400 for unsupported values.
+    """
     require((fields.n or 1) == 1, "n", "1", fields.n)
     text, reasoning = fields.text or {}, fields.reasoning or {}
     stated = text.get("format")
@@ -279,7 +286,7 @@ async def _whole(
 
 
 async def _stream(events: ResponseEvents, all_events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events. A failure becomes an event too."""
+    """Yield server-sent events as encoded bytes. If the answer fails, the last event is the error."""
     async with aclosing(all_events):
         try:
             async for each in all_events:
@@ -297,9 +304,9 @@ Event = dict[str, Any]
 
 
 class ResponseEvents:
-    """Turns pieces of an answer into stream events, and assembles them into `response`.
+    """Converts the pieces of an answer to stream events, and assembles the pieces into `response`.
 
-    One output item is open at a time; a piece of another kind closes it.
+    One output item is open at a time. A piece of another kind closes it and opens the next.
     """
 
     def __init__(self, response: ResponseObject, make_call_id: Callable[[], str]) -> None:
@@ -313,7 +320,7 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=self.response)
 
     def piece(self, piece: Piece, logprobs: Sequence[TokenLogprob]) -> Iterator[Event]:
-        """Yield the events for a piece; `logprobs` belong to its text."""
+        """Yield the events for a piece. `logprobs` belong to its text."""
         match piece:
             case Content(text):
                 if not isinstance(self._open, MessageItem):
@@ -340,7 +347,7 @@ class ResponseEvents:
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
     def end(self, usage: ResponseUsage, finish_reason: str | None) -> Iterator[Event]:
-        """Yield the final events."""
+        """Yield the events that end the response."""
         cut = finish_reason == "length"
         yield from self._close("incomplete" if cut else "completed")
         self.response.usage = usage
@@ -403,5 +410,5 @@ class ResponseEvents:
 
 
 def new_id(kind: str) -> str:
-    """Return a new id of a response or an item."""
+    """Return a new id with the prefix `kind`."""
     return f"{kind}_{uuid.uuid4().hex}"

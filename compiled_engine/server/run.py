@@ -33,7 +33,7 @@ BACKLOG = 2048
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """Bind the server's socket without listening. Raises OSError with the address if it is not available."""
+    """Return the server's socket, bound but not listening. Raises OSError with the address if it is not available."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     if not options.api_key and not is_loopback(options.host):
         log.warning("any client that can reach %s may use this server: it requires no API key", options.host)
@@ -52,10 +52,12 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """The HTTP server. A first signal ends it after running requests or shutdown_timeout, a second one at once.
+    """The HTTP server.
 
-    `place` is this process's place among several. `others` are the processes it has started, to which signals are
-    passed on. `announce` is called once connections are accepted.
+    At the first signal, it ends after the running requests, or after shutdown_timeout if they take longer. At the
+    second signal, it ends immediately. `place` is the state shared with other API processes, if there are any. `others`
+    are the processes that this one has started, to which it passes signals on. `announce` is called once connections
+    are accepted.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Server(uvicorn.Server):
         self._app.serving.admission.forget(process)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal by stopping gracefully, or at once if it is the second."""
+        """Stop gracefully at the first signal, and immediately at the second."""
         if self.others is not None:
             self.others.stop()
         if self.should_exit:
@@ -125,13 +127,16 @@ class Server(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """Accept no more requests, and end after the running ones."""
+        """Accept no more requests, and end after the running requests."""
         self.should_exit = True
         self._app.serving.stopping.set()
 
 
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:
-    """Serve until a signal, and shut down the engine. Returns None, or the reason if the server cannot go on."""
+    """Serve until a signal or a failure, then shut down the engine.
+
+    Returns None after a signal, or the reason why the server cannot go on.
+    """
     others = server.others
     watching = [asyncio.create_task(_end_with_engine(engine, server))]
     if others is not None:
@@ -153,7 +158,7 @@ async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str |
 
 
 async def _prepare_forms(engine: AsyncLLM) -> None:
-    """Read the vocabulary for grammars, which delays a step, before requests run."""
+    """Read the vocabulary for grammars before requests run, since reading it later would delay a step of the engine."""
     # Without a tokenizer there are no grammars. _end_with_engine reports why an engine has ended.
     with contextlib.suppress(ValueError, FatalError):
         await engine.prepare_structured_outputs()
@@ -186,7 +191,7 @@ def address(options: ServerOptions, bound: socket.socket) -> str:
 
 @contextlib.contextmanager
 def first_signal_interrupts() -> Iterator[None]:
-    """Let SIGTERM interrupt the engine's start as Ctrl+C does."""
+    """Let SIGTERM raise KeyboardInterrupt within the block, as Ctrl+C does. Used while the engine starts."""
 
     def interrupt(sig: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

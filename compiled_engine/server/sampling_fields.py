@@ -34,7 +34,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """Fields shared by completions and chats that are no sampling parameters, or differ from them in form."""
+    """Fields shared by completions and chats that are no sampling parameters, or that have another type there."""
 
     model: str | None = None
     stream: bool | None = None
@@ -62,7 +62,7 @@ TYPES: dict[str, Any] = {"integer": int, "number": float, "boolean": bool, "stri
 
 
 def request_type(schema: JsonSchema) -> Any:
-    """Return a field's type from its JSON schema."""
+    """Return the type of a request field with this JSON schema."""
     if "enum" in schema:
         return Literal[tuple(schema["enum"])]  # type: ignore[misc]
     if "anyOf" in schema:
@@ -107,8 +107,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the defaults updated with the request's fields.
 
-    `longest` is the largest number of tokens that an answer may have. `more` has further parameters. Raises ApiError
-    400 with the field.
+    `longest` is the largest number of tokens that an answer may have. The parameters in `more` replace the request's.
+    Raises ApiError 400 with the field.
     """
     check_bounds(fields, limits, longest, more.get("logprobs"))
     values = {name: value for name in SAME if (value := getattr(fields, name)) is not None} | more
@@ -126,7 +126,11 @@ def sampling_params(
 
 
 def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs: int | None) -> None:
-    """Raise ApiError 400 if a request exceeds the server's limits."""
+    """Raise ApiError 400 if a request exceeds the server's limits. Repeated allowed_token_ids are removed in place.
+
+    `longest` is the largest number of tokens that an answer may have. `logprobs` is the sampling parameter of that
+    name.
+    """
     for bound in _counts(fields, limits):
         require_at_most(*bound)
     if fields.allowed_token_ids is not None:
@@ -163,7 +167,7 @@ def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized
 
 
 def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
-    """Convert the keys, which are strings in JSON, to token ids."""
+    """Return the biases by token id; the keys are strings in JSON. Raises ApiError 400 for other keys."""
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))):
             raise bad_request("logit_bias", f"logit_bias must have token ids as its keys, got {key[:100]!r}")

@@ -32,10 +32,10 @@ RETRY_AFTER_S = 1
 
 
 class Admission:
-    """Bounds the completions that run or wait, all of which hold state here and in the engine.
+    """Bounds the completions that run or wait. Each of them holds state in this process and in the engine.
 
-    The bound applies to the sum over all processes. Each adds its own before it reads the sum, so together they never
-    exceed the bound.
+    The bound applies to the sum over all API processes. Each process adds its completions before it reads the sum, so
+    the processes together never exceed the bound.
     """
 
     def __init__(self, most: int, figures: SharedFigures) -> None:
@@ -56,7 +56,7 @@ class Admission:
 
     @contextmanager
     def admit(self, completions: int) -> Iterator[None]:
-        """Count this many completions within the block. Raises ApiError 503 if that exceeds the bound."""
+        """Count `completions` as under way within the block. Raises ApiError 503 if the sum exceeds the bound."""
         own = self._figures.own
         own[self._taken] += completions
         try:
@@ -99,7 +99,7 @@ class Serving:
     stopping: threading.Event = field(default_factory=threading.Event)  # set when the server stops accepting requests
 
     def default_chat_params(self) -> SamplingParams:
-        """Return the checkpoint's sampling parameters, with the context length as default limit of an answer."""
+        """Return the checkpoint's sampling parameters. `max_tokens` is its max_new_tokens, or None if it has none."""
         params = self.engine.get_default_sampling_params()
         params.max_tokens = self.max_new_tokens
         return params
@@ -120,7 +120,10 @@ class Serving:
         return self.max_model_len if limit == -1 else min(limit, self.max_model_len)
 
     def model(self, requested: str | None) -> str:
-        """Return the model or adapter name for an answer. Raises ApiError 404 for an unknown name."""
+        """Return the name of the model in the answer: `requested`, or the model's first name if `requested` is None.
+
+        Raises ApiError 404 for a name of neither the model nor an adapter.
+        """
         if requested is None or requested in self.names or self.adapters.get(requested) is not None:
             return requested or self.names[0]
         names = [*self.names, *self.adapters]
@@ -134,7 +137,7 @@ class Serving:
     def adapter(self, requested: str | None) -> LoRARequest | None:
         """Return the adapter that a request names; None for the model.
 
-        Raises ApiError 404 as `model` does, also if the adapter was unloaded since.
+        Raises ApiError 404 for an unknown name, such as that of an adapter unloaded since.
         """
         return self.adapters.get(self.model(requested))
 
@@ -162,6 +165,6 @@ class Serving:
 
 
 def serving_of(request: Request) -> Serving:
-    """Return the state that the application was built with."""
+    """Return the `Serving` that the request's application was built with."""
     serving: Serving = request.app.state.serving
     return serving

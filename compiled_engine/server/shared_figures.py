@@ -1,4 +1,4 @@
-"""Counters shared by several server processes: each writes its own row and can read all."""
+"""Counters shared by several API processes: each process writes its own row and can read all rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 class SharedFigures:
-    """Rows of float64 in an anonymous shared file, one for each process.
+    """Rows of float64 in an anonymous shared file, one for each API process.
 
-    `own` is the number of this process's row, the only one it may write. `descriptor` is the file's, if another process
-    created it. All processes must reserve the same columns in the same order. A row outlives its process, and the
-    replacement continues its counts.
+    `own` is the number of this process's row. A process writes to the row of another process only after that process
+    has ended. `descriptor` is the file's if another process created it. All processes must reserve the same columns in
+    the same order. If a process is replaced, the new process continues the counts of its row.
     """
 
     def __init__(self, rows: int = 1, own: int = 0, descriptor: int | None = None) -> None:
@@ -31,14 +31,14 @@ class SharedFigures:
         self._reserved = 0
 
     def reserve(self, columns: int) -> int:
-        """Reserve this many columns and return the first."""
+        """Reserve this many columns. Return the number of the first."""
         first = self._reserved
         self._reserved += columns
         assert self._reserved <= _COLUMNS
         return first
 
     def total(self, column: int) -> float:
-        """Return the sum over all processes."""
+        """Return the sum of a column over all processes."""
         return sum(row[column] for row in self._rows)
 
     def totals(self, columns: Sequence[int]) -> list[float]:
@@ -46,7 +46,7 @@ class SharedFigures:
         return [self.total(column) for column in columns]
 
     def of_others(self, column: int) -> list[float]:
-        """Return the values of the other processes."""
+        """Return a column's value in each other process."""
         return [row[column] for row in self._rows if row is not self.own]
 
     def forget(self, number: int, column: int) -> None:
@@ -54,7 +54,7 @@ class SharedFigures:
         self._rows[number][column] = 0.0
 
     def of(self, number: int, column: int) -> float:
-        """Return the value of one process."""
+        """Return a column's value in one process."""
         return self._rows[number][column]
 
 

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info."""
+"""The endpoints /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """The text."""
+    """The text of the tokens."""
 
     prompt: str
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize."""
+    """Handle POST /tokenize."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, TokenizeRequest)
     serving.model(fields.model)
@@ -111,7 +111,7 @@ async def _tokenized(serving: Serving, fields: TokenizeRequest) -> TokenizeRespo
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize."""
+    """Handle POST /detokenize."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, DetokenizeRequest)
     serving.model(fields.model)
@@ -127,7 +127,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """GET /tokenizer_info: the fields of tokenizer_config.json and the chat template in use."""
+    """Handle GET /tokenizer_info: send the fields of tokenizer_config.json and the chat template in use."""
     serving = serving_of(request)
     tokenizer, config = serving.tokenizer(), serving.engine.config
     folder = find_tokenizer_folder(config.tokenizer, config.model.path)

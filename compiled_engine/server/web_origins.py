@@ -40,7 +40,7 @@ class AllowedPages:
         return read_origin(origin) in self._origins
 
     def headers(self, origin: bytes | None) -> list[Header]:
-        """Return the CORS headers for a request's origin; none if no page is allowed."""
+        """Return the CORS headers for a request's origin. There are none if the server allows no origin."""
         if self.has_all:
             return [(b"access-control-allow-origin", b"*"), _EXPOSED]
         if not self._origins:

@@ -34,13 +34,16 @@ HEADERS = {
 
 
 def page_files() -> dict[str, Path]:
-    """Return the file for each request path."""
+    """Return the files of the chat page by request path."""
     files = {f"/page/{file.name}": file for file in sorted(FOLDER.iterdir())}
     return {"/": files.pop("/page/index.html"), **files}
 
 
 def answers(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler that sends the file. It reveals nothing about the model or the server, so it needs no key."""
+    """Return a handler that sends the file.
+
+    The file reveals nothing about the model or the server, so it needs no key.
+    """
     body = file.read_bytes()
     headers = {**HEADERS, "content-type": f"{TYPES[file.suffix]}; charset=utf-8"}
 
@@ -59,9 +62,9 @@ REPORT_POLICY = (
 
 
 class Inspection:
-    """GET /debug/inspect: the report of `compiled-engine inspect` for the running engine, one at a time.
+    """Handles GET /debug/inspect: sends the report of `compiled-engine inspect` for the running engine.
 
-    It contains folder names of the server, so an option must enable it.
+    It makes one report at a time. The report contains folder names of the server, so an option must enable it.
     """
 
     def __init__(self) -> None:
@@ -85,7 +88,7 @@ def _response(config: EngineConfig, metrics: Mapping[str, Any], as_json: bool) -
 
 
 def report_of_engine(config: EngineConfig, metrics: Mapping[str, Any]) -> Report:
-    """Return the report. `metrics` are the engine's current ones."""
+    """Return the report of `compiled-engine inspect`. `metrics` is the result of `AsyncLLM.metrics`."""
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
 
     folder = metrics["cache_entry"]

@@ -1,7 +1,7 @@
 """Adds LoRA adapters to an eager model, by module hooks.
 
-The hook of a linear adds B(Ax) of the token's adapter, with the op that the pass `adapters` emits. Linears are not
-merged, so each has its own adapter slots, under its own name.
+The hook of a linear adds B(Ax), where A and B are the matrices of the token's adapter, with the op that the pass
+`adapters` emits. An eager model does not merge linears, so each linear has adapter slots under its own name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compiled_engine.passes.linear.adapters import ADAPTED, MATRIX_A, MATRIX_B, 
 
 
 def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Parameter, ...]:
-    """Describe the weights that adapters may change, and their slots, like a compiled plan."""
+    """Return the parameters that adapters may change, each followed by its adapter slots, as in a compiled model."""
     assert config.adapters is not None
     shards, found = shards_of(config), list[Parameter]()
     for name, linear in _linears(model):
@@ -33,7 +33,10 @@ def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Paramete
 
 
 class EagerAdapters:
-    """The `EagerFeature` that adds the variant ADAPTED, whose hooks add adapters; other variants run without them."""
+    """The `EagerFeature` of adapters. It adds variants of the forward in which hooks add adapters.
+
+    In other variants, the hooks add nothing.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -76,7 +79,10 @@ class EagerAdapters:
 
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linears that process tokens, by name; a pooler's head processes pooled values."""
+    """Yield the name and module of each linear that processes tokens.
+
+    The linears of a pooler's head are left out, since they process pooled values.
+    """
     heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
     of_heads = {id(module) for head in heads for module in head.modules()}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The adapter of a request, in the extras of EngineRequest: plain data that the frontend writes and the plan reads."""
+"""The adapter of a request, in the extras of EngineRequest. The frontend writes it and the plan reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "adapters"
 
 
 class AdapterRef(NamedTuple):
-    """The LoRA adapter of a request."""
+    """The LoRA adapter of a request, as messages to the engine core name it."""
 
     digest: str  # of its files; identifies the adapter within the engine
     path: str  # its folder, from which it is read again if the engine has dropped it
@@ -19,7 +19,7 @@ class AdapterRef(NamedTuple):
 
 
 def extras_of(adapter: AdapterRef | None) -> dict[str, Any]:
-    """Return the extras of a request with this adapter, or none."""
+    """Return the extras of a request with this adapter; {} for None."""
     return {} if adapter is None else {NAME: adapter}
 
 

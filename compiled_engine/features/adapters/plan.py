@@ -1,7 +1,7 @@
 """Plans LoRA adapters: loads them when users name them, and gives them slots while their requests run.
 
-In the extras, a new request has its adapter's slot, and a step has the digests of the adapters to place before it, by
-slot.
+In the extras, a new request has the slot of its adapter. A step has the digests of the adapters that must be placed
+before it, by slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OFF = "enable_lora is False, so there are no adapters; allowed: True"
 
 
 class Adapters(PlanFeature):
-    """Loads adapters and gives them slots. call_ranks: Executor.call."""
+    """Loads adapters and gives them slots. `call_ranks` is Executor.call."""
 
     calls = CALLS
 
@@ -36,7 +36,10 @@ class Adapters(PlanFeature):
         self._overtaking = Overtaking()
 
     def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Have the ranks read an adapter in the background; `load_adapter` may follow when `has_read_adapter`."""
+        """Let the ranks read an adapter in the background.
+
+        `load_adapter` should follow once `has_read_adapter` returns True.
+        """
         if not self._table.is_loaded(digest):
             self._call_ranks(ControlCall(f"{NAME}.begin_load", {"path": path, "digest": digest}))
 
@@ -47,9 +50,10 @@ class Adapters(PlanFeature):
         )
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Have the ranks load an adapter into host memory, unless they have it; returns the adapters dropped for it.
+        """Let the ranks load an adapter into host memory, unless they have it.
 
-        digest: must be the digest of the files in the folder. Raises ControlError if the adapter does not fit.
+        Returns the digests of the adapters that were dropped for it. `digest` must be the digest of the files in the
+        folder. Raises ControlError if the adapter does not fit.
         """
         if self._table.is_loaded(digest):
             return []
@@ -60,7 +64,7 @@ class Adapters(PlanFeature):
         return dropped
 
     def unload_adapter(self, digest: str) -> None:
-        """Drop an adapter now if no request uses it; otherwise when others need its memory."""
+        """Drop an adapter now if no request uses it, otherwise when other adapters need its memory."""
         if self._table.unload(digest):
             self._call_ranks(ControlCall(f"{NAME}.drop", {"digest": digest}))
 
@@ -119,18 +123,18 @@ class NoAdapters(PlanFeature):
     calls = CALLS
 
     def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Do nothing; `load_adapter` refuses."""
+        """Do nothing, since `load_adapter` refuses the adapter."""
 
     def has_read_adapter(self, digest: str) -> bool:
-        """Return True, as `load_adapter` refuses at once."""
+        """Return True, since `load_adapter` refuses the adapter immediately."""
         return True
 
     def load_adapter(self, path: str, digest: str) -> list[str]:
-        """Raise ControlError."""
+        """Raise ControlError, since adapters are not enabled."""
         raise ControlError(OFF)
 
     def unload_adapter(self, digest: str) -> None:
-        """Do nothing, as no adapter is loaded."""
+        """Do nothing, since no adapter is loaded."""
 
     def check(self, request: EngineRequest) -> None:
         if NAME in request.extras:

@@ -2,7 +2,7 @@
 
 A copy is sharded when it is read: rows of B like the linear's outputs, columns of A like its inputs. A thread can read
 it in the background. Copying it into a slot is launched in the steps' stream, so a step in flight reads the previous
-contents, and nothing waits for the device.
+contents of the slot, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ COMPARED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Site:
-    """A linear that may be adapted, and its part of the slots. Dimension R: max_lora_rank."""
+    """A linear that may be adapted, and its part of the slots.
+
+    Dimensions: N outputs and K inputs of the linear, S slots, R is max_lora_rank.
+    """
 
     shape: tuple[int, ...]  # of the whole weight, [N, K]
     shard: Shard | None  # the rank's part of the weight
@@ -52,7 +55,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Copy:
-    """An adapter's matrices for a linear in host memory, sharded and scaled."""
+    """An adapter's matrices for a linear in host memory, sharded and scaled. R is the adapter's rank."""
 
     site: _Site
     a_RK: torch.Tensor
@@ -70,7 +73,7 @@ class AdapterSlots:
         rank: int = 0,
         num_ranks: int = 1,
     ):
-        """Find the slots. parameters: the model's, slots included. tensors: the parameters' memory, by name."""
+        """`parameters` are the model's, slots included. `tensors` are the parameters' tensors by name."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._sites = _sites(config, {parameter.name: parameter for parameter in parameters}, tensors)
         self._most_bytes = _most_bytes(config, [site.shape for site in self._sites.values()])
@@ -79,21 +82,21 @@ class AdapterSlots:
 
     @classmethod
     def of(cls, parts: RunnerParts) -> AdapterSlots:
-        """Make the slots of a rank's model, which is compiled with the pass `adapters` or runs eagerly."""
+        """Return the slots of a rank's model, which is compiled with the pass `adapters` or runs eagerly."""
         config, compiled = parts.config, parts.compiled
         assert config.adapters is not None
         parameters = adapted_parameters(config, parts.module) if compiled is None else compiled.parameters
         return cls(config.adapters, parameters, parts.tensors, parts.group.rank, config.parallel.tensor_parallel_size)
 
     def begin_load(self, path: str, digest: str) -> None:
-        """Start reading an adapter in a thread, unless it is loaded or being read; `load` takes it."""
+        """Start to read an adapter in a thread, unless it is loaded or being read. `load` takes the result."""
         if digest not in self._copies and digest not in self._reading:
             self._forget_unclaimed()
             reading = self._reading[digest] = Future()
             threading.Thread(target=self._read_for, args=(reading, path, digest), daemon=True).start()
 
     def has_read(self, digest: str) -> bool:
-        """Return whether `load` would not wait for a thread."""
+        """Return whether `load` need not wait for a thread."""
         return digest not in self._reading or self._reading[digest].done()
 
     def load(self, path: str, digest: str) -> None:
@@ -107,7 +110,7 @@ class AdapterSlots:
         self._copies[digest] = self._read(path, digest) if reading is None else reading.result()
 
     def drop(self, digest: str) -> None:
-        """Drop the copy in host memory; slots keep their contents."""
+        """Drop the copy in host memory. Slots keep their contents."""
         self._copies.pop(digest, None)
 
     def place(self, slot: int, digest: str) -> None:
@@ -124,7 +127,10 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Drop the oldest adapters beyond max_cpu_loras that were read but never loaded: their requests may be over."""
+        """Drop adapters that were read but not loaded, since their requests may be over.
+
+        At most max_cpu_loras such adapters are kept; the oldest are dropped first.
+        """
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
             del self._reading[digest]
@@ -187,14 +193,15 @@ class AdapterSlots:
 def _most_bytes(config: AdapterConfig, shapes: Sequence[Sequence[int]]) -> int:
     """Return the size in bytes of the largest valid adapter file for linears of these shapes.
 
-    It has fp32 matrices of the largest rank, and the weight of one linear, the output projection.
+    Such a file has fp32 matrices of the largest rank for each linear, and the weight of one linear, the output
+    projection.
     """
     matrices = sum(sum(shape) for shape in shapes) * config.max_lora_rank
     return LONGEST_HEADER + 4 * (matrices + max((math.prod(shape) for shape in shapes), default=0))
 
 
 def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether two weights differ by no more than rounding to 16 bits. stored: on the host, of any dtype."""
+    """Return whether two weights differ by no more than rounding to 16 bits. `stored` is on the host, of any dtype."""
     rows = max(1, COMPARED_BYTES // (stored.shape[1] * stored.dtype.itemsize))
     same = torch.ones((), dtype=torch.bool, device=weight.device)
     for part, own in zip(stored.split(rows), weight.split(rows), strict=True):
@@ -204,7 +211,7 @@ def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _HostMemory:
-    """Allocates host tensors, many in one allocation."""
+    """Allocates many host tensors in one allocation, which is pinned if `pinned`."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned

@@ -14,7 +14,7 @@ from compiled_engine.rows.row_fields import RowField
 class StepAdapters(StepFeature):
     """Places adapters in slots before a step, and runs steps whose requests have adapters with the adapted forward.
 
-    Control calls: see AdapterSlots.
+    It serves the control calls of AdapterSlots.
     """
 
     name = NAME
@@ -28,7 +28,7 @@ class StepAdapters(StepFeature):
 
     @classmethod
     def of(cls, parts: RunnerParts) -> StepAdapters:
-        """Make the feature of a runner whose requests may have adapters."""
+        """Return the feature for a runner whose requests may have adapters."""
         return cls(AdapterSlots.of(parts), parts.states)
 
     def added(self, row: int, request: NewRequest) -> None:

@@ -1,9 +1,9 @@
 """The table of loaded adapters, and of the slots that running requests hold.
 
 An adapter is loaded into the ranks' host memory when it is named, and placed in one of their slots when the first of
-its requests is admitted. A slot keeps its adapter after the last request until another adapter needs it; the least
-recently used one is evicted. A request whose adapter finds no slot waits until one is free; overtaking.py decides which
-requests may overtake it. Copies in host memory that no request uses are dropped when there are more than
+its requests is admitted. A slot keeps its adapter after the last request until another adapter needs the slot; the
+least recently used adapter is evicted. A request whose adapter finds no slot waits until one is free; overtaking.py
+decides which requests may overtake it. Copies in host memory that no request uses are dropped when there are more than
 `max_cpu_loras`, the least recently used first.
 """
 
@@ -26,7 +26,7 @@ GAUGES = ("adapters_loaded", "adapters_in_slots", "adapter_requests_running", "a
 
 
 class AdapterTable:
-    """Loaded adapters and their slots, as a CacheResource: a running request's adapter has a slot."""
+    """Tracks loaded adapters and their slots, as a CacheResource: the adapter of a running request has a slot."""
 
     kind = "adapter_slots"
 
@@ -47,7 +47,7 @@ class AdapterTable:
         return digest in self._uses
 
     def loaded(self, digest: str) -> list[str]:
-        """Record that the ranks have an adapter; return the adapters that they must drop."""
+        """Record that the ranks have an adapter. Return the digests of the adapters that they must drop."""
         self.loads += 1
         self._uses[digest] = 0
         surplus = len(self._uses) - self._most_loaded
@@ -59,7 +59,7 @@ class AdapterTable:
         return dropped
 
     def unload(self, digest: str) -> bool:
-        """Forget an adapter, unless a request uses it; returns whether the ranks must drop it."""
+        """Forget an adapter unless a request uses it. Return whether the ranks must drop it."""
         if self._uses.get(digest) != 0:
             return False
         del self._uses[digest]
@@ -67,7 +67,7 @@ class AdapterTable:
         return True
 
     def add(self, adapter: AdapterRef | None) -> None:
-        """Count a new request. adapter: loaded; None if the request has none."""
+        """Count a new request. `adapter` must be loaded; it is None for a request without an adapter."""
         if adapter is not None:
             self._uses[adapter.digest] = self._uses.pop(adapter.digest) + 1
             self._names[adapter.digest] = adapter.name
@@ -90,7 +90,7 @@ class AdapterTable:
         return placed
 
     def forget_slots(self) -> None:
-        """Consider all slots empty, after a step that may have placed adapters failed and its requests ended."""
+        """Consider all slots empty. Called after a step that may have placed adapters failed and its requests ended."""
         self._slots.clear()
         self._placed.clear()
         self._changed = True
@@ -98,7 +98,7 @@ class AdapterTable:
     def metrics(self) -> dict[str, Any]:
         """Return COUNTERS, which count since the start, GAUGES, which have current numbers, and max_adapters.
 
-        Numbers of requests are by adapter name, and adapter_requests has the MOST_COUNTED names that were used last.
+        Numbers of requests are by adapter name. adapter_requests has the MOST_COUNTED names that were used last.
         """
         running = Counter(self._holders.values())
         return {

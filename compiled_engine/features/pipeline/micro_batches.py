@@ -1,8 +1,8 @@
 """Divides running requests into micro-batches, so that all stages of a pipeline work on different steps at a time.
 
 A request's next token takes a whole round through the stages. So there are as many micro-batches as stages, and steps
-take them in turn. A request joins the micro-batch of the step that samples its first token. A prompt belongs to none:
-each step may have its next chunk, so that a long prompt keeps all stages busy too.
+take them in turn. A request joins the micro-batch of the step that samples its first token. Before that it belongs to
+none: each step may have the next chunk of its prompt, so that a long prompt keeps all stages busy too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from compiled_engine.engine.steps import StepInFlight
 class MicroBatches(PlanFeature):
     """Chooses the micro-batch of each step.
 
-    count: number of micro-batches. most_requests: most requests of a step. steps_in_flight: `count`, or one more with
-    async scheduling, which schedules a micro-batch's next step before the tokens of its last one are known.
+    `count` is the number of micro-batches, and `most_requests` the most requests of a step. `steps_in_flight` is
+    `count`, or one more with async scheduling, which schedules the next step of a micro-batch before the tokens of its
+    last step are known.
     """
 
     def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
@@ -41,7 +42,7 @@ class MicroBatches(PlanFeature):
                 yield self._part(running, len(waiting))
 
     def _part(self, running: Sequence[Request], num_waiting: int) -> tuple[Sequence[Request], int]:
-        """Return the running requests that the step may have, and how many waiting ones.
+        """Return the running requests that the step may have, and the number of waiting requests that it may admit.
 
         Micro-batches should be equally full once all waiting requests are admitted.
         """

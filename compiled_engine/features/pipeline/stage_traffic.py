@@ -31,7 +31,7 @@ class _ExpectedTokens:
 
 
 class StageTraffic(StepFeature):
-    """Sends and receives for one stage. model: has the buffer for received activations."""
+    """Sends and receives for one stage. `model` has the buffer for received activations."""
 
     name = "pipeline"
 
@@ -40,7 +40,10 @@ class StageTraffic(StepFeature):
         self._expected: deque[_ExpectedTokens] = deque()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """In the first stage, receive the tokens that the step depends on, and those of steps that ended long ago."""
+        """In the first stage, receive the tokens that the step depends on.
+
+        Also receives tokens of earlier steps, until the steps whose tokens are expected are no more than the stages.
+        """
         needed = 0
         for number, expected in enumerate(self._expected, 1):
             if not expected.request_ids.isdisjoint(step.request_ids):
@@ -61,7 +64,7 @@ class StageTraffic(StepFeature):
             self._link.receive(into)
 
     def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """Send a step's activations to the next stage. packed: on a GPU, the next step may overwrite it."""
+        """Send a step's activations, `packed`, to the next stage. On a GPU, the next step may overwrite `packed`."""
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
             sampled = frozenset(compress(batch.request_of_row, batch.samples.tolist()))
@@ -73,28 +76,31 @@ class StageTraffic(StepFeature):
             self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
 
     def close(self) -> None:
-        """Receive everything that is still in flight, as no further step comes."""
+        """Receive everything that is still in flight. Called when no step follows."""
         self._receive_tokens(len(self._expected))
         self._link.drain()
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor:
-        """Return the rows that sample, int64 [S], in the batch's order, which is the same in all stages."""
+        """Return the state rows of the S requests that sample, int64 [S], in the batch's order.
+
+        The order is the same in all stages.
+        """
         return upload(batch.rows[batch.samples].astype("int64"), self._device)
 
 
 class SendTail:
-    """The `Tail` of a stage that is not the last: sends the forward's output to the next stage."""
+    """The `Tail` of a stage that is not the last. It sends the forward's output to the next stage."""
 
     def __init__(self, traffic: StageTraffic, advance: Advance) -> None:
         self._traffic, self.advance = traffic, advance
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """See Tail."""
+        """Advance the states of num_rows rows, and return the forward's output. See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
-        """See Tail."""
+        """Send the forward's output. Without a decode graph, first advance the states. See Tail."""
         if not batch.has_decode_graph:
             self.advance(batch, None, batch.num_real_rows)
         self._traffic.send(output.tensor, batch)

@@ -1,8 +1,8 @@
-"""The extras of pooling requests in messages: plain data that both sides of the engine core read.
+"""The extras of pooling requests in messages, which both sides of the engine core read.
 
-In an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of one, and
-TOKEN_TYPES is the number of tokens before the second of two texts. In a step's result and an EngineOutput, NAME has
-the request's Vectors.
+In an EngineRequest and its NewRequest, NAME is set if the request gets a vector for each token instead of a single one.
+TOKEN_TYPES is the number of tokens before the second of two texts. In a step's result and an EngineOutput, NAME has the
+request's Vectors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 def extras_of(*, by_token: bool, second_text: int | None = None) -> dict[str, Any]:
-    """Return the extras of a request. second_text: number of tokens before the second text; None for one text."""
+    """Return the extras of a request.
+
+    `second_text` is the number of tokens before the second text, None if there is only one text.
+    """
     extras: dict[str, Any] = {NAME: True} if by_token else {}
     if second_text is not None:
         extras[TOKEN_TYPES] = second_text

@@ -10,7 +10,7 @@ from compiled_engine.features.pooling.extras import NAME, TOKEN_TYPES
 
 
 class PoolingPlan(PlanFeature):
-    """Ends a pooling request with its first token, which means nothing: its max_tokens is 1."""
+    """Plans pooling requests. Their max_tokens is 1, so a request ends with its first token, which has no meaning."""
 
     def added(self, request: Request) -> None:
         request.returns_tokens = False

@@ -2,7 +2,7 @@
 
 Pooling by the last token takes a row of the step that computes it. Every other kind is a weighted sum or a maximum over
 all tokens of a prompt, whose length is known from the start. It is accumulated in a row field, so that a prompt may be
-computed in chunks. A request that asks for a vector per token gets those of each step.
+computed in chunks. A request that asks for a vector per token gets the vectors of each step's tokens.
 
 Nothing waits for the device: results are copied to pinned memory, and read when the step has ended.
 """
@@ -52,7 +52,7 @@ class PooledRows:
     rows_ML: torch.Tensor  # the requests' rows, one after the other
 
     def by_request(self) -> dict[str, Vectors]:
-        """See Deferred."""
+        """Return the vectors by request id. See Deferred."""
         rows_ML, width = self.rows_ML.numpy(), self.rows_ML.shape[1]
         ends = accumulate(self.counts)
         return {
@@ -108,19 +108,22 @@ class StepPooling:
             self._states.fields.declare(*fields)
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """See Tail."""
+        """Advance the states of num_rows rows, and return the forward's output. See Tail."""
         self.advance(batch, None, num_rows)
         return output.tensor
 
     def launch_rest(self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]) -> None:
-        """See Tail."""
+        """Pool the forward's output, and add the pooled rows to `results`. See Tail.
+
+        Without a decode graph, this also advances the states.
+        """
         if not batch.has_decode_graph:
             self.advance(batch, None, batch.num_real_rows)
         if (pooled := self._results(batch, output.tensor)) is not None:
             results[ByToken.name] = pooled
 
     def _results(self, batch: InputBatch, hidden_TD: torch.Tensor) -> PooledRows | None:
-        """Launch the pooling of a step; returns None if no request gets a result."""
+        """Launch the pooling of a step and return its results, or None if no request gets a result."""
         count, by_token = batch.num_real_rows, self._by_token
         done = np.flatnonzero(batch.samples).tolist()
         if by_token:
@@ -147,7 +150,10 @@ class StepPooling:
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Pool each request's tokens up to the end of this step, fp32 [R, W]; the row fields keep the result."""
+        """Return the pooled tokens of each request up to the end of this step, fp32 [R, W]: R requests, W values.
+
+        If a prompt may take several steps, the result is also stored in row fields.
+        """
         count, num_tokens = batch.num_real_rows, batch.num_tokens
         buffers = self._buffers
         starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1

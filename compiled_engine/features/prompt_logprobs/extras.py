@@ -1,4 +1,4 @@
-"""The extras of prompt log-probabilities in messages: plain data that both sides of the engine core read.
+"""The extras of prompt log-probabilities in messages, which both sides of the engine core read.
 
 In an EngineRequest that continues in another replica: the first position that has not been delivered. In a step's
 result and an EngineOutput: the position of the first row, and the rows. The row of position p has the log-probability
@@ -30,11 +30,11 @@ def next_position(request: EngineRequest) -> int:
 
 
 def rows_in(extras: dict[str, Any]) -> tuple[int, LogprobRows] | None:
-    """Return the position of the first row and the rows from the extras of an output, if it has any."""
+    """Return the position of the first row and the rows, read from the extras of an output; None if it has no rows."""
     found = extras.get(NAME)
     return None if found is None else as_rows(found)
 
 
 def as_rows(found: Any) -> tuple[int, LogprobRows]:
-    """Return the position of the first row and the rows; decodes them if they come from another process."""
+    """Return the position of the first row and the rows. Decodes them if they come from another process."""
     return msgspec.convert(found, tuple[int, LogprobRows])

@@ -27,7 +27,10 @@ class PromptLogprobs(PlanFeature):
         self._note(request)
 
     def output_extras(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        """See PlanFeature. Raises RuntimeError if positions are missing."""
+        """Return the rows in a step's results that have not been delivered, as extras of the request's output.
+
+        Raises RuntimeError if positions are missing.
+        """
         found = extras.get(NAME, {}).get(request.request_id)
         if found is None:
             return {}

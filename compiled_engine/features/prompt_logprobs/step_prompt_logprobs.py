@@ -28,7 +28,7 @@ class PromptRows:
     chunks: dict[str, tuple[int, list[torch.Tensor]]]
 
     def by_request(self) -> dict[str, tuple[int, LogprobRows]]:
-        """See Deferred."""
+        """Return the position of the first row and the rows, by request id. See Deferred."""
         return {
             request_id: (first, LogprobRows.of_array(torch.cat(chunks).numpy()))
             for request_id, (first, chunks) in self.chunks.items()
@@ -41,7 +41,7 @@ class StepPromptLogprobs(StepFeature):
     name = NAME
 
     def __init__(self, parts: RunnerParts, *, computes: bool) -> None:
-        """Make the feature. computes: False in a pipeline stage before the last, which only runs the same forward."""
+        """`computes` is False in a pipeline stage before the last, which only runs the same forward."""
         self._computes = computes
         self._states, self._model, self._vocabulary = parts.states, parts.model, parts.vocabulary
         self.rows: dict[int, int] = {}  # rows of these requests, with the value of prompt_logprobs
@@ -62,7 +62,10 @@ class StepPromptLogprobs(StepFeature):
         )
 
     def read_hidden(self, batch: InputBatch, output: ForwardOutput) -> PromptRows | None:
-        """Compute the log-probability of the prompt token after each of the step's tokens, for requests in prefill."""
+        """Return the log-probability of the prompt token after each of the step's tokens, for requests in prefill.
+
+        In a stage that does not compute them, return None.
+        """
         if not self._computes:
             return None
         found = {request_id: self._rows(batch, i, output) for i, request_id in enumerate(batch.request_of_row)}

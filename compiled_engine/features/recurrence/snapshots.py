@@ -7,9 +7,9 @@ covers every token before it.
 
 A request takes a snapshot at the end of the last full block of its prompt, for the conversation's next turn or a
 repeated prompt. It takes another at the end of its longest prefix with cached blocks: there two prompts diverged, and
-more are likely to do so. A step must end at both places, so that the state exists there. A step first copies snapshots
-to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of scheduling,
-so a snapshot can be used from the next step on, and its slot can be given to another prefix at once.
+more prompts are likely to do so. A step must end at both places, so that the state exists there. A step first copies
+snapshots to the rows of its new requests, then computes, then copies the states to be kept. Steps run in the order of
+scheduling, so a snapshot can be used from the next step on, and its slot can be given to another prefix immediately.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LEAST_GAIN = 64
 
 
 class StateSnapshots(PlanFeature):
-    """Plans snapshots, as a FindableResource. Requests hold no snapshots: they are copied at admission.
+    """Plans snapshots, as a FindableResource. A request holds no snapshot: its state is copied from one at admission.
 
-    num_slots: number of snapshots; the least recently used one is evicted. In the extras, a new request has the slot of
-    the state that it begins with, and a step has the slots that states are copied to after it, by request.
+    `num_slots` is the number of snapshots; the least recently used one is evicted. In the extras, a new request has the
+    slot of the state that it begins with, and a step has the slots that states are copied to after it, by request.
     """
 
     kind = "snapshots"
@@ -65,7 +65,10 @@ class StateSnapshots(PlanFeature):
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Choose where the request takes snapshots. Its blocks are taken later, as that may evict the cached prefix."""
+        """Choose where the request takes snapshots.
+
+        The request takes its blocks only after this call, since that may evict the cached prefix.
+        """
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
         num_shared = 0
@@ -80,7 +83,7 @@ class StateSnapshots(PlanFeature):
         request.step_ends = tuple(ends)
 
     def free(self, request: Request) -> None:
-        """Cancel the request's snapshots that were not taken yet."""
+        """Cancel the snapshots that the request has not taken yet."""
         request.step_ends = ()
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
@@ -88,7 +91,10 @@ class StateSnapshots(PlanFeature):
             extras[NAME] = self._slots[self._hash(request, num_cached)]
 
     def reached_end(self, request: Request, num_tokens: int) -> None:
-        """Save the state after the step, unless the prefix has a snapshot, or the step already writes all slots."""
+        """Plan to save the request's state after the step, in a snapshot.
+
+        Nothing is saved if the prefix already has a snapshot, or if the step already writes all slots.
+        """
         key = self._hash(request, num_tokens)
         if key in self._slots:
             self._slots.move_to_end(key)
@@ -110,7 +116,7 @@ class StateSnapshots(PlanFeature):
         self._saved = {}
 
     def take_registered(self) -> list[int]:
-        """Return the slots that the step being planned writes; later steps can find them."""
+        """Return the slots that the step being planned writes. Later steps can find them."""
         registered, self._unwritten = [*self._unwritten.values()], {}
         return registered
 
@@ -125,7 +131,7 @@ class StateSnapshots(PlanFeature):
         self.unregister([*self._slots.values()])
 
     def check_all_free(self) -> None:
-        """Check nothing, as requests hold no snapshots."""
+        """Do nothing, since requests hold no snapshots."""
 
     def check_integrity(self, holders: Collection[Request]) -> None:
         slots = sorted([*self._free, *self._slots.values()])

@@ -23,7 +23,7 @@ class StateRows(StepFeature):
     name = NAME
 
     def __init__(self, recurrences: Recurrences, tensors: Mapping[str, torch.Tensor], states: RequestStates) -> None:
-        """Find the states among the parameters. tensors: by name; a state is [num_rows + num_snapshots, ...]."""
+        """`tensors` has the model's tensors by name. The tensor of a state is [num_rows + num_snapshots, ...]."""
         self._num_rows, self._states = recurrences.num_rows, states
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for state in recurrences.states:
@@ -38,7 +38,7 @@ class StateRows(StepFeature):
                 self._copy(self._num_rows + slot, self._states.row(request.request_id))
 
     def end(self, step: SchedulerOutput) -> None:
-        """Copy the states after the step that are to be kept to snapshots."""
+        """Copy the states that are to be kept after the step to snapshots."""
         for request_id, slot in step.extras.get(NAME, {}).items():
             self._copy(self._states.row(request_id), self._num_rows + slot)
 

@@ -1,6 +1,7 @@
 """Triton kernels for drafts: verify drafts, find n-gram drafts, and store a draft model's drafts.
 
-Rows are rows of the batch; S are rows of the request states. See draft_rows.py for rows with offsets.
+Dimensions: R rows of the batch, S rows of the request states, L tokens of a request at most. See draft_rows.py for rows
+with offsets.
 """
 
 from __future__ import annotations
@@ -137,13 +138,13 @@ def ngram_kernel(
 ) -> None:
     """Find n-gram drafts, see ngram.ngram_drafts; one program per row of the batch.
 
-    Only the row with a request's newest token gets drafts, and only if that token was sampled. The best match is the
-    largest (tokens compared, end position).
+    Only the row with a request's newest token gets drafts, and only if that token was sampled. The best match has the
+    most equal tokens and, among several, the largest end position.
 
     rows_ptr, offsets_ptr: int32 [R], see verify_kernel; num_computed_ptr, prefill_len_ptr: int32 [S].
     history_ptr: int32 [S, L], the requests' tokens. drafts_ptr: int32 [S, NUM_DRAFTS], receives the drafts, or -1.
-    longest, shortest: tokens of a match. TILE: end positions compared at a time; TILE_K: NUM_DRAFTS rounded up to a
-        power of two.
+    longest, shortest: most and fewest tokens of a match. TILE: end positions compared at a time; TILE_K: NUM_DRAFTS
+        rounded up to a power of two.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

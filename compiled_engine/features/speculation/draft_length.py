@@ -1,7 +1,7 @@
 """Chooses the number of drafts of each step that yields most tokens per second, by measured times and acceptance.
 
-Two kinds of steps are run only to measure: a probe makes the most drafts although fewer are best, to measure
-acceptance; and a promising number of drafts is timed again in a few consecutive steps.
+Two kinds of steps are run only to measure. A probe makes the most drafts although fewer are best, to measure
+acceptance. A promising number of drafts is timed again in a few consecutive steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Times:
         return self.counts[num_drafts] >= LEAST_STEPS or self.tries.get(num_drafts, 0) >= MOST_TRIES
 
     def measure_again(self, num_drafts: int) -> None:
-        """Begin to time this number of drafts again, with the step that is being planned."""
+        """Begin to time num_drafts drafts again, with the step that is being planned."""
         self.again, self.steps_again = num_drafts, MOST_STEPS_AGAIN - 1
         self.steps, self.rounds = 0, self.rounds + 1
 
@@ -103,9 +103,10 @@ class DraftLength:
     timed again in a few consecutive steps instead of probes. If they are faster, their time replaces the old one, so a
     wrong or outdated time does not persist.
 
-    skips_head: steps without drafts may skip the draft head. The requests of such a step stop drafting, so 0 drafts are
-    not chosen for single steps: if 0 is best, requests stop one after the other, and new ones make the probes. If it is
-    not, the head reads every step, even when few requests still draft, because there will be more of them.
+    With `skips_head`, steps without drafts may skip the draft head. The requests of such a step stop drafting, so 0
+    drafts are not chosen for single steps. If 0 is best, requests stop one after the other, and new requests make the
+    probes. If another number is best, the head reads every step, even when few requests still draft, because more
+    requests will.
     """
 
     def __init__(self, most: int, *, skips_head: bool = False) -> None:
@@ -116,7 +117,7 @@ class DraftLength:
         self._chosen = dict.fromkeys(self._lengths, 0)
 
     def choose(self, num_requests: int, num_drafting: int | None = None) -> Drafts:
-        """Return the drafts of the next step. num_drafting: requests that may have drafts; None: all."""
+        """Return the drafts of the next step. `num_drafting` requests may have drafts; None: all."""
         times = self._of(num_requests)
         times.steps += 1
         drafts = self._next(times, num_requests, num_requests if num_drafting is None else num_drafting)
@@ -157,14 +158,14 @@ class DraftLength:
         return Drafts(max(self._lengths, key=lambda length: self._rate(judged.seconds, length, share)))
 
     def _judge(self, times: _Times) -> None:
-        """Set `current` to the number that is best if all requests have drafts."""
+        """Set `current` to the number of drafts that is best if all requests have drafts."""
         seconds = times.seconds | {0: self._seconds_without(times)}
         best = max(self._lengths, key=lambda length: self._rate(seconds, length))
         if self._rate(seconds, best) > MARGIN * self._rate(seconds, times.current):
             times.current = best
 
     def _promising(self, times: _Times) -> list[int]:
-        """Return the promising numbers of drafts, the largest first; none while the head is skipped, but for probes."""
+        """Return the promising numbers of drafts, the largest first. There are none while only probes use the head."""
         if self.skips_head and times.current == 0:
             return []
         lengths = self._lengths[1:] if self.skips_head else self._lengths  # 0 would let requests rest
@@ -189,15 +190,15 @@ class DraftLength:
     def took(
         self, num_requests: int, num_drafts: int, seconds: float, *, head_rested: bool = False, in_a_row: bool = True
     ) -> None:
-        """Record the time of a step of decodes with up to num_drafts drafts, between steps with the same number.
+        """Record the time of a step of decodes with at most num_drafts drafts per request.
 
-        in_a_row: the steps before and after also had the same requests. The time of any other step only counts until
-        such a time is known.
+        The steps before and after it had the same num_drafts. `in_a_row` tells whether they also had the same requests.
+        If not, the time only counts until the time of a step with `in_a_row` is known.
         """
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 
     def verified(self, num_drafts: int, num_right: int) -> None:
-        """Record the drafts of a request in a step. num_drafts: the number that it had room for."""
+        """Record the drafts of a request in a step. `num_drafts` is the number that the request had room for."""
         for position in range(min(num_drafts, num_right + 1)):
             self._verified[position] += 1
             weight, share = max(DRAFT_WEIGHT, 1 / self._verified[position]), self._shares[position]
@@ -207,14 +208,17 @@ class DraftLength:
         return self._times.setdefault(_size(num_requests), _Times(dict.fromkeys(self._lengths, 0)))
 
     def _fewer_requests(self, num_requests: int) -> _Times | None:
-        """Return the times of the nearest smaller number of requests for which all are known."""
+        """Return the times of the nearest smaller number of requests, or None.
+
+        Only numbers of requests count for which the times of all numbers of drafts are known.
+        """
         for size in sorted((size for size in self._times if size < _size(num_requests)), reverse=True):
             if all(map(self._times[size].knows, self._lengths)):
                 return self._times[size]
         return None
 
     def _rate(self, seconds: dict[int, float], length: int, share: float = 1.0) -> float:
-        """Return the expected tokens per request and second. share: part of the requests that has drafts."""
+        """Return the expected tokens per request and second. `share` is the part of the requests that has drafts."""
         tokens, all_right = 1.0, share
         for right in self._shares[:length]:
             all_right *= right
@@ -243,5 +247,5 @@ class DraftLength:
 
 
 def _size(num_requests: int) -> int:
-    """Round a number of requests up to a power of 2."""
+    """Return a number of requests rounded up to a power of 2."""
     return 1 << max(0, num_requests - 1).bit_length()

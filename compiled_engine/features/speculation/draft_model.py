@@ -34,28 +34,31 @@ from compiled_engine.sampling.sampler import SamplerClass
 
 
 class DraftModel(Drafter):
-    """Drafts of a smaller model (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
-    decoding", 2023), sampled with the parameters and the noise of the request.
+    """Makes drafts with a smaller model, sampled with the parameters and the noise of the request.
 
-    With equal noise, two models choose the same token far more often than with separate noise (Daliri, Musco and
-    Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024), and two equal models
+    The method is that of Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding",
+    2023. With equal noise, two models choose the same token far more often than with independent noise (Daliri, Musco
+    and Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024), and two equal models
     always do.
 
     The draft model has its own KV cache under the requests' block tables. In each step it runs before the engine's
     model, on the same tokens. The first pass computes the newest token of each request that has sampled and the token
-    before it. That token may be the previous step's last draft, which no pass has computed. Each further pass computes
-    the previous pass's drafts. Prompts are computed after these passes. If a request ends or is preempted, a block in
-    the prefix cache may lack K and V of a last draft, which makes later drafts worse but no token wrong.
+    before it. The token before may be the previous step's last draft, which no pass has computed. Each further pass
+    computes the previous pass's drafts. Prompts are computed after these passes. If a request ends or is preempted, a
+    block in the prefix cache may lack K and V of a last draft, which makes later drafts worse but no token wrong.
 
     A CUDA graph (see `Capturable`) holds all passes over a number of requests. Passes need no value from the host: a
     request without room for a draft is padding in the passes after it. In a graph, drafts are sampled by temperature
-    alone; otherwise the request's filters apply too.
+    alone. Without a graph, the request's filters apply too.
     """
 
     query_lens: tuple[int, ...] = (FIRST,)  # rows per request in the first pass
 
     def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
-        """Compile and load the draft model. config: its own. Raises what the compiler and the loader raise."""
+        """Compile and load the draft model. `config` is the draft model's.
+
+        Raises the errors of the compiler and the loader.
+        """
         states, group, progress, timeline = parts.states, parts.group, parts.progress, parts.timeline
         self.config, self._states, self._sampler = config, states, parts.sampler
         self._lengths = parts.config.speculation.lengths  # the numbers of drafts that steps may have, ascending
@@ -100,7 +103,10 @@ class DraftModel(Drafter):
         self._drafting = self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's passes. The requests must have their rows and blocks."""
+        """Stage the inputs of a step's passes, and return what the passes need.
+
+        The requests must have their rows and blocks.
+        """
         rows = self._rows_of_steps.rows(step)
         count, longest = len(rows.rows_R), rows.longest(step)
         key = self._key(count, longest, len(rows.num_drafting))
@@ -112,7 +118,8 @@ class DraftModel(Drafter):
     def _stage_prompts(self, step: SchedulerOutput) -> InputBatch | None:
         """Stage the step's prompt tokens of requests that have not sampled.
 
-        The step's count for a prompt's last chunk may include room for drafts, which do not exist yet.
+        Return their batch, or None if there are none. The step's count for a prompt's last chunk may include room for
+        drafts, which do not exist yet.
         """
         states, starts_R = self._states, np.array(step.starts, np.int64)
         left_R = states.prefill_len[states.rows(step.request_ids)] - starts_R
@@ -136,7 +143,7 @@ class DraftModel(Drafter):
         return None if key is None or not key.is_decode else drafting_key(key, length)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage requests for the passes, unless they are staged already; None for padding alone."""
+        """Stage requests for the passes, unless they are staged already. With `rows` None, stage padding alone."""
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
         self._staged = None if rows is None else (rows, padded)
@@ -189,8 +196,8 @@ class DraftModel(Drafter):
     ) -> torch.Tensor | None:
         """Run the model on num_rows rows, and sample draft `draft` for each of the first `count` requests.
 
-        Returns the logits, None for no requests. rows: the requests' rows in the states, for their filters; None:
-        sample by temperature alone.
+        Returns the logits, None for no requests. `rows` are the requests' rows in the states, for their filters; None:
+        sample by temperature alone. See ModelForward.run for `distinct`.
         """
         buffers, query_len = (self.further, 1) if draft else (self.first, FIRST)
         batch = single_tokens(num_rows, query_len, longest)
@@ -213,7 +220,10 @@ class DraftModel(Drafter):
     def _sample(
         self, logits_RV: torch.Tensor, count: int, positions_R: torch.Tensor, rows: np.ndarray | None
     ) -> torch.Tensor:
-        """Sample drafts like step_sampling.py samples tokens, so that filters apply to drafts too."""
+        """Return sampled drafts.
+
+        They are sampled as step_sampling.py samples tokens, so that filters apply to drafts too.
+        """
         index_R = self.further.rows_R[:count]
         if rows is not None and self._sampler.sampler_class(rows) is SamplerClass.GENERAL:
             return self._sampler.sample(logits_RV.contiguous(), rows, index_R, positions_R)
@@ -231,8 +241,8 @@ class DraftModel(Drafter):
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Run a pass over padding, without side effects.
 
-        host_3: see AttentionInputs; if rows have one token, its query length selects the pass. distinct: see
-        ModelForward.run.
+        See AttentionInputs for `host_3`; if rows have one token, its query length selects the pass. See
+        ModelForward.run for `distinct`.
         """
         if num_tokens == num_requests:
             _, query_len, longest = host_3
@@ -248,7 +258,7 @@ class DraftModel(Drafter):
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch all kernels of the passes except for the model's, over padding."""
+        """Launch all kernels of the passes over padding, except for the model's."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts, num_tokens, 1, host_3)
@@ -262,7 +272,7 @@ class DraftModel(Drafter):
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See Capturable."""
+        """Fill the buffers of the passes with padding of the key's size. See Capturable."""
         self._fill(key.num_rows // FIRST, key.max_seq_len)
 
     def run(self, key: GraphKey) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Plans drafts: how many a step has, how sharply they are sampled, and when the draft head is skipped. Counts results.
+"""Plans drafts, and counts their results.
 
-Skipping the head saves its time in steps without drafts. A head that has not read all of a request's tokens cannot
-draft for it, so the requests of such a step stop drafting until they are admitted again.
+Decides how many drafts a step has, how sharply they are sampled, and when the draft head is skipped. Skipping the head
+saves the head's time in steps without drafts. A head that has not read all of a request's tokens cannot draft for it,
+so the requests of a step that skips the head stop drafting until they are admitted again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TimedStep:
 
     @property
     def rows(self) -> tuple[int | None, bool, list[str], list[int]]:
-        """The key of the step's rows: the runner reuses the previous step's rows if it is equal."""
+        """A key of the step's rows. The runner reuses the previous step's rows if the keys are equal."""
         output = self.step.output
         return self.num_drafts, output.single, output.request_ids, output.counts
 
@@ -71,8 +72,8 @@ class TimedStep:
 class DraftPlan(PlanFeature):
     """Plans the drafts of each step.
 
-    most: most drafts of a request in a step. max_num_requests: most requests of a step. length: chooses the number of
-    drafts of each step; None: always `most`. sharpnesses: see SpeculationConfig.
+    `most` is the most drafts of a request in a step, and `max_num_requests` the most requests of a step. `length`
+    chooses the number of drafts of each step; None: always `most`. See SpeculationConfig for `sharpnesses`.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class DraftPlan(PlanFeature):
         self._updated_s = 0.0  # when that was, in seconds of time.perf_counter
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Choose the step's number of drafts. If no request runs, the number of waiting ones counts."""
+        """Choose the step's number of drafts. Return the most tokens that a decode computes: its newest and the drafts.
+
+        If no request runs, the number of waiting requests counts.
+        """
         if self._length is not None:
             num_requests = len(running) or min(num_waiting, self._max_num_requests)
             drafting = [
@@ -119,7 +123,7 @@ class DraftPlan(PlanFeature):
         self._num_drafts = builder.decode_tokens - 1 if of_decodes else None
 
     def _skip_head(self, builder: StepBuilder) -> None:
-        """Decide whether the step skips the head; if so, its requests stop drafting.
+        """Decide whether the step skips the head. If it does, its requests stop drafting.
 
         A step without drafts also skips the head if all its requests have stopped drafting before.
         """
@@ -160,8 +164,8 @@ class DraftPlan(PlanFeature):
     def _time(self, timed: TimedStep, length: DraftLength) -> None:
         """Report the duration of a step of decodes to `length`.
 
-        Neighbouring steps must be in flight and have the same number of drafts, because the host works on them while
-        the step runs.
+        The steps before and after it must have been in flight with it and have the same number of drafts, because the
+        host works on them while the step runs. Otherwise nothing is reported.
         """
         before, begun_s = self._updated, max(timed.begun_s, self._updated_s)
         self._updated, self._updated_s = timed, time.perf_counter()

@@ -5,14 +5,14 @@ function of seed, position and token id, so the next token does not depend on th
 right exactly if it is that token. A step yields the drafts up to the first wrong one, and the token sampled in its
 place. Drafts therefore change no token, greedy or sampled.
 
-In a batch, each of these tokens has a row with the request's blocks and a context that ends at the token. K and V of
-the whole batch are written before any row attends, so attention and sampling treat drafts like decodes. A wrong draft
-leaves K and V after the newest token, which the next step overwrites before they are read.
+In a batch, the newest token and each draft have a row with the request's blocks and a context that ends at the token. K
+and V of the whole batch are written before any row attends, so attention and sampling treat drafts like decodes. A
+wrong draft leaves K and V after the newest token, which the next step overwrites before they are read.
 
-The host only knows how many drafts a request may have. A row whose draft does not exist is treated as padding; with
-n-grams on a CPU, which are known when the batch is made, it is left out. If no request of a step computes a prompt, all
-have the same number of rows, and a request's rows are consecutive, so that attention reads its keys once for all of
-them.
+The host only knows how many drafts a request may have. A row whose draft does not exist is treated as padding. Drafts
+of n-grams on a CPU are the exception: they are known when the batch is made, so only existing drafts have rows. If no
+request of a step computes a prompt, all requests have the same number of rows, and a request's rows are consecutive.
+Attention then reads the request's keys once for all its rows.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class StepRows:
 
     @classmethod
     def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
-        """Lay out a step's rows.
+        """Return the rows of a step.
 
-        known: whether the host knows the drafts; otherwise there is a row for each draft that a request may have.
-        query_lens: allowed numbers of rows per request in a step of decodes, ascending; used unless `known`.
+        `known` tells whether the host knows the drafts; otherwise there is a row for each draft that a request may
+        have. `query_lens` are the allowed numbers of rows per request in a step of decodes, ascending; used unless
+        `known`.
         """
         assert states.ahead_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
@@ -92,12 +93,12 @@ class StepRows:
 class DraftedSteps:
     """Makes the batches of steps with drafts.
 
-    While the same requests decode, steps reuse the rows of the first one, which are ordered by the contexts at that
-    time and staged once.
+    While the same requests decode, steps reuse the rows of the first of these steps. The rows are ordered by the
+    contexts of that step and staged once.
     """
 
     def __init__(self, states: RequestStates, buffers: InputBuffers, query_lens: Sequence[int], *, known: bool) -> None:
-        """Make batches in these buffers. query_lens, known: see StepRows.of."""
+        """`buffers` receive the batches. See StepRows.of for `query_lens` and `known`."""
         self._states, self._buffers, self._query_lens, self._known = states, buffers, query_lens, known
         self._shares: StepShares | None = None
         self._rows: StepRows | None = None
@@ -113,7 +114,7 @@ class DraftedSteps:
         return self._rows
 
     def make_batch(self, step: SchedulerOutput, rows: StepRows, key: GraphKey | None) -> InputBatch:
-        """Make the batch of these rows, padded to `key`, and stage it, like input_batch.make_batch."""
+        """Return the batch of these rows, padded to `key`, after staging it, like input_batch.make_batch."""
         batch = self._batch
         if batch is None or batch.key != key or rows is not self._rows:
             self._batch = batch = make_drafted_batch(step, self._states, self._buffers, rows, key)
@@ -189,7 +190,7 @@ class StepShares:
 def make_drafted_batch(
     step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, rows: StepRows, key: GraphKey | None = None
 ) -> InputBatch:
-    """Make the batch of a step with drafts, padded to `key`, and stage it, like input_batch.make_batch."""
+    """Return the batch of a step with drafts, padded to `key`, after staging it, like input_batch.make_batch."""
     request_A, offset_A = rows.request_A, rows.offset_A
     places = np.argsort(request_A, kind="stable")
     starts = np.flatnonzero(offset_A[places] == 0)
@@ -222,10 +223,10 @@ def stage_with_offsets(
     key: GraphKey | None = None,
     query_len: int | None = None,
 ) -> InputBatch:
-    """Make a batch with offsets (see input_batch.py) and stage it.
+    """Return a batch with offsets (see input_batch.py) of A rows, after staging it.
 
-    Rows of one token must come first. lens_A: tokens of each row. starts_A: upper bound of the newest token's position.
-    key, query_len: see make_batch and StepRows.
+    Rows of one token must come first. `lens_A` are the rows' numbers of tokens. `starts_A` are upper bounds of the
+    position of the newest token of each row's request. See make_batch for `key` and StepRows for `query_len`.
     """
     query_starts = np.concatenate(([0], np.cumsum(lens_A))).astype(np.int32)
     rows_A, offset_A = rows_A.astype(np.int32), offset_A.astype(np.int32)
@@ -277,9 +278,9 @@ def keep_drafts(
 ) -> None:
     """Store a drafting pass's tokens, int64 [R], as draft `draft` of the first R rows of the batch in `buffers`.
 
-    room_R: most drafts of each row, int32; a row without room for this draft gets -1. Also sets the offsets of the
-    next pass, which computes these drafts. For a head the numbers are one less, because it computes the KV entry of a
-    position from the token after it; `head` then gets its inputs. May be captured.
+    `room_R` has the most drafts of each row, int32; a row without room for this draft gets -1. Also sets the offsets of
+    the next pass, which computes these drafts. For a head the offsets are one less, because it computes the KV entry of
+    a position from the token after it; `head` then gets its inputs. May be captured.
     """
     assert states.ahead_SK is not None
     assert buffers.offsets_R is not None

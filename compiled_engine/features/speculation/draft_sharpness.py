@@ -1,4 +1,4 @@
-"""Chooses the sharpness of a head's drafts, the factor on its logits: the one with which most drafts are right."""
+"""Chooses the sharpness of a head's drafts: the factor on the head's logits with which most drafts are right."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class DraftSharpness:
     """Chooses the factor on a head's logits with which the drafts of a step are sampled.
 
     A draft is right if the model samples the same token with the same noise. A head that is less certain than the model
-    is right more often with larger logits, an equally certain head with unchanged ones. Only a request's first draft in
-    a step counts, because later ones depend on it, and only if the request has a temperature.
+    is right more often if its logits are made larger. An equally certain head is best with unchanged logits. Only a
+    request's first draft in a step counts, because later drafts depend on it. Requests without a temperature do not
+    count.
     """
 
     def __init__(self, candidates: Sequence[float]) -> None:
@@ -51,7 +52,7 @@ class DraftSharpness:
         return others[self._probes % len(others)]
 
     def verified(self, sharpness: float, *, right: bool) -> None:
-        """Count the first draft of a request that has a temperature."""
+        """Count the first draft of a request that has a temperature, which was sampled with this sharpness."""
         self._seen[sharpness] += 1 - self._seen[sharpness] / MEMORY
         self._right[sharpness] += right - self._right[sharpness] / MEMORY
 
@@ -75,7 +76,7 @@ class DraftSharpness:
 
 
 def set_sharpness(step: SchedulerOutput, sharpness: float) -> None:
-    """Have the step's drafts sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
+    """Let the step's drafts be sampled from the logits times `sharpness`, see SpeculationConfig.sharpnesses."""
     if sharpness != 1.0:
         step.extras[NAME] = sharpness
 

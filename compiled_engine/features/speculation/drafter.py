@@ -1,4 +1,4 @@
-"""The base of draft models and draft heads: passes that make a step's drafts, in one graph if there is one."""
+"""The base of draft models and draft heads: passes that make a step's drafts, in one graph if the batch has one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def single_tokens(num_rows: int, query_len: int, longest: int) -> InputBatch:
 
 
 class Drafter(StepFeature, ABC):
-    """Makes drafts by the passes of a model beside the engine's. `begin` leaves what they are over in `_drafting`."""
+    """Makes drafts with passes of a draft model or draft head. `begin` stores the step's inputs in `_drafting`."""
 
     config: EngineConfig  # of the draft model or head
     query_lens: tuple[int, ...]  # numbers of rows that a request may have in a pass, besides one
@@ -58,7 +58,7 @@ class Drafter(StepFeature, ABC):
         return (FeatureModel("draft ", self.compiled, self.model),)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Make the step's drafts, and read its prompts."""
+        """Make the step's drafts, and compute its prompts in the draft model."""
         drafting, self._drafting = self._drafting, None
         if drafting is None:
             return
@@ -73,21 +73,21 @@ class Drafter(StepFeature, ABC):
         """Launch the passes that make the drafts, without a graph."""
 
     def read_prompts(self, drafting: Drafting) -> None:
-        """Launch a pass over the step's prompts, if prompts are read with the drafts."""
+        """Launch a pass over the step's prompts, if the draft model computes prompts in these passes."""
 
     @abstractmethod
     def launch_inputs(self) -> None:
-        """Launch the kernels of the passes except for the model's, over padding."""
+        """Launch the kernels of the passes over padding, except for the model's."""
 
     @abstractmethod
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Run a pass over padding, without side effects.
 
-        host_3: see AttentionInputs. distinct: see ModelForward.run.
+        See AttentionInputs for `host_3`, and ModelForward.run for `distinct`.
         """
 
     def _batches(self) -> list[BatchShape]:
-        """Return the start-up batches: of the first pass, of further passes, and of prompts."""
+        """Return the shapes of the start-up batches: of the first pass, of further passes, and of prompts."""
         most = self.config.scheduler.max_num_seqs
         shapes = start_up_batches(self.config, self.query_lens)
         return [

@@ -16,10 +16,7 @@ from compiled_engine.features.speculation.draft_rows import StepShares
 
 @dataclass(frozen=True, eq=False)
 class DraftingRows:
-    """The requests of a step that have sampled, sorted by descending room for drafts, then by descending context.
-
-    Dimension R: these requests.
-    """
+    """The R requests of a step that have sampled, sorted by descending room for drafts, then by descending context."""
 
     indices_R: np.ndarray  # indices of the requests in the step
     rows_R: np.ndarray  # int32, rows of the states
@@ -37,7 +34,7 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """The number of requests with room for each draft, from the first draft to the last that any has room for."""
+        """The number of requests with room for each draft, up to the last draft that any request has room for."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 

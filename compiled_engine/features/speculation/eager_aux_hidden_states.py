@@ -1,4 +1,4 @@
-"""Returns the inputs of layers that a draft head reads, from an eager model, by module hooks."""
+"""Makes an eager model return the inputs of the layers that a draft head reads, by module hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from compiled_engine.passes.layout.aux_hidden_states import layer_stack
 
 
 class EagerAuxHiddenStates:
-    """The `EagerFeature` that returns the inputs of these layers, [T, D] each, after the forward's hidden states."""
+    """The `EagerFeature` that makes the forward also return the inputs of `layers`.
+
+    They follow the hidden states in the forward's result, [T, D] each.
+    """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = layers

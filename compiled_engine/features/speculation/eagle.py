@@ -49,9 +49,9 @@ WORK = "attention_inputs.work_W"
 def following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    """Write the token that follows each position of a step, after the step's tokens were stored in the states.
+    """Write the token that follows each position of a step to `token_ids_T`, int64.
 
-    token_ids_T: int64; 0 for padding, an arbitrary token after a rejected draft.
+    The step's tokens must be in the states. Padding gets 0. The token after a rejected draft is arbitrary.
     """
     if buffers.rows_R.device.type != "cpu":
         launch_following_tokens(states, batch, buffers, token_ids_T)
@@ -97,7 +97,7 @@ def launch_following_tokens(
 def keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    """Store the hidden state of each request's last verified token in kept_SD, by the request's row."""
+    """Store the hidden state of each request's last verified token in `kept_SD`, by the request's row in the states."""
     if kept_SD.device.type != "cpu":
         launch_keep_hidden(states, buffers, num_rows, hidden_TD, kept_SD)
         return
@@ -134,9 +134,9 @@ def begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    """Copy the kept hidden states of these rows to hidden_RD, and write the positions of their next tokens.
+    """Copy the kept hidden states of these rows to `hidden_RD`, and write the positions of their next tokens.
 
-    rows_R: int32, -1 for padding. positions_R: int64.
+    `rows_R` is int32, -1 for padding, which gets zeros. `positions_R` is int64.
     """
     if rows_R.device.type != "cpu":
         launch_begin_drafts(states, rows_R, kept_SD, hidden_RD, positions_R)
@@ -190,16 +190,16 @@ class EagleDrafter(Drafter):
 
     The head has its own KV cache under the requests' block tables. The entry of a position is computed from the model's
     hidden states there and the token after it. `prefill_head` computes the entries of all tokens of a step: prompts,
-    newest tokens, and drafts, whose entries from drafting it replaces. So if a block is in the prefix cache, the head's
-    entries are there too. Only the last one may have been computed with another token after the block, which makes
-    drafts worse but no token wrong. Wrong drafts leave entries after the newest token, which the next drafts overwrite
-    before they are read.
+    newest tokens, and drafts. It replaces the entries that drafting computed for drafts. So if a block is in the prefix
+    cache, the head's entries are there too. Only the block's last entry may have been computed with another token after
+    it, which makes drafts worse but no token wrong. Wrong drafts leave entries after the newest token, which the next
+    drafts overwrite before they are read.
 
     Drafts are sampled by temperature and noise alone; the request's filters apply when drafts are verified.
     """
 
     def __init__(self, config: EngineConfig, parts: RunnerParts) -> None:
-        """Compile and load the head. config: its own. Raises what the compiler and the loader raise."""
+        """Compile and load the head. `config` is the head's. Raises the errors of the compiler and the loader."""
         engine, states, buffers = parts.config, parts.states, parts.buffers
         self.config, self._states, self._sampler, self._steps = config, states, parts.sampler, buffers
         self._load(config, parts)
@@ -275,16 +275,19 @@ class EagleDrafter(Drafter):
             self.combine_hidden_states(output.further)
 
     def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
-        """Compute the head's input features of a step's tokens.
+        """Compute the head's input features of a step's tokens, into a buffer.
 
-        aux_hidden_states: inputs of the model's layers that the head reads, [T, target_size] each. May be captured with
-        the forward that returns them.
+        `aux_hidden_states` are the inputs of the model's layers that the head reads, [T, target_size] each. May be
+        captured with the forward that returns them.
         """
         features_TD = self._features_TD[: len(aux_hidden_states[0])]
         features_TD.copy_(self.model.ends[COMBINE](torch.cat(aux_hidden_states, dim=-1)))
 
     def after_step(self, batch: InputBatch) -> None:
-        """Prefill the head with the tokens of a step, unless it skips the head; after decodes, with one graph."""
+        """Prefill the head with the tokens of a step, unless the step skips the head.
+
+        After decodes, this replays one graph.
+        """
         if not batch.has_offsets:
             return
         key = batch.key
@@ -296,9 +299,10 @@ class EagleDrafter(Drafter):
             self._replay(key, batch.num_tokens)
 
     def prefill_head(self, batch: InputBatch, *, distinct: bool = False) -> torch.Tensor:
-        """Run the head on the tokens of a step, and keep the hidden states that `draft` begins with; returns all.
+        """Run the head on the tokens of a step, and keep the hidden states with which `draft` begins.
 
-        The step's tokens must be in the states, and its features combined. May be captured.
+        Returns the hidden states of all tokens, [T, D]. The step's tokens must be in the states, and their features
+        combined. May be captured.
         """
         states, steps = self._states, self._steps
         following_tokens(states, batch, steps, self._token_ids_T)
@@ -324,7 +328,10 @@ class EagleDrafter(Drafter):
         self._drafting = None if step.single else self.stage(step)
 
     def stage(self, step: SchedulerOutput) -> Drafting:
-        """Stage the inputs of a step's drafting passes. The requests must have their rows and blocks."""
+        """Stage the inputs of a step's drafting passes, and return what they need.
+
+        The requests must have rows and blocks.
+        """
         rows = self._rows_of_steps.rows(step)
         longest, key = rows.longest(step), None
         count = rows.num_drafting[0] if rows.num_drafting else 0  # requests with room for a draft come first
@@ -339,7 +346,10 @@ class EagleDrafter(Drafter):
         return Drafting(rows.rows_R[:count], rows.num_drafting, longest, key, None, count)
 
     def _stage_rows(self, rows: DraftingRows | None, padded: int) -> None:
-        """Stage the requests with room for a draft, unless they are staged already; None for padding alone."""
+        """Stage the requests with room for a draft, unless they are staged already.
+
+        With `rows` None, stage padding alone.
+        """
         if padded == 0 or (rows is not None and self._staged == (rows, padded)):
             return
         self._staged = None if rows is None else (rows, padded)
@@ -359,7 +369,7 @@ class EagleDrafter(Drafter):
             self._draft(len(drafting.rows), len(drafting.num_drafting), drafting.longest)
 
     def _draft(self, count: int, num_drafts: int, longest: int, *, distinct: bool = False) -> torch.Tensor:
-        """Make num_drafts drafts for each of the first `count` staged rows; returns the last pass's logits."""
+        """Make num_drafts drafts for each of the first `count` staged rows. Return the last pass's logits."""
         states, own, given = self._states, self._own, self._inputs
         rows_R, hidden_RD = own.rows_R[:count], self._begun_RD[:count]
         begin_drafts(states, rows_R, self._kept_SD, hidden_RD, given.positions_R[:count])
@@ -382,7 +392,7 @@ class EagleDrafter(Drafter):
     # Capturable ------------------------------------------------------------------------------------------------------
 
     def fill(self, key: GraphKey) -> None:
-        """See Capturable."""
+        """Fill the buffers of the key's graph, which drafts or reads a step's tokens, with padding. See Capturable."""
         if key not in self._num_drafts_of:
             self._fill_step(key.num_tokens, key.num_rows, (key.num_decodes, key.max_query_len, key.max_seq_len))
         else:
@@ -419,7 +429,7 @@ class EagleDrafter(Drafter):
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:
         """Prefill the head with a step of padding, and draft for its requests if they decode.
 
-        host_3: see AttentionInputs. distinct: see ModelForward.run.
+        See AttentionInputs for `host_3`, and ModelForward.run for `distinct`.
         """
         batch = self._fill_step(num_tokens, num_requests, host_3)
         head = self.config.model.head
@@ -435,7 +445,7 @@ class EagleDrafter(Drafter):
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch all kernels of the passes except for the head's, over padding."""
+        """Launch all kernels of the passes over padding, except for the head's."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)

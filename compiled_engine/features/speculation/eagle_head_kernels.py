@@ -28,7 +28,7 @@ def following_kernel(
 ) -> None:
     """Write the token that follows each position of a step, see eagle.following_tokens.
 
-    One program per row of the batch; unless DECODES_ONLY, another for tokens without a row.
+    There is one program per row of the batch. Unless DECODES_ONLY, another program writes 0 for tokens without a row.
 
     rows_ptr: int32 [R], the state row of each row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read with
         DECODES_ONLY.

@@ -1,4 +1,4 @@
-"""The drafts that a step has verified, in the extras of its result and of outputs: plain data for both sides."""
+"""The drafts that a step has verified, in the extras of its result and of outputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ VERIFIED_DRAFTS = "verified_drafts"
 
 
 class VerifiedDrafts(NamedTuple):
-    """The drafts of a request that a step has verified: how many there were, and how many were right. All tokens of the
-    step but the last are right drafts."""
+    """The number of drafts of a request that a step has verified, and the number that were right.
+
+    The step yields the right drafts and one more token.
+    """
 
     number: int = 0
     right: int = 0

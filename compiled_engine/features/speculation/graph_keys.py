@@ -13,14 +13,14 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of the steps' graphs, by the dispatcher's key. The two mappings differ if steps may skip the head."""
+    """The keys of graphs of steps, by the dispatcher's key. The two mappings differ if steps may skip the head."""
 
     unread: Mapping[GraphKey, GraphKey]  # for steps that skip the head
     read: Mapping[GraphKey, GraphKey]  # for all other steps
 
     @classmethod
     def of(cls, keys: Iterable[GraphKey], longest: int, sizes_read: Sequence[int] | None = None) -> StepKeys:
-        """Make the mappings for the dispatcher's keys. sizes_read: see SpeculationConfig.
+        """Return the mappings for the dispatcher's keys. See SpeculationConfig for `sizes_read`.
 
         A step without drafts that a head reads is rare, so its graph serves contexts of any length up to `longest`.
         """
@@ -57,14 +57,14 @@ def prefill_head_keys(keys: Iterable[GraphKey], longest: int) -> dict[GraphKey, 
 def model_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, int]:
     """Return the keys of the graphs that hold all passes of a draft model, with the number of drafts that each makes.
 
-    dispatcher: its keys are for batches of the first pass.
+    The keys of `dispatcher` are for batches of the first pass.
     """
     keys = [key for key in dispatcher.keys if key.max_query_len == FIRST and key.is_decode]
     return {drafting(key, length): length for length in lengths if length for key in keys}
 
 
 def head_keys(dispatcher: Dispatcher, lengths: Sequence[int]) -> dict[GraphKey, int]:
-    """Return the keys of the graphs that hold the drafting passes of a head, with the number of drafts of each."""
+    """Return the keys of the graphs that hold the drafting passes of a head, with the number of drafts each makes."""
     keys = [key for key in dispatcher.keys if key.is_decode]
     return {drafting(key, length): length for length in lengths if length for key in keys}
 

@@ -24,10 +24,10 @@ def wanted_drafts(step: SchedulerOutput, states: RequestStates, rows_R: np.ndarr
 
 
 def ngram_drafts(token_ids: np.ndarray, longest: int, shortest: int, count: int) -> np.ndarray:
-    """Return the tokens that followed the newest earlier occurrence of the last tokens, [count]; [0] without one.
+    """Return the `count` tokens after the newest earlier occurrence of the last tokens.
 
-    A match has `shortest` to `longest` of the last tokens; the longest match wins. If the continuation reaches the end
-    of the tokens, it repeats.
+    The result is empty if they did not occur before. A match has `shortest` to `longest` of the last tokens; the
+    longest match wins. If the tokens after it are fewer than `count`, they are repeated.
     """
     last, matched = len(token_ids) - 1, 0
     ends = np.arange(last)  # of the matches so far

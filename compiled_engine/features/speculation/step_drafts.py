@@ -20,11 +20,11 @@ from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
 
 
 def drafting(parts: RunnerParts) -> list[StepFeature]:
-    """Return the features that lay out drafts and make them; none for an engine without drafts.
+    """Return the features that lay out drafts and make them; [] for an engine without drafts.
 
     Drafts are made on the device, so a request has a row for each draft that it may have. n-grams on a CPU without
-    captured graphs are the exception: they are found before a step's batch is made, and only existing drafts have rows,
-    which saves work as many requests have none.
+    captured graphs are the exception: they are found before a step's batch is made, and only existing drafts have rows.
+    This saves work, since many requests have no drafts.
     """
     config = parts.config
     if not config.speculation.num_tokens:
@@ -41,8 +41,8 @@ def drafting(parts: RunnerParts) -> list[StepFeature]:
 class StepDrafts(StepFeature):
     """Lays out steps with drafts: a request has a row for its newest token and one for each draft.
 
-    known: whether the host knows the drafts when it makes a batch; otherwise there is a row for each draft that a
-    request may have.
+    `known` tells whether the host knows the drafts when it makes a batch; otherwise there is a row for each draft that
+    a request may have.
     """
 
     def __init__(self, parts: RunnerParts, *, known: bool) -> None:
@@ -52,7 +52,7 @@ class StepDrafts(StepFeature):
         self._keys = StepKeys.of((), config.scheduler.max_model_len)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
-        """Return different graphs for steps that a head reads and for those that skip it, if steps may skip it."""
+        """Return the graphs to capture. If steps may skip the head, they include graphs for both kinds of steps."""
         config = self._config
         self._keys = StepKeys.of(keys, config.scheduler.max_model_len, config.speculation.sizes_read)
         return FeatureGraphs(self._keys.captured, {})

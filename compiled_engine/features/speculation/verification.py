@@ -20,7 +20,7 @@ NO_TOKEN = 1 << 62
 class Acceptance:
     """The rule that accepts drafts: by comparison, or for benchmarks at random with given rates.
 
-    rates: see SpeculationConfig.acceptance_rates; empty: by comparison.
+    See SpeculationConfig.acceptance_rates for `rates`. If they are empty, drafts are accepted by comparison.
     """
 
     def __init__(self, rates: tuple[float, ...], device: torch.device):
@@ -70,7 +70,10 @@ def launch_verify(
     acceptance: Acceptance,
     taken_R: torch.Tensor,
 ) -> None:
-    """Launch draft_kernels.verify_kernel. token_ids_R: int64. taken_R: int32; gets each row's token, 0 for none."""
+    """Launch draft_kernels.verify_kernel. `token_ids_R` is int64.
+
+    `taken_R`, int32, gets each row's token, 0 for none.
+    """
     from compiled_engine.features.speculation.draft_kernels import verify_kernel  # Triton is not installed everywhere
 
     assert states.ahead_SK is not None
@@ -156,7 +159,7 @@ def verify_reference(
 
 
 def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
-    """Draw how many drafts are accepted, int [R], with the rates of SpeculationConfig.acceptance_rates.
+    """Return how many drafts of each request are accepted, int [R], drawn with SpeculationConfig.acceptance_rates.
 
     A draw is a function of the request's seed and the position of its first draft. It is independent of the sampling
     noise, because it is hashed with an id that no token has.

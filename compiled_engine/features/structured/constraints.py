@@ -46,12 +46,12 @@ class GrammarQueue:
         self._num_requests = 0
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """Set the vocabulary. Only the first call has an effect, as all vocabularies of an engine are equal."""
+        """Set the vocabulary. Only the first call has an effect, since all vocabularies of an engine are equal."""
         if self._compiler is None:
             self._compiler = GrammarCompiler(vocabulary)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request, and start compiling its grammar. Raises ValueError if no vocabulary was set."""
+        """Queue a request, and start to compile its grammar. Raises ValueError if no vocabulary was set."""
         if self._compiler is None or (grammar := grammar_of(request)) is None:
             raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
         self._num_requests += 1
@@ -61,7 +61,10 @@ class GrammarQueue:
         self._num_waiting[compiled] += 1
 
     def remove(self, request_id: str) -> bool:
-        """Remove a request, cancelling a compilation that no other request needs; returns whether it was waiting."""
+        """Remove a request. Return whether it was waiting.
+
+        Its compilation is cancelled if no other request needs it.
+        """
         if request_id not in self.waiting:
             return False
         gone = self._pop(request_id)
@@ -82,9 +85,9 @@ class GrammarQueue:
     def release(
         self, patience_s: float = 0.0
     ) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
-        """Remove and return requests with ready grammars, and the final outputs of those with failed grammars.
+        """Remove and return the requests with ready grammars, and the final outputs of requests with failed grammars.
 
-        patience_s: longest time to wait if none is ready.
+        `patience_s` is the longest time to wait if none is ready.
         """
         if patience_s > 0:
             wait([each.compiled for each in self.waiting.values()], patience_s, FIRST_COMPLETED)
@@ -117,13 +120,16 @@ class GrammarQueue:
 
 @dataclass(slots=True)
 class Constrained:
-    """A request's constraint, and how far it has got."""
+    """A request's constraint, and the number of output tokens that were passed to it."""
 
     constraint: Constraint
     num_accepted: int = 0  # number of output tokens that the constraint has got
 
     def with_new_tokens(self, request: Request) -> tuple[Constraint, list[int]]:
-        """Return the constraint and the request's output tokens that it has not got yet, and count them as accepted."""
+        """Return the constraint, and the request's output tokens that were not passed to it yet.
+
+        Also counts these tokens as passed.
+        """
         token_ids = request.token_ids[request.num_prompt_tokens + self.num_accepted :]
         self.num_accepted += len(token_ids)
         return self.constraint, token_ids
@@ -140,7 +146,7 @@ class MaskMaker:
         self._failures: Future[dict[int, str]] | None = None
 
     def begin(self, requests: Sequence[tuple[Request, Constrained]]) -> None:
-        """Start computing the masks of requests; all their tokens are known.
+        """Start to compute the masks of requests. All tokens of these requests must be known.
 
         Earlier masks that were never taken are dropped.
         """

@@ -1,4 +1,4 @@
-"""The extras of constrained requests in messages: plain data that both sides of the engine core read.
+"""The extras of constrained requests in messages, which both sides of the engine core read.
 
 An EngineRequest has its grammar, and LateInputs have the masks of a step.
 """
@@ -15,7 +15,7 @@ NAME = "structured"
 
 
 def extras_of(grammar: str | None) -> dict[str, Any]:
-    """Return the extras of a request with this grammar, in llguidance's form, or none."""
+    """Return the extras of a request with this grammar, in llguidance's form; {} for None."""
     return {} if grammar is None else {NAME: grammar}
 
 

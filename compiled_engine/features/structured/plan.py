@@ -16,7 +16,7 @@ from compiled_engine.sampling.token_mask import Constraint, MaskConstraint, Toke
 
 
 class Structured(PlanFeature):
-    """Holds back and masks constrained requests. max_num_requests: most requests of a step."""
+    """Holds back and masks constrained requests. `max_num_requests` is the most requests of a step."""
 
     calls = ("set_vocabulary",)
 
@@ -28,7 +28,10 @@ class Structured(PlanFeature):
         self._of: dict[Request, Constrained] = {}  # constraints of requests that were added
 
     def set_vocabulary(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Set the vocabulary of grammars, see GrammarVocabulary. Returns immediately; only the first call counts."""
+        """Set the vocabulary of grammars, see GrammarVocabulary. Returns immediately.
+
+        Only the first call has an effect.
+        """
         self._grammars.set_vocabulary(GrammarVocabulary(tokenizer, vocab_size, frozenset(eos_token_ids)))
 
     def check(self, request: EngineRequest) -> None:
@@ -36,7 +39,7 @@ class Structured(PlanFeature):
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
 
     def holds_back(self, request: EngineRequest, given: TokenMask | None) -> bool:
-        """Hold a request back while its grammar is compiled. given: its token mask, if any.
+        """Return whether a request is held back until its grammar is compiled. `given` is its token mask, if any.
 
         Raises ValueError if the request has both, or has a grammar and no vocabulary was set.
         """
@@ -50,7 +53,7 @@ class Structured(PlanFeature):
         return False
 
     def take_ready(self, patience_s: float) -> tuple[list[EngineRequest], list[EngineOutput]]:
-        """Return requests with ready grammars, and the final outputs of those with failed grammars."""
+        """Return the requests with ready grammars, and the final outputs of requests with failed grammars."""
         ready, failed = self._grammars.release(patience_s)
         self._given |= {request.request_id: constraint for request, constraint in ready}
         return [request for request, _ in ready], failed
@@ -60,7 +63,7 @@ class Structured(PlanFeature):
         self._given.pop(request_id, None)
 
     def added(self, request: Request) -> None:
-        """Let a constrained request sample late, and one token per step, as each token needs a mask."""
+        """Let a constrained request sample late, and one token per step, since each token needs a mask."""
         if (constraint := self._given.pop(request.request_id, None)) is not None:
             self._of[request] = Constrained(constraint)
             request.samples_late = True
@@ -73,9 +76,10 @@ class Structured(PlanFeature):
         return {NAME: self._masks.finish()}
 
     def nothing_allowed(self, request: Request) -> Finish | None:
-        """Stop a request whose grammar is complete.
+        """Return how a request ends for which no token is allowed: "stop" if its grammar is complete, otherwise None.
 
-        Only an end-of-sequence token could follow, and another parameter such as min_tokens forbids it.
+        After a complete grammar only an end-of-sequence token may follow, and a parameter such as min_tokens can forbid
+        it.
         """
         found = self._of.get(request)
         return Finish("stop", None) if found is not None and is_complete(found.constraint) else None

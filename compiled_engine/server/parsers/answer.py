@@ -11,8 +11,9 @@ LONGEST_PART = 4096
 class AnswerParser:
     """Splits an answer into pieces: reasoning first, then calls in the remaining text.
 
-    A parser is None if there is nothing for it to find, or the other parser reads both. `one_call` drops all calls but
-    the first (parallel_tool_calls is false).
+    The parser `reasoning` is None if the answer cannot have reasoning. The parser `tools` is None if there are no
+    tools, or if `reasoning` reads calls too. With `one_call`, all calls but the first are dropped (parallel_tool_calls
+    is false).
     """
 
     def __init__(self, reasoning: TextParser | None, tools: TextParser | None, *, one_call: bool = False) -> None:
@@ -49,7 +50,7 @@ class AnswerParser:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Merge adjacent pieces of the same kind."""
+    """Return the pieces with adjacent pieces of the same kind merged. Arguments of different calls stay apart."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None

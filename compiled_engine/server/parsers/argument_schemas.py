@@ -15,7 +15,7 @@ BRANCHES = ("allOf", "anyOf", "oneOf")
 
 
 class ArgumentSchemas:
-    """The schemas of a tool's arguments."""
+    """Finds the schemas of a tool's arguments in the tool's schema."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.root = schema
@@ -31,11 +31,14 @@ class ArgumentSchemas:
         self.closed = any(part.get("additionalProperties") is False for part in always)
 
     def of(self, name: str) -> list[Any]:
-        """Return an argument's schemas, one of which it must follow."""
+        """Return the schemas of the argument `name`. Its value must follow at least one of them."""
         return self.properties.get(name) or [_mapping(self.root.get("additionalProperties"))]
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the types that an argument may have, by default all. "number" includes "integer"."""
+        """Return the JSON types that the argument `name` may have. "number" includes "integer".
+
+        If the argument's schema states no type, all types are returned.
+        """
         known: dict[str, frozenset[str]] = {}
         try:
             return frozenset[str]().union(*(_types(each, self.root, known) for each in self.of(name))) or ANY_TYPE
@@ -43,9 +46,9 @@ class ArgumentSchemas:
             return ANY_TYPE
 
     def branches(self, name: str) -> list[Mapping[str, Any]]:
-        """Return alternative schemas, one of which an argument must follow.
+        """Return alternative schemas of the argument `name`. Its value must follow at least one of them.
 
-        Each has at most one type, and no references or branches of its own.
+        Each schema has at most one type, and neither references nor branches.
         """
         found: list[Mapping[str, Any]] = []
         seen: set[str] = set()
@@ -70,9 +73,9 @@ class ArgumentSchemas:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return an argument's JSON as one of these types.
+    """Convert an argument's text to JSON of one of these types.
 
-    "string" is the last choice among several types, and the fallback for text that fits none.
+    Of several types, "string" is tried last. Text that fits no type becomes a string.
     """
     if "string" not in types:
         text = text.strip()
@@ -89,7 +92,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def may_be_null(text: str) -> bool:
-    """Return whether the text is null, or its beginning."""
+    """Return whether the text is "null" or "None", or the beginning of one of them."""
     return any(null.startswith(text) for null in NULLS)
 
 
@@ -129,7 +132,7 @@ def _refuse(text: str) -> Any:
 
 
 def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all that it references or branches into, each reference once."""
+    """Yield a schema, and recursively all schemas that it references or has under `branches`, each reference once."""
     seen: set[str] = set()
     waiting = [schema]
     while waiting:
@@ -145,7 +148,7 @@ def _parts(schema: Any, root: Mapping[str, Any], branches: tuple[str, ...]) -> I
 
 
 def _types(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
-    """Return the types that a schema allows. `known` caches the types of references."""
+    """Return the types that a schema allows. `known` caches the types of the schemas that are referred to."""
     schema, found = _mapping(schema), ANY_TYPE
     given = schema.get("type")
     names = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}

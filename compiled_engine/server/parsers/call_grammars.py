@@ -28,7 +28,7 @@ class CallableTool:
 
 @dataclass(frozen=True)
 class CallRules:
-    """The rules of a call grammar. `calls` and `free` include all rules they need except those of `shared`."""
+    """The Lark rules of a call grammar. Both `calls` and `free` also need the rules in `shared`."""
 
     calls: str
     free: str
@@ -40,7 +40,10 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 
 
 def free_text(marks: Sequence[str], literal: Literal) -> str:
-    """Return the rule `free`: text without the marks, and calls, each the first mark and the rule `rest`."""
+    """Return the rule `free`, which matches text without any of the marks, and calls in it.
+
+    A call is the first mark, followed by the rule `rest`.
+    """
     start = literal(marks[0])
     if start == quoted(marks[0]):  # plain text, so text before it must end where it begins
         rules = f"free: (said rest)* TEXT?\nsaid[suffix={start}]: /(?s:.*)/{without(marks)}"
@@ -50,7 +53,7 @@ def free_text(marks: Sequence[str], literal: Literal) -> str:
 
 
 def without(marks: Sequence[str]) -> str:
-    """Return the part of a terminal that excludes texts with one of the marks."""
+    """Return the part of a terminal that excludes texts that contain one of the marks."""
     found = "|".join(re.escape(mark).replace("\\\n", r"\n").replace("/", r"\/") for mark in marks)
     return f" & ~/(?s:.*)({found})(?s:.*)/"
 
@@ -65,9 +68,10 @@ def quoted(text: str) -> str:
 
 
 def text_until(mark: str, literal: Literal, name: str) -> str:
-    """Return a rule for any text followed by a mark.
+    """Return the rule `name`, which matches any text and the mark that follows it.
 
-    No text contains a special token, which therefore ends it; any other mark must be searched for.
+    Text never contains a special token, so a mark that is one ends the text. Any other mark is the rule's suffix, for
+    which the grammar library searches.
     """
     written = literal(mark)
     if written == quoted(mark):
@@ -77,7 +81,7 @@ def text_until(mark: str, literal: Literal, name: str) -> str:
 
 @dataclass(frozen=True)
 class MarkedGrammar:
-    """Makes the grammar of calls between marks."""
+    """Makes the grammar of calls that are between marks. Implements CallGrammar."""
 
     marks: CallMarks
     before: Callable[[str, Literal], str]  # returns, in Lark, what precedes the arguments of a call of the named tool
@@ -112,38 +116,38 @@ class MarkedGrammar:
 
 
 def object_begin(name: str, literal: Literal, key: str = "arguments") -> str:
-    """Return the beginning of a call as a JSON object."""
+    """Return, in Lark, the beginning of a call that is a JSON object, up to its arguments."""
     return quoted(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
 
 
 def line_of_object(name: str, literal: Literal) -> str:
-    """Return the beginning of a call as a JSON object on its own line."""
+    """Return, in Lark, the beginning of a call that is a JSON object on its own line."""
     return f'"\\n" {object_begin(name, literal)}'
 
 
 def kimi_begin(name: str, literal: Literal) -> str:
-    """Return the beginning of a Kimi K2 call, which has an id."""
+    """Return, in Lark, the beginning of a Kimi K2 call, which has an id."""
     return f"{quoted(f'functions.{name}:')} /[0-9]{{1,3}}/ {literal(kimi_k2.ARGUMENTS)}"
 
 
 def fenced_begin(name: str, literal: Literal) -> str:
-    """Return the beginning of a DeepSeek V3 call, whose arguments are fenced."""
+    """Return, in Lark, the beginning of a DeepSeek V3 call, whose arguments are fenced."""
     before = f"{name}\n{deepseek.FENCE}\n"
     return f"{quoted(deepseek.KIND)} {literal(deepseek.SEPARATOR)} {quoted(before)}"
 
 
 def separated_begin(name: str, literal: Literal) -> str:
-    """Return the beginning of a DeepSeek V3.1 call, without fences."""
+    """Return, in Lark, the beginning of a DeepSeek V3.1 call, which has no fences."""
     return f"{quoted(name)} {literal(deepseek.SEPARATOR)}"
 
 
 def gemma_begin(name: str, literal: Literal) -> str:
-    """Return the beginning of a Gemma call."""
+    """Return, in Lark, the beginning of a Gemma call."""
     return quoted(gemma.KIND + name)
 
 
 def python_begin(name: str, literal: Literal) -> str:
-    """Return the beginning of a Python call, whose arguments are a dictionary."""
+    """Return, in Lark, the beginning of a Python call, whose arguments are a dictionary."""
     return quoted(f"{name}(**")
 
 
@@ -160,7 +164,11 @@ def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str,
 
 
 def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of Mistral: a list of objects, or names and arguments if the template has a token between."""
+    """Return the rules of Mistral.
+
+    If the template has a token between names and arguments, a call is a name and arguments. Otherwise calls are a list
+    of objects.
+    """
     marker = literal(mistral.MARKER)
     if mistral.ARGUMENTS in template:
         named = [
@@ -176,7 +184,10 @@ def mistral_calls(tools: Sequence[CallableTool], literal: Literal, template: str
 
 
 def harmony_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of gpt-oss, with one call at the end. `free` uses the reasoning grammar's rule `thought`."""
+    """Return the rules of gpt-oss, with one call at the end.
+
+    `free` uses the rule `thought` of the reasoning grammar.
+    """
     start, channel, message = map(literal, (harmony.START, harmony.CHANNEL, harmony.MESSAGE))
     calls = [f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
     for index, tool in enumerate(tools):
@@ -204,7 +215,7 @@ def _choice(tools: Sequence[CallableTool]) -> list[str]:
 
 
 def _objects(tools: Sequence[CallableTool], key: str) -> str:
-    """Return the rule `tool`: an object with a tool's name and arguments that follow its schema."""
+    """Return the rule `tool` and the rules that it uses. It matches a JSON object with a tool's name and arguments."""
     rules = [
         f'tool_{index}: {object_begin(tool.name, quoted, key)} arguments_{index} "}}"'
         for index, tool in enumerate(tools)

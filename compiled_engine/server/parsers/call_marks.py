@@ -1,4 +1,4 @@
-"""The texts that model families write around their calls."""
+"""The texts that model families write around their tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CallMarks:
-    """The texts around calls. An answer's calls may lack the lead and the closing texts."""
+    """The texts around calls. An answer may omit `lead` and `closing`."""
 
     opening: str  # before one call or several
     closing: tuple[str, ...] = ()  # after calls, in this order; the last belongs to the lead, if there is one
@@ -18,7 +18,7 @@ class CallMarks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts."""
+        """All texts that are not empty."""
         return tuple(filter(None, (self.lead, self.opening, *self.closing)))
 
 

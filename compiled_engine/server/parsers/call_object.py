@@ -14,10 +14,10 @@ WHITESPACE = " \t\r\n"
 
 
 class CallObject:
-    """Reads one object with keys in any order, and streams its arguments."""
+    """Reads one call that is an object with keys in any order, and streams its arguments."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """`names` are the tools that may be called; None for any."""
+        """`names` are the names of the tools that may be called; None for any."""
         self.name: str | None = None  # the tool's name, once `begun`
         # It is certainly a call: the name and the beginning of the arguments are known, or the object is complete
         # without arguments.
@@ -34,9 +34,10 @@ class CallObject:
         self._arguments: str | None = None  # not emitted yet; None until they begin
 
     def read(self, text: str, index: int, pieces: list[Piece]) -> str:
-        """Read to the end of the text or of the object (`closed` or `failed`); return the text after the object.
+        """Read to the end of the text or of the object, and return the text after the object.
 
-        What is certain of the call is appended to `pieces` under this index.
+        At the end of the object, `closed` or `failed` is set. The parts of the call that are certain are appended to
+        `pieces`; `index` is the call's number among the calls of the answer.
         """
         for place, character in enumerate(text):
             had_begun = self.begun
@@ -52,7 +53,7 @@ class CallObject:
         return ""
 
     def _push(self, character: str) -> str:
-        """Read a character; return the arguments' text that it completes."""
+        """Read a character. Return the text of the arguments that is now certain."""
         taken = getattr(self, f"_in_{self._expected}")(character)
         if not taken:
             self.failed = True
@@ -133,7 +134,10 @@ class CallObject:
         self._value.ends_with(character)
 
     def _settle(self) -> bool:
-        """Use a complete value; return whether the object may still be a call. The first of equal keys counts."""
+        """Store a complete value. Return whether the object may still be a call.
+
+        The first of several equal keys counts.
+        """
         if self._key == "name" and self.name is None:
             name = decoded(self._text)
             if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
@@ -160,7 +164,10 @@ NULL = ("null",)  # the result of `decoded` for null, since None means that the 
 
 
 def decoded(text: str) -> Any:
-    """Return the value of JSON text; None if it is invalid, or a string with an unpaired surrogate."""
+    """Return the value of JSON text, and NULL for null.
+
+    Returns None for invalid JSON, and for a string with an unpaired surrogate.
+    """
     try:
         value = json.loads(text)
         if isinstance(value, str):

@@ -13,7 +13,7 @@ WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class GemmaArguments:
-    """Reads an object with unquoted keys and the family's own string quotes. Also accepts JSON."""
+    """Reads an object with unquoted keys, and strings between two marks `quote`. Also accepts JSON."""
 
     def __init__(self, quote: str) -> None:
         # closed: the object is complete. failed: the last character cannot be part of it.

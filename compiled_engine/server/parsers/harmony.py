@@ -31,12 +31,12 @@ class HarmonyParser:
     """Reads reasoning, content and calls.
 
     Messages to a function are calls. Messages in the channel `analysis`, to other recipients, or by other authors are
-    reasoning; the rest is content. Each message begins a new line of its kind. Text without a header, and a header
-    without end, are content. A header cut off by the end of the answer is dropped.
+    reasoning. All other messages are content. A line break separates messages of the same kind. Text without a header,
+    and a header without end, are content. A header cut off by the end of the answer is dropped.
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """`names` are the request's tools; None without any, and messages to functions are then reasoning."""
+        """`names` are the names of the request's tools. If it is None, messages to functions are reasoning."""
         self._names = names
         self._held = ""  # possible beginning of a marker
         self._header: str | None = ""  # None within a message
@@ -48,7 +48,10 @@ class HarmonyParser:
 
     @classmethod
     def behind(cls, prompt: str, continued: str | None, names: Collection[str] | None) -> HarmonyParser:
-        """Return a parser for the text after a prompt. `continued` is a message that the text continues, as content."""
+        """Return a parser for the text after a prompt.
+
+        `continued` is the message that the text continues, if any; the text is then content.
+        """
         parser = cls(None)
         if continued is not None:
             parser._begin(Content, "", [])
@@ -98,7 +101,10 @@ class HarmonyParser:
             self._begin(Content, _MARKER.sub("", self._header), pieces)
 
     def _read_marker(self, marker: str, pieces: list[Piece]) -> None:
-        """Process a marker. The beginning of a message ends the previous one; other markers in it are dropped."""
+        """Process a marker.
+
+        Within a message, the markers MESSAGE and CONSTRAIN are dropped, and any other marker ends the message.
+        """
         if self._header is None and marker not in (MESSAGE, CONSTRAIN):
             self._end(pieces)
             self._header = ""
@@ -143,7 +149,7 @@ class HarmonyParser:
         self._wrote = self._wrote or bool(text)
 
     def _end(self, pieces: list[Piece]) -> None:
-        """End a message. A call without arguments may have no text."""
+        """End a message. If a call has no text, its arguments are {}."""
         if self._kind is CallArguments:
             if not self._wrote:
                 pieces.append(CallArguments(self._count, "{}"))
@@ -160,7 +166,7 @@ def _kind(header: str) -> Kind:
 
 
 def _beginning(text: str) -> int:
-    """Return the length of the longest suffix that begins a marker."""
+    """Return the length of the longest suffix that may be the beginning of a marker."""
     place = text.rfind("<")
     end = text[place:] if place >= 0 else ""
     return len(end) if any(marker.startswith(end) and marker != end for marker in MARKUP) else 0

@@ -16,7 +16,8 @@ ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
 class KimiK2Parser(MarkedCalls):
     """Reads `<|tool_call_begin|>id<|tool_call_argument_begin|>{...}<|tool_call_end|>`, with or without a section.
 
-    Ids are passed on as written, since the template shows results under their calls' ids. A repeated id is dropped.
+    A call keeps the id that the model wrote, since the template shows results under their calls' ids. An id that occurs
+    twice is kept only once; the second call has none.
     """
 
     def __init__(self) -> None:

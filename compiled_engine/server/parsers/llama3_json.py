@@ -11,7 +11,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser:
-    """Reads calls as JSON objects that name a tool of the request; any other JSON is content.
+    """Reads calls that are JSON objects and name a tool of the request. Any other JSON is content.
 
     A tag may precede the first object. From the first text that is not a call, everything is content.
     """

@@ -15,7 +15,7 @@ SURPLUS, MOST_SURPLUS = "}],", 16
 
 
 class CallReader(Protocol):
-    """Reads one call. The fields are those of `CallObject`."""
+    """Reads one call. `closed`, `failed` and the other fields mean the same as in `CallObject`."""
 
     begun: bool
     closed: bool
@@ -23,15 +23,15 @@ class CallReader(Protocol):
     raw: str
 
     def read(self, text: str, index: int, pieces: list[Piece]) -> str:
-        """Read to the end of the text or of the call (`closed` or `failed`); return the text after the call."""
+        """Read to the end of the text or of the call (`closed` or `failed`). Return the text after the call."""
         ...
 
 
 class MarkedCalls:
     """Splits text into calls and content. An invalid call, with its marks, is content.
 
-    Whitespace around a call belongs to its marks, as do surplus brackets and commas before the first closing mark. A
-    call may lack its closing mark, the end of its list, or the list's commas.
+    Whitespace around a call is dropped with the call's marks. Surplus brackets and commas before the first closing mark
+    are dropped too. A call may lack its closing mark, the end of its list, or the list's commas.
     """
 
     def __init__(self, marks: CallMarks, make_call: Callable[[], CallReader]) -> None:
@@ -137,7 +137,7 @@ class MarkedCalls:
         return is_first and not marks.bare and len(self._surplus) < MOST_SURPLUS
 
     def _give_up(self, rest: str, pieces: list[Piece]) -> str:
-        """Emit the held-back markup as content; return the rest."""
+        """Emit the held-back markup as content. Return `rest`, which is read as content next."""
         if self._held:
             pieces.append(Content(self._held))
         self._read, self._held = self._read_content, ""

@@ -6,9 +6,10 @@ from collections.abc import Collection
 
 
 class JsonValue:
-    """Finds the end of a JSON string, object or array, fed from its first character on.
+    """Finds the end of a JSON string, object or array, which is read from its first character on.
 
-    Brackets are counted and strings skipped; validity is not checked. Other values do not mark their own end.
+    Brackets are counted and strings skipped; validity is not checked. Other values are not supported, since they do not
+    mark their own end.
     """
 
     def __init__(self) -> None:
@@ -17,7 +18,7 @@ class JsonValue:
         self._escaped = False
 
     def ends_with(self, character: str) -> bool:
-        """Read the next character; return whether it completes the value."""
+        """Read the next character. Return whether it completes the value."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -38,20 +39,26 @@ class JsonValue:
 
 
 class MarkerSearch:
-    """Passes text up to the first marker, without the whitespace before it.
+    """Splits text at markers. The whitespace before a marker belongs to the marker.
 
     Text is held back while it may be whitespace before a marker, or a marker's beginning.
     """
 
     def __init__(self, *markers: str, lead: str = "") -> None:
-        """`lead` belongs to a marker right after it, and is plain text elsewhere. Without markers, all text passes."""
+        """`lead` belongs to a marker that follows it directly; elsewhere it is ordinary text.
+
+        Without `markers`, the text is not split.
+        """
         self._markers = markers
         self._lead = lead
         self._held = ""
         self.found = ""  # the last marker found, as written, with its lead and the whitespace before it
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that certainly precedes the marker, and the text after it, None until it is found."""
+        """Add text. Return the text that certainly precedes the next marker, and the text after that marker.
+
+        The second is None until the marker is found.
+        """
         self._held += text
         if found := first_of(self._held, self._markers):
             place, marker = found
@@ -65,7 +72,7 @@ class MarkerSearch:
         return released, None
 
     def flush(self) -> str:
-        """Return the held-back text, when no marker can follow."""
+        """Return the held-back text. Called when no marker can follow."""
         held, self._held = self._held, ""
         return held
 
@@ -81,7 +88,7 @@ def first_of(text: str, markers: Collection[str]) -> tuple[int, str] | None:
 
 
 def beginning_of(text: str, markers: Collection[str]) -> int:
-    """Return the length of the longest suffix that begins a marker."""
+    """Return the length of the longest suffix that may be the beginning of a marker."""
     for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
         if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
             return length

@@ -16,8 +16,8 @@ MARKUP = (MARKER, CALL_ID, ARGUMENTS)
 class MistralParser:
     """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` and `[TOOL_CALLS]name{...}`.
 
-    Between name and arguments there may be [CALL_ID] with an id, and [ARGS]. Text before the marker or after a call is
-    content, and so is an invalid call. Whitespace around calls belongs to the markup.
+    [CALL_ID] with an id, and [ARGS], may come between name and arguments. Text before the marker or after a call is
+    content, and so is an invalid call. Whitespace around calls is dropped.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class MistralParser:
         return rest
 
     def _give_up(self, raw: str, rest: str, pieces: list[Piece]) -> str:
-        """Emit an invalid call as content; return the rest."""
+        """Emit an invalid call as content. Return `rest`, which is read as content next."""
         if self._held + raw:
             pieces.append(Content(self._held + raw))
         self._read, self._held = self._read_content, ""
@@ -137,7 +137,7 @@ def _may_precede_arguments(text: str) -> bool:
 
 
 def _name_before_arguments(text: str) -> str | None:
-    """Return the name in the text before arguments; None if its name, a tag or the id is incomplete."""
+    """Return the tool's name from the text before arguments; None if the name, a tag or the id is incomplete."""
     name, bracket, rest = text.removesuffix(ARGUMENTS).partition("[")
     is_whole = not bracket or (bracket + rest).removeprefix(CALL_ID).isalnum()
     return name if name and is_whole else None

@@ -20,7 +20,7 @@ class Arguments(Protocol):
     failed: bool  # The last character cannot be part of them.
 
     def push(self, character: str) -> str:
-        """Read a character; return the JSON that it completes."""
+        """Read a character. Return the JSON that it completes."""
         ...
 
 
@@ -41,8 +41,8 @@ class JsonArguments:
 class NamedCall:
     """Reads one call with optional whitespace between its parts, and streams its arguments.
 
-    The fields are those of `CallObject`. An invalid head is returned with the text after it, since it may contain the
-    mark of another call.
+    The fields have the same meaning as in `CallObject`. `read` returns an invalid head together with the text after it,
+    since the head may contain the mark of another call.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class NamedCall:
         make_arguments: Callable[[], Arguments] = JsonArguments,
         call_of: Callable[[str], tuple[str, str | None]] = lambda written: (written, None),
     ) -> None:
-        """`head` has the texts before the arguments, with NAME for the name.
+        """`head` has the texts before the arguments, with NAME in the place of the tool's name.
 
-        `call_of` returns the tool's name and the call's id, if any, given the text in that place.
+        `call_of` converts the text in the place of NAME to the tool's name and the call's id. If the text has no id,
+        the id is None.
         """
         self.begun = self.closed = self.failed = False
         self.raw = ""
@@ -77,7 +78,7 @@ class NamedCall:
         return ""
 
     def _take(self, character: str, index: int, pieces: list[Piece]) -> bool:
-        """Read a character; return whether it may be part of a call."""
+        """Read a character. Return whether it may be part of a call."""
         if self._place == len(self._head):
             return self._in_arguments(character, index, pieces)
         part = self._head[self._place]

@@ -41,12 +41,12 @@ Piece: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
 
 class TextParser(Protocol):
-    """Parses text that arrives in chunks. The joined output does not depend on the chunks."""
+    """Parses text that arrives in chunks. The pieces, joined, do not depend on how the text is divided into chunks."""
 
     def push(self, text: str) -> list[Piece]:
-        """Add text; return the pieces that are now certain."""
+        """Add text. Return the pieces that are now certain."""
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the held-back text at the end. Nothing may be pushed afterwards."""
+        """Return the pieces of the held-back text at the end of the answer. Nothing may be pushed afterwards."""
         ...

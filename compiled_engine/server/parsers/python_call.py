@@ -20,14 +20,14 @@ ESCAPED = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 
 
 class PythonCall:
-    """Reads one call with named literal arguments, or with JSON arguments as `**{...}`.
+    """Reads one call whose arguments are named literals, or JSON written as `**{...}`.
 
-    The fields are those of `CallObject`. A call begins when it is complete, since it may turn out to be invalid until
-    then.
+    The fields have the same meaning as in `CallObject`. `begun` is set only when the call is complete, since it may
+    turn out to be invalid until then.
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names` are the tools that may be called."""
+        """`names` are the names of the tools that may be called."""
         self.begun = self.closed = self.failed = False
         self.raw = ""
         self._names = names
@@ -56,7 +56,7 @@ class PythonCall:
         return ""
 
     def _in_name(self, character: str) -> bool:
-        """Read a character before the bracket; return whether it may be part of a name."""
+        """Read a character before the bracket. Return whether it may be part of a name."""
         if character == "(" and self._seen in self._names:
             self._name = self._seen
             return True
@@ -66,7 +66,7 @@ class PythonCall:
         return any(name.startswith(self._seen) for name in self._names)
 
     def _ends_with(self, character: str) -> bool:
-        """Read a character of the arguments; return whether it is the closing bracket."""
+        """Read a character of the arguments. Return whether it is the closing bracket."""
         if self._quote:
             if self._escaped:
                 self._escaped = False
@@ -127,7 +127,7 @@ def _value_of(text: str) -> Any:
 
 
 class _WithoutWords(ast.NodeTransformer):
-    """Replaces JSON literals by Python's."""
+    """Replaces the literals of JSON, such as true, by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.copy_location(ast.Constant(WORDS[node.id]), node) if node.id in WORDS else node

@@ -10,7 +10,7 @@ from compiled_engine.server.parsers.pieces import Content, Piece, Reasoning, Tex
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """The tags of a family's reasoning."""
+    """The tags around a model family's reasoning."""
 
     opening: str = "<think>"
     closing: str = "</think>"
@@ -21,7 +21,7 @@ class ReasoningTags:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
+        """All tags and texts that may be special tokens."""
         return tuple(filter(None, (self.opening, self.closing, self.until, *(self.around or ()))))
 
     @property
@@ -31,9 +31,9 @@ class ReasoningTags:
 
 
 class ThinkParser:
-    """Splits an answer that may begin with reasoning. Whitespace around the tags belongs to them.
+    """Splits an answer that may begin with reasoning. Drops the tags of the reasoning and the whitespace around them.
 
-    Reasoning without an end goes on to the end of the text.
+    Reasoning without a closing tag extends to the end of the text.
     """
 
     def __init__(self, tags: ReasoningTags, *, inside: bool, begun: bool = False) -> None:
@@ -97,7 +97,10 @@ class ThinkParser:
 
 
 class TaggedAnswer:
-    """Drops the tags around an answer and the whitespace within them. Either tag may be missing."""
+    """Drops the two tags around an answer, and the whitespace between tags and answer.
+
+    The answer may lack either tag.
+    """
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening = opening
@@ -131,9 +134,10 @@ class TaggedAnswer:
 
 
 def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
-    """Return whether the text after `prompt` begins as reasoning; None if the reasoning is closed already.
+    """Return whether the text after `prompt` begins as reasoning; None if the reasoning has already ended.
 
-    The last tag decides: in `continued`, the message that the text continues, or else at the prompt's end.
+    `continued` is the message that the text continues, if any. If that message has text, its last tag decides.
+    Otherwise the tag at the prompt's end decides.
     """
     if continued and continued.strip():
         return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None
@@ -142,7 +146,7 @@ def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bo
 
 
 def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
-    """Return the parser for the text after `prompt`; None if that is only the answer. See `begins_inside`."""
+    """Return the parser for the text after `prompt`, or None if all of it is content. See `begins_inside`."""
     inside = begins_inside(tags, prompt, continued)
     if inside is None:
         return None if tags.around is None else TaggedAnswer(*tags.around)

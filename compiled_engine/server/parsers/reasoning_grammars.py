@@ -30,9 +30,9 @@ reasoning tokens; None if no reasoning can follow."""
 def think_rules(
     tags: ReasoningTags, prompt: str, continued: str | None, literal: Literal, budget: int | None = None
 ) -> ReasoningRules | None:
-    """Return the rules for reasoning between tags; None if it is closed already.
+    """Return the rules for reasoning between tags; None if the reasoning has already ended.
 
-    `continued`: see `begins_inside`. `budget` bounds the tokens of reasoning; the closing tag must then be a special
+    See `begins_inside` for `continued`. `budget` bounds the tokens of reasoning; the closing tag must then be a special
     token.
     """
     inside = begins_inside(tags, prompt, continued)

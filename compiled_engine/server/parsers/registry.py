@@ -1,8 +1,9 @@
 """The parsers by name, and their selection by a checkpoint's chat template.
 
-A new format needs a file with a `TextParser`, a function in call_grammars.py and a row here. If its calls are between
-marks, and are objects, Python calls, or names with arguments, a row in call_marks.py and a row here suffice; for calls
-as XML tags, a row in xml_markup.py and a row here. The name of each format is also in the option in server/options.py.
+A new format needs a file with a `TextParser`, a function in call_grammars.py and a row in the tables of this module. No
+new file is needed for some formats: calls that are objects, Python calls or names with arguments, each between marks,
+need a row in call_marks.py instead, and calls as XML tags need a row in xml_markup.py. The name of each format is also
+in the option in server/options.py.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _tags(markup: XmlMarkup, *marks: str) -> ToolFormat:
 
 
 def _objects(marks: CallMarks, *rows: tuple[str, ...], on_lines: bool = False) -> ToolFormat:
-    """Return a format with calls as JSON objects. With `bare` marks, only objects that name a tool are calls."""
+    """Return a format with calls that are JSON objects. If `marks.bare`, only objects that name a tool are calls."""
     begin, after, between = (line_of_object, "}\n", "\n") if on_lines else (object_begin, "}", ", ")
     return ToolFormat(
         lambda names: MarkedCalls(marks, lambda: CallObject(frozenset(names) if marks.bare else None)),
@@ -178,7 +179,7 @@ class ReasoningFormat:
 def _think(tags: ReasoningTags, *marks: str) -> ReasoningFormat:
     """Return a format whose reasoning is between tags.
 
-    marks: strings by which the format is recognised in a chat template, by default the texts of the tags.
+    `marks` are the strings by which the format is recognised in a chat template, by default the texts of the tags.
     """
     return ReasoningFormat(
         lambda prompt, continued, names: think_parser(tags, prompt, continued),
@@ -214,7 +215,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 def tool_format_of(template: str) -> str | None:
     """Return the name of the call format that a chat template uses, or None.
 
-    Some formats' marks contain those of another, so the longest row decides.
+    The marks of some formats contain the marks of another, so the longest row of marks decides.
     """
     found = [
         (len("".join(row)), name)
@@ -236,9 +237,9 @@ def reasoning_format_of(template: str) -> str | None:
 def reasoning_parser(
     name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
 ) -> TextParser | None:
-    """Return the parser for the text after `prompt`; None if the reasoning is closed already.
+    """Return the parser for the text after `prompt`, or None if no reasoning can follow.
 
     `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
-    format includes them.
+    format includes calls.
     """
     return REASONING_FORMATS[name].parser(prompt, continued, names)

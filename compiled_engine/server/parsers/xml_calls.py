@@ -28,8 +28,8 @@ class XmlParser:
     """Splits text into calls and content. An invalid call, with its markup, is content.
 
     A call begins once its name and the beginning or end of its arguments are known. Without the enclosing tag, the name
-    must be a known tool's. A call may lack its closing tags, and ends at anything unexpected between its arguments. The
-    first of several arguments with the same name counts.
+    must be that of a tool of the request. A call may lack its closing tags, and ends at anything unexpected between its
+    arguments. The first of several arguments with the same name counts.
     """
 
     def __init__(self, markup: XmlMarkup, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -165,7 +165,7 @@ class XmlParser:
         return found is not None
 
     def _after_call(self, pieces: list[Piece]) -> bool:
-        """State before the closing tag, or another call within the same tags."""
+        """State after a call: the closing tag or, within the enclosing tag, another call follows."""
         tag = self._tag(self._markup.closing, self._markup.call)
         self._raw = tag or ""
         if tag == self._markup.call:
@@ -182,7 +182,10 @@ class XmlParser:
         return self._held != ""
 
     def _tag(self, *tags: str) -> str | None:
-        """Read one of the tags after whitespace. Returns "" if it is incomplete, None if something else follows."""
+        """Skip whitespace and read one of the tags.
+
+        Return the tag, "" if it is incomplete, or None if something else follows.
+        """
         self._take_whitespace()
         for tag in tags:
             if tag and self._held.startswith(tag):
@@ -198,7 +201,7 @@ class XmlParser:
         self._held = self._held[length:]
 
     def _give_up(self, pieces: list[Piece]) -> bool:
-        """End a call that has begun; otherwise emit its text as content."""
+        """End the call if it has begun. Emit text that belongs to no call as content."""
         raw = self._raw.lstrip() if self._begun else self._raw
         if self._begun:
             self._close(pieces)
@@ -217,7 +220,7 @@ class XmlParser:
 class _Value:
     """Converts an argument's text to JSON.
 
-    Text that can only be a string is converted as it arrives, other text once it is complete.
+    Text that can only be a string is converted as it arrives. Other text is converted once it is complete.
     """
 
     def __init__(self, before: str, types: frozenset[str]) -> None:
@@ -229,7 +232,7 @@ class _Value:
         self._is_string = False  # it was begun as a string
 
     def push(self, text: str, *, trims: bool) -> str:
-        """Add text; return the JSON that is now certain."""
+        """Add text. Return the JSON that is now certain."""
         text = self._without_line_break(text, trims)
         if not text:
             return ""
@@ -244,7 +247,7 @@ class _Value:
         return self._given(f'{self._before}"{_escaped("".join(self._text))}')
 
     def end(self, text: str, *, trims: bool) -> str:
-        """Add the last text; return the remaining JSON."""
+        """Add the last text. Return the remaining JSON."""
         text = self._without_line_break(text, trims)
         if self._trimmed:
             text = text.removesuffix("\n")

@@ -31,7 +31,10 @@ ANY_NAME = r"""NAME: /[^\s<>"']{1,64}/"""
 def xml_calls(
     markup: XmlMarkup, tools: Sequence[CallableTool], literal: Literal, template: str, several: bool
 ) -> CallRules:
-    """Return the rules. Arguments follow the schema's order; texts exclude whatever would end them for the parser."""
+    """Return the rules of calls written as XML tags.
+
+    Arguments are in the order of the schema. The texts of arguments exclude whatever would end them for the parser.
+    """
     grammar = _XmlGrammar(markup, literal)
     start = literal(markup.starts[0])
     rules = [grammar.call(index, tool) for index, tool in enumerate(tools)]
@@ -58,7 +61,11 @@ class _XmlGrammar:
         return [rule for _, rule in self._rules.values()]
 
     def call(self, index: int, tool: CallableTool) -> str:
-        """Return the rule of a tool's calls: what follows the opening tags of all calls, up to the call's end tag."""
+        """Return the rule of a tool's calls.
+
+        The rule describes the text after the first opening tag, `markup.starts[0]`, up to and including the call's end
+        tag.
+        """
         markup, arguments = self._markup, ArgumentSchemas(json.loads(tool.schema))
         head = f"{markup.quote}{tool.name}{markup.quote}{markup.name_end}"
         parts = [quoted((markup.call if markup.opening else "") + head), "LINE?"]
@@ -79,7 +86,10 @@ class _XmlGrammar:
         return f"({before} {opening} {value} LINE?){count}"
 
     def _plain(self, *parts: str) -> str:
-        """Join tags and texts: special tokens stay separate, and text between them is one literal."""
+        """Return tags and texts as Lark literals.
+
+        Each special token becomes one literal, and so does each text between special tokens.
+        """
         found = [""]
         for part in parts:
             written = self._literal(part)
@@ -92,8 +102,8 @@ class _XmlGrammar:
     def _value(self, name: str, arguments: ArgumentSchemas) -> str:
         """Return the rule of an argument's value with its closing tag.
 
-        Strings are one terminal and JSON is separate. A terminal matches as much as it can, so a string must not begin
-        like JSON.
+        All strings share one terminal. Other values follow a rule for JSON. A terminal matches as much as it can, so a
+        string must not begin like JSON.
         """
         texts: list[str] = []
         values: list[Any] = []
@@ -118,7 +128,10 @@ class _XmlGrammar:
         return ways[0] if len(ways) == 1 else f"({' | '.join(ways)})"
 
     def _terminal(self, text: str) -> str:
-        """Return the name of the rule for a text, which excludes whatever would end it early."""
+        """Return the name of the rule for an argument's text and closing tag.
+
+        `text` is the text's terminal in Lark. The rule excludes whatever would end the text early.
+        """
         markup, closing = self._markup, self._literal(self._markup.value_end)
         name = f"text_{len(self._rules)}"
         body = f"({text or _text({})}){without(markup.value_ends)}"
@@ -129,14 +142,18 @@ class _XmlGrammar:
         return self._rules.setdefault(text, (name, rule))[0]
 
     def _json(self, schema: str) -> str:
-        """Return the name of the rule for JSON of a schema."""
+        """Return the name of the rule that matches JSON for the schema, and then the closing tag."""
         name = f"value_{len(self._rules)}"
         end = self._plain(self._markup.gap, self._markup.value_end)
         return self._rules.setdefault(schema, (name, f"{name}: {name}_json {end}\n{name}_json: %json {schema}"))[0]
 
 
 def _schema(values: list[Any], arguments: ArgumentSchemas) -> str:
-    """Combine schemas of an argument with all definitions that they refer to."""
+    """Return one JSON schema, as text, for values that follow any of the schemas `values`.
+
+    The result includes the definitions that the schemas refer to. Of a schema that refers to any other part of its
+    document, only the types are kept.
+    """
     schema: dict[str, Any] = values[0] if len(values) == 1 else {"anyOf": values}
     below = ["x-guidance"]
     if REFERENCE.search(json.dumps(schema)):

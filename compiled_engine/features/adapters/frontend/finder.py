@@ -1,7 +1,7 @@
-"""`AdapterFinder` resolves a LoRARequest to the reference to an adapter that the engine core gets.
+"""Resolve a LoRARequest to the AdapterRef that the engine core gets.
 
 The core identifies adapters by a digest of their files. Files are read once; afterwards each request only checks with
-the file system whether they changed. New content gets a new digest and shares no cached prefix with the old one.
+the file system whether they changed. New content gets a new digest and shares no cached prefix with the old content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_KNOWN = 1024  # number of adapters remembered
 
 
 class _Found(NamedTuple):
-    """An adapter that was read: its folder, a mark that changes if files are replaced, and their digest."""
+    """An adapter that was read. `mark` changes if its files are replaced. `within` is that of the LoRARequest."""
 
     folder: Path
     mark: object
@@ -35,7 +35,7 @@ class _Found(NamedTuple):
 
 
 class AdapterFinder:
-    """Resolves adapters to digests. Thread-safe."""
+    """Resolves LoRARequests to AdapterRefs. Thread-safe."""
 
     def __init__(self, config: AdapterConfig | None) -> None:
         """`config` is None if adapters are not enabled."""
@@ -74,7 +74,7 @@ class AdapterFinder:
 
     @contextmanager
     def _turn(self, named: str) -> Iterator[None]:
-        """Hold the lock of a path. The lock is removed after its last user."""
+        """Hold the lock of a path within the block. The lock is removed after its last user."""
         with self._guard:
             lock, users = self._locks.get(named, (threading.Lock(), 0))
             self._locks[named] = lock, users + 1
@@ -98,7 +98,10 @@ class AdapterFinder:
     def find_each(
         self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
     ) -> list[AdapterRef | None]:
-        """Return the reference for each of `count` prompts, given one request or a list. Raises as `find` does."""
+        """Return the reference for each of `count` prompts.
+
+        `given` is one request for all prompts, or a list with a request or None for each. Raises the errors of `find`.
+        """
         if given is None:
             return [None] * count
         if not isinstance(given, list | tuple):

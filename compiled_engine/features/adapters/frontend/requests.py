@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: their part of each request, and the calls that load the adapters before."""
+"""The part of LoRA adapters in the frontend: find the adapters of requests, and let the core load them in advance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_S = 0.02
 
 
 class AdapterRequests(RequestFeature):
-    """Finds the adapters of requests and has the core load them. config: None if adapters are not enabled."""
+    """Finds the adapters of requests and lets the core load them. `config` is None if adapters are not enabled."""
 
     def __init__(self, config: AdapterConfig | None) -> None:
         self.finder = AdapterFinder(config)
@@ -56,7 +56,10 @@ class AdapterRequests(RequestFeature):
             await self.load(adapter, core)
 
     async def load(self, adapter: AdapterRef, core: AsyncCore) -> None:
-        """Have the core load an adapter, which serves other requests meanwhile. Raises ValueError if it refuses."""
+        """Let the core load an adapter. The core serves other requests meanwhile.
+
+        Raises ValueError if the core refuses the adapter.
+        """
         if adapter.digest in self._loaded:
             return
         try:
@@ -70,7 +73,7 @@ class AdapterRequests(RequestFeature):
         self._loaded.add(adapter.digest)
 
     async def unload(self, digest: str, core: AsyncCore) -> None:
-        """Have the core drop an adapter when no request uses it any more."""
+        """Let the core drop an adapter once no request uses it."""
         self._loaded.discard(digest)
         await core.call("unload_adapter", digest=digest)
 

@@ -50,7 +50,7 @@ Output = TypeVar("Output")
 
 
 class PoolingRequestOutput(msgspec.Struct, Generic[Output], frozen=True):
-    """The result of a request."""
+    """The result of a pooling request."""
 
     request_id: str
     outputs: Output

@@ -1,4 +1,4 @@
-"""Turn texts into pooling requests for the engine. The texts of a call are tokenised together."""
+"""Convert texts to pooling requests for the engine. The texts of a call are tokenised together."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _cosine(first: RunningPooling, second: RunningPooling, a: np.ndarray, b: np.
 
 
 class PoolingProcessor:
-    """Checks and tokenises texts for pooling requests. `id_prefix` starts the request ids."""
+    """Checks and tokenises texts for pooling requests. Request ids begin with `id_prefix`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PoolingProcessor:
         is_stopped: Stopped = never,
         **given: Any,
     ) -> list[PreparedRequest]:
-        """Make a request for each prompt.
+        """Return a request for each prompt.
 
         `prompt_name` selects one of the checkpoint's prompts, which is put before each text. `is_stopped` is polled
         between parts of the work. `given` has arguments that only other features read, such as lora_request.
@@ -155,10 +155,11 @@ class PoolingProcessor:
         is_stopped: Stopped = never,
         **given: Any,
     ) -> Scoring:
-        """Make requests that score pairs of texts: one query with each document, or equally many of both.
+        """Return requests that score pairs of texts: one query with each document, or equally many of both.
 
-        `instruction` is for rerankers with a template. `given` applies to all texts, see `process`. Raises the errors
-        of `process`, and ValueError for a classifier with several labels or a task with per-token results.
+        `instruction` is for rerankers with a template. `given` applies to all texts and is explained at `process`.
+        Raises the errors of `process`, and ValueError for a classifier with several labels or a task with per-token
+        results.
         """
         wanted = self._task(params, None)
         if wanted.by_token:
@@ -206,7 +207,7 @@ class PoolingProcessor:
         return Scoring(self._prepare(prompts, token_ids, wanted, priority, parts, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
-        """Return how many characters `score` tokenises. With a template, every pair counts in full."""
+        """Return how many characters `score` tokenises. With a template, the texts of a pair count in each pair."""
         once = num_characters([queries, documents])
         if not self.pooling.template or not isinstance(documents, list | tuple):
             return once
@@ -259,7 +260,7 @@ class PoolingProcessor:
             return_free_memory()
 
     def _encoded(self, texts: list[str], params: PoolingParams, is_stopped: Stopped) -> list[list[int]]:
-        """Return token ids with special tokens, which a truncation keeps."""
+        """Return the token ids of each text, with special tokens. Truncation removes only tokens of the text."""
         if not texts:
             return []
         encoded = list(self._in_parts(texts, is_stopped))
@@ -274,7 +275,10 @@ class PoolingProcessor:
     def _judged(
         self, firsts: list[str], seconds: list[str], instruction: str | None, most: int | None, is_stopped: Stopped
     ) -> Iterator[Pair]:
-        """Yield pairs in the model's template, or joined by the tokenizer. Repeated texts are tokenised once."""
+        """Yield the tokens of each pair, in the model's template if it has one, otherwise joined by the tokenizer.
+
+        Without a template, a query of several pairs is tokenised once.
+        """
         assert self._tokenizer is not None
         if not self.pooling.template:
             before = list(self._in_parts(firsts, is_stopped, add_special_tokens=False))
@@ -332,7 +336,10 @@ def _one_step() -> SamplingParams:
 
 
 def _truncated(with_special: list[int], bare: list[int], most: int) -> list[int]:
-    """Return a text's first tokens with the special tokens around them."""
+    """Return a text's first tokens with the special tokens around them, `most` tokens in all.
+
+    `with_special` and `bare` are the text's token ids with and without special tokens.
+    """
     around = len(with_special) - len(bare)
     places = (i for i in range(around + 1) if with_special[i : i + len(bare)] == bare)
     start = next(places, None)
@@ -351,7 +358,7 @@ def _texts(name: str, given: Any) -> list[str]:
 
 
 def make_pooling_processor(model: ModelConfig, inputs: InputProcessor) -> PoolingProcessor | None:
-    """Return the processor, or None for a generative model. inputs: of the same engine."""
+    """Return the processor, or None for a generative model. `inputs` is the engine's processor of other requests."""
     if model.pooling is None:
         return None
     pooling, hidden_size = model.pooling, model.hidden_size

@@ -25,7 +25,7 @@ Result = TypeVar("Result", bound=PoolingRequestOutput[Any])
 
 
 class RunningPooling:
-    """A running pooling request, the counterpart of RunningRequest. task: turns its vectors into its result."""
+    """A running pooling request, the counterpart of RunningRequest. `task` converts its vectors to its result."""
 
     def __init__(self, task: PoolingTask, request: PreparedRequest) -> None:
         self.task = task
@@ -37,11 +37,14 @@ class RunningPooling:
         self._finish: tuple[str, int | str | None] | None = None
 
     def look(self, engine_request_id: str, now: float) -> str | None:
-        """Raise RuntimeError: pooling requests have no tokens in a step's columns."""
+        """Raise RuntimeError, since a pooling request gets no tokens."""
         raise RuntimeError(f"request {engine_request_id!r} got a token, but it pools")
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Add a step's vectors. Vectors recomputed after a preemption replace the earlier ones."""
+        """Add a step's vectors. Vectors recomputed after a preemption replace the earlier ones.
+
+        Return the finish reason, if any.
+        """
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
         if (vectors := vectors_in(output.extras)) is not None:
@@ -57,7 +60,7 @@ class RunningPooling:
         return [] if self.finished else [each.request_id for each in self.request.engine_requests]
 
     def snapshot(self) -> Any:
-        """Return the request itself: results are built for all requests of a call together, see `results`."""
+        """Return the request itself. See `results`, which builds the results of all requests of a call together."""
         return self
 
     delta = snapshot
@@ -84,7 +87,7 @@ def finished_rows(ended: Sequence[RunningPooling]) -> np.ndarray:
 
 
 def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[PoolingOutput]]:
-    """Return the results in the form of `encode`. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `encode`. Raises the errors of `finished_rows`."""
     rows_ML = finished_rows(ended)
     values: Iterable[np.ndarray] = rows_ML
     if ended and ended[0].task.by_token:
@@ -94,19 +97,19 @@ def results(ended: Sequence[RunningPooling]) -> list[PoolingRequestOutput[Poolin
 
 
 def embeddings(ended: Sequence[RunningPooling]) -> list[EmbeddingRequestOutput]:
-    """Return the results in the form of `embed`. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `embed`. Raises the errors of `finished_rows`."""
     return result_of_each(EmbeddingRequestOutput, EmbeddingOutput, ended, finished_rows(ended).tolist())
 
 
 def classifications(ended: Sequence[RunningPooling]) -> list[ClassificationRequestOutput]:
-    """Return the results in the form of `classify`. Raises RuntimeError as `finished_rows` does."""
+    """Return the results in the form of `classify`. Raises the errors of `finished_rows`."""
     return result_of_each(ClassificationRequestOutput, ClassificationOutput, ended, finished_rows(ended).tolist())
 
 
 def result_of_each(
     kind: type[Result], make: Callable[[Any], Any], ended: Iterable[RunningPooling], values: Iterable[Any]
 ) -> list[Result]:
-    """Build a `kind` for each request, with outputs made from its values."""
+    """Return a `kind` for each request that has ended. `make` makes its outputs from its entry in `values`."""
     return [
         kind(each.request_id, make(value), list(each.request.prompt_token_ids), True, each.num_cached_tokens)
         for each, value in zip(ended, values, strict=True)

@@ -46,7 +46,7 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class PoolingTask:
-    """Turns a request's vectors into results. Raises ValueError for a task or dimensions that the model lacks."""
+    """Converts a request's vectors to results. Raises ValueError for a task or dimensions that the model lacks."""
 
     name: str
     pooling: Pooling
@@ -71,7 +71,7 @@ class PoolingTask:
         return self.name in BY_TOKEN
 
     def finish(self, rows_ML: np.ndarray) -> np.ndarray:
-        """Cut to the dimensions, then normalise or activate."""
+        """Return the results for M vectors of L values: cut to the dimensions, then normalised or activated."""
         pooling, asked = self.pooling, self.params.activates
         rows_ML = rows_ML[:, : self.params.dimensions or pooling.dimensions]
         activation = pooling.activation if (pooling.activates if asked is None else asked) else NONE

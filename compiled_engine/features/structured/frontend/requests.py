@@ -1,4 +1,7 @@
-"""Requests with a grammar or a token mask: their part of each request, and the vocabulary that grammars need before."""
+"""The part of grammars and token masks in the frontend.
+
+Converts them for the core, and gives the core the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class StructuredRequests(RequestFeature):
-    """Turns structured_outputs into grammars, and gives the core the vocabulary before the first of them.
+    """Converts structured_outputs to grammars, and gives the core the vocabulary before the first grammar.
 
-    objects_allowed: the condition under which requests may have objects such as token masks, if this engine does not
-    fulfil it; "" if it does.
+    If this engine cannot take objects such as token masks, `objects_allowed` is the condition under which it could, for
+    errors. It is "" if the engine takes them.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class StructuredRequests(RequestFeature):
     def vocabulary(self) -> GrammarVocabulary:
         """The vocabulary, which the core needs before its first request with a grammar.
 
-        Raises ValueError without a tokenizer, or if the library `tokenizers` cannot read it.
+        Raises ValueError without a tokenizer, or if the library `tokenizers` cannot read the tokenizer.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and there is none")
@@ -69,7 +72,7 @@ class StructuredRequests(RequestFeature):
             await self.give_vocabulary(core)
 
     async def give_vocabulary(self, core: AsyncCore) -> None:
-        """Give the core the vocabulary, once. Raises ValueError as `vocabulary`."""
+        """Give the core the vocabulary, once. Raises the errors of `vocabulary`."""
         if not self._has_vocabulary:
             self._give(await asyncio.to_thread(lambda: self.vocabulary), core)
 

@@ -25,17 +25,17 @@ class _Vocabulary(NamedTuple):
 
 
 class CompiledGrammar(NamedTuple):
-    """A compiled grammar."""
+    """A compiled grammar, and the probe for string masks."""
 
     matcher: LLMatcher  # in its initial state, to be copied
     probe: str | None  # see string_masks.py
 
 
 class GrammarCompiler:
-    """Compiles in threads of the core's process: matchers cannot be passed between processes, and the library releases
-    the GIL, so steps continue.
+    """Compiles grammars in threads, and caches the results.
 
-    vocabulary: read once, by a thread, on construction.
+    The threads belong to the core's process, since matchers cannot be passed between processes. The library releases
+    the GIL, so steps continue. `vocabulary` is read once, by a thread, on construction.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, *, kept: int = KEPT_GRAMMARS) -> None:
@@ -50,8 +50,10 @@ class GrammarCompiler:
         self._seconds = 0.0
 
     def compile(self, grammar: str) -> Future[CompiledGrammar]:
-        """Compile a grammar, or return the cached result. The future's exception is a ValueError if it cannot be
-        compiled."""
+        """Return the future of the compiled grammar, which may come from the cache.
+
+        Its exception is a ValueError if the grammar cannot be compiled.
+        """
         if (found := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             self._hits += 1
@@ -62,12 +64,12 @@ class GrammarCompiler:
         return compiled
 
     def cancel(self, grammar: str, compiled: Future[CompiledGrammar]) -> None:
-        """Drop a request: its grammar is not compiled unless that has begun."""
+        """Cancel the compilation of a grammar unless it has begun."""
         if compiled.cancel() and self._compiled.get(grammar) is compiled:
             del self._compiled[grammar]
 
     def constraint(self, compiled: Future[CompiledGrammar]) -> GrammarConstraint:
-        """Make a request's matcher from the compiled grammar. Raises ValueError if compiling failed."""
+        """Return a request's constraint, with a copy of the compiled matcher. Raises ValueError if compiling failed."""
         matcher, probe = compiled.result()
         vocabulary = self._vocabulary.result()
         strings = StringMasks.of(vocabulary.tokens, probe)

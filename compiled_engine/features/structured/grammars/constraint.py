@@ -1,4 +1,4 @@
-"""A request's position in a compiled grammar, by llguidance, and the masks of many requests at once."""
+"""A request's position in a compiled grammar, by llguidance, and the masks of many requests together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_TEXT = "no text has this form: its rules contradict each other, or lead to ea
 
 
 class GrammarConstraint:
-    """Implements Constraint. If the text may end, end-of-sequence tokens are allowed.
+    """The Constraint of a request's grammar. If the text may end, end-of-sequence tokens are allowed.
 
     A matcher raises nothing: its error, for example about an exceeded limit, is read after each call.
     """
@@ -40,7 +40,7 @@ class GrammarConstraint:
             self.strings.accept(token_ids)
 
     def fill_known(self, words_W: np.ndarray) -> bool:
-        """Write the mask if it can be derived without the matcher; return whether it was."""
+        """Write the mask if it can be derived without the matcher. Return whether it was written."""
         return self.strings is not None and self.strings.fill(words_W)
 
     def fill(self, words_W: np.ndarray) -> None:
@@ -50,17 +50,17 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """Error of the matcher, as a request's error."""
+        """The matcher's error, as the error of the user's request."""
         return failure_text(self.matcher)
 
 
 def is_complete(constraint: Constraint | None) -> bool:
-    """Return whether a grammar constrains the text, and the text may end here."""
+    """Return whether the constraint is a grammar that is complete, so that the text may end here."""
     return isinstance(constraint, GrammarConstraint) and constraint.matcher.is_accepting()
 
 
 def failure_text(matcher: LLMatcher) -> str:
-    """Return a failed matcher's error, as a request's error."""
+    """Return a failed matcher's error, as the error of the user's request."""
     return f"structured_outputs: {error_of(matcher)}"
 
 
@@ -72,7 +72,10 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:
-    """Fill rows of the masks (int32 [M, W], contiguous) in threads without the GIL; return errors by row."""
+    """Fill rows of the masks (int32 [M, W], contiguous) in threads without the GIL. Return errors by row.
+
+    `constraints` maps each row to its constraint.
+    """
     if not constraints:
         return {}
     executor = next(iter(constraints.values())).executor
@@ -97,7 +100,7 @@ def fill_masks(
     """Pass each constraint its new tokens, and let it fill its row of the masks, int32 [M, W].
 
     Grammars' masks are filled in parallel without the GIL: `thread` waits for them, and the caller continues. The
-    result is the errors of requests without a mask, by row; other requests are not affected.
+    future's result has the errors of requests without a mask, by row; other requests are not affected.
     """
     failures: dict[int, str] = {}
     grammars: dict[int, GrammarConstraint] = {}

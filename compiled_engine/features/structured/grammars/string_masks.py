@@ -35,11 +35,11 @@ PROBES = "éñжяλ中の가"
 
 
 def probe_for(grammar: str, whitespace: str) -> str | None:
-    """Return a character that is only allowed inside a string bounded by its length alone: no key, constant or pattern
-    of the schema contains it. None if the grammar is not a schema with known keywords only, if two kinds of strings may
-    begin at the same place, or if objects allow other keys.
+    """Return a character that is allowed only inside strings that are bounded by their length alone, or None.
 
-    grammar: in llguidance's format. whitespace: pattern allowed between two parts.
+    No key, constant or pattern of the schema contains the character. The result is None if the grammar is not a schema
+    with known keywords only, if two kinds of strings may begin at the same place, or if objects allow other keys.
+    `grammar` is in llguidance's format. `whitespace` is the pattern allowed between two parts.
     """
     given = json.loads(grammar) if grammar.startswith("{") else None
     match given:
@@ -111,9 +111,10 @@ _FURTHER = 64
 
 
 class StringTokens:
-    """Lengths of a vocabulary's tokens within a JSON string.
+    """The lengths of a vocabulary's tokens within a JSON string.
 
-    lengths: for each token that continues the string without escapes, its number of characters; otherwise 0.
+    `lengths` has the number of characters of each token that continues the string without escapes, and 0 for other
+    tokens.
     """
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
@@ -144,8 +145,11 @@ class _Open:
 
 
 class StringMasks:
-    """Masks of one request. probe, quote: token ids of a character only allowed in bounded strings, and of the closing
-    quote."""
+    """Derives masks of one request inside strings that are bounded only in length.
+
+    `probe` has the token ids of a character that is only allowed in such strings, and `quote` those of the closing
+    quote.
+    """
 
     def __init__(self, tokens: StringTokens, probe: list[int], quote: list[int]) -> None:
         self._tokens, self._probe, self._quote = tokens, probe, quote
@@ -153,7 +157,7 @@ class StringMasks:
 
     @classmethod
     def of(cls, tokens: StringTokens, probe: str | None) -> StringMasks | None:
-        """Return the masks for a request; None without a probe, or if the vocabulary cannot write it."""
+        """Return the object for a request; None without a probe, or if the vocabulary cannot write the probe."""
         if probe is None:
             return None
         written = [tokens.tokenizer.greedy_tokenize(text) for text in (probe, '"')]
@@ -162,7 +166,7 @@ class StringMasks:
         return cls(tokens, *written)
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Update the state by generated tokens."""
+        """Update the state with generated tokens."""
         for token_id in token_ids:
             if self._open is None:
                 return
@@ -172,14 +176,14 @@ class StringMasks:
                 self._open = None
 
     def fill(self, words_W: np.ndarray) -> bool:
-        """Write the mask if it is known; return whether it was."""
+        """Write the mask if it follows from the mask that `note` stored. Return whether it was written."""
         if self._open is None:
             return False
         np.bitwise_and(self._open.words_W, self._tokens.within(self._open.room), out=words_W)
         return True
 
     def note(self, words_W: np.ndarray, matcher: LLMatcher) -> None:
-        """Keep a mask of the matcher if it is inside a bounded string that may end here."""
+        """Store the matcher's mask `words_W` if the text is inside a bounded string that may end here."""
         word, bit = divmod(self._probe[0], 32)
         if not words_W[word] >> bit & 1 or not matcher.validate_tokens(self._quote):
             return

@@ -1,4 +1,4 @@
-"""Translate StructuredOutputs to the text that llguidance compiles, within limits, and check that it compiles."""
+"""Convert StructuredOutputs to the text that llguidance compiles, within limits, and check that it compiles."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def mask_threads() -> int:
 
 
 def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
-    """Return the text for llguidance. Raises ValueError if it cannot be compiled within the limits; TakesLong as
-    GrammarTrials.error."""
+    """Return the structured outputs as text in llguidance's format.
+
+    Raises ValueError if the text cannot be compiled within the limits, and TakesLong like GrammarTrials.error.
+    """
     text = _text(given)
     if error := _trials().error(text, hurried=hurried):
         raise ValueError(f"structured_outputs: {error}")
@@ -89,8 +91,10 @@ def _text(given: StructuredOutputs) -> str:
 
 
 def _gbnf_part(match: re.Match[str]) -> str:
-    """Rewrite a part of GBNF for the converter, which only knows code points of two digits, and renames the rule `root`
-    to `start`."""
+    """Return a part of GBNF, rewritten for the converter.
+
+    The converter knows only code points of two digits, and renames the rule `root` to `start`.
+    """
     part = match[0]
     if part[0] in '"[':
         return _GBNF_ESCAPE.sub(_character, part)

@@ -47,8 +47,10 @@ Result = TypeVar("Result")
 
 
 class GrammarTrials:
-    """The process that runs trials, started with the first one, and the errors found so far. Thread-safe; a fork of
-    this process starts its own."""
+    """Runs trials in a process, which starts with the first trial, and caches the errors found.
+
+    Thread-safe. If this process forks, the child starts a process for its own trials.
+    """
 
     def __init__(self, quick_s: float = QUICK_S, longest_s: float = LONGEST_S, most_memory: int = MOST_MEMORY) -> None:
         self._quick_s, self._longest_s, self._most_memory = quick_s, longest_s, most_memory
@@ -61,7 +63,7 @@ class GrammarTrials:
     def error(self, grammar: str, *, hurried: bool = False) -> str:
         """Return the error of a grammar; empty without one.
 
-        hurried: raise TakesLong if it takes more than `quick_s`; the next call allows `longest_s`.
+        With `hurried`, raise TakesLong if it takes more than `quick_s`; the next call allows `longest_s`.
         """
         with self._lock:
             is_known, error = grammar in self._errors, self._errors.get(grammar)
@@ -83,7 +85,7 @@ class GrammarTrials:
         return error
 
     def _try(self, grammar: str, seconds: float) -> str | None:
-        """Return the error found by a fork of the process; None if it exceeded its limits."""
+        """Return the error found by a fork of the process; None if the fork exceeded its limits."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -96,7 +98,7 @@ class GrammarTrials:
         return None
 
     def _order(self, theirs: socket.socket, limits: bytes) -> None:
-        """Pass the other end of a connection to the process, which is restarted if it has ended."""
+        """Send the connection `theirs` and the limits to the process. If the process has ended, restart it."""
         with self._lock:
             if self._owner == os.getpid() and self._orders is not None:
                 with suppress(OSError):
@@ -111,7 +113,7 @@ class GrammarTrials:
             socket.send_fds(self._orders, [limits], [theirs.fileno()])
 
     def close(self) -> None:
-        """End the process, and trials with it. The next trial starts another."""
+        """End the process and its trials. The next trial starts another process."""
         with self._lock:
             if self._owner == os.getpid():
                 self._close()
@@ -128,8 +130,10 @@ class GrammarTrials:
 
 
 def main() -> None:
-    """Fork for each received connection; end when the caller has. Argument: descriptor over which connections are
-    received."""
+    """Fork for each received connection. Exit when the caller has ended.
+
+    The argument is the descriptor over which connections are received.
+    """
     import llguidance  # noqa: F401 - for the forks
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks leave no zombies
@@ -147,8 +151,10 @@ def main() -> None:
 
 
 def _try_one(connection: socket.socket, seconds: float, memory: int) -> None:
-    """Read a grammar, and answer with a byte and the grammar's error. The process is killed if it exceeds the
-    limits."""
+    """Read a grammar, and answer with the byte "=" and the grammar's error, which is empty if it has none.
+
+    The process is killed if it exceeds the limits.
+    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     with open("/proc/self/statm") as sizes:
         used = int(sizes.read().split()[0]) * resource.getpagesize()
@@ -160,8 +166,11 @@ def _try_one(connection: socket.socket, seconds: float, memory: int) -> None:
 
 
 def _error(grammar: str) -> str:
-    """Compile a grammar for a vocabulary of bytes, and compute its first mask, since endlessly recursive rules compile
-    but allow nothing. Tokens that the grammar names are assumed to exist."""
+    """Return the error of a grammar; empty without one.
+
+    The grammar is compiled for a vocabulary of bytes. Its first mask is computed too, since endlessly recursive rules
+    compile but allow nothing. Tokens that the grammar names are assumed to exist.
+    """
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     grammar = NUMBERED_TOKENS.sub(f"<[{_Bytes.eos_token_id}]>", grammar)
@@ -190,7 +199,7 @@ class _Bytes:
 
 
 def on_large_stack(work: Callable[[], Result]) -> Result:
-    """Run in a new thread with a large stack, and wait. Raises as `work`."""
+    """Return the result of `work`, which runs in a new thread with a large stack. Raises the errors of `work`."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -211,7 +220,7 @@ def on_large_stack(work: Callable[[], Result]) -> Result:
 def parser_limits() -> LLParserLimits:
     """Return the limits of one grammar. Fuel counts steps, a thousand of which take less than a millisecond.
 
-    Exceeding a limit is an error of the request.
+    If a request's grammar exceeds a limit, the request ends with an error.
     """
     from llguidance import LLParserLimits
 
