@@ -54,6 +54,8 @@ HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
 # The method of GPT-OSS: experts in four bits, with powers of two as scales.
 MXFP4 = "mxfp4"
+# Values of quant_method in quantised checkpoints that are read.
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt", MXFP4)
 _REORDERED = ", columns reordered"
 # Schemes for quantising weights while they are loaded.
 ONLINE = {
