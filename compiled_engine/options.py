@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.pooling import PoolerConfig
-from compiled_engine.quantisation import METHODS, ONLINE
+from compiled_engine.quantisation_names import METHODS, ONLINE
 from compiled_engine.schema import (
     SWITCH,
     TEXTS,

@@ -23,7 +23,8 @@ from compiled_engine.models.checkpoint.weight_formats import (
     block_of,
     format_of,
 )
-from compiled_engine.quantisation import HEAD, LINEAR, MXFP4, ROUTER, LinearScheme, Quantisation, Rounding, Rule
+from compiled_engine.quantisation import HEAD, LINEAR, ROUTER, LinearScheme, Quantisation, Rounding, Rule
+from compiled_engine.quantisation_names import MXFP4
 
 SECTION = "quantization_config"
 # Fields of that section that list module names.

@@ -13,7 +13,7 @@ from typing import Any
 
 from compiled_engine.models.foreign.compat import Conversions, ignored_tensors, in_natural_order, operations_of
 from compiled_engine.models.foreign.placement import Placement, Span, WeightPlan, whole
-from compiled_engine.quantisation import MXFP4
+from compiled_engine.quantisation_names import MXFP4
 
 Shape = tuple[int, ...]
 _BLOCKS = "_blocks"  # ending of the names of packed MXFP4 values

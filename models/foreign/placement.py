@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from compiled_engine.parallel.shards import Place
-from compiled_engine.quantisation import MXFP4
+from compiled_engine.quantisation_names import MXFP4
 
 Span = tuple[int, int]
 
