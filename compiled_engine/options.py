@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.pooling import PoolerConfig
+from compiled_engine.quantisation_names import METHODS, ONLINE
 from compiled_engine.schema import (
     SWITCH,
     TEXTS,
@@ -43,6 +44,11 @@ OVERRIDES = Kind(
     {"anyOf": [{"type": "string"}, {"type": "object"}]},
 )
 BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = (f"`{name}`" for name in names)
+    return f"{', '.join(others)} or {last}"
 
 
 @dataclass(frozen=True)
@@ -158,9 +164,9 @@ class EngineOptions:
     )
     quantization: str | None = declare(
         None,
-        one_of("fp8", "fp8_block", "int4", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4"),
-        "quantise linears [while they are loaded](quantisation.md): `fp8`, `fp8_block` or `int4`; or require that the "
-        "checkpoint is quantised, by its format: `compressed-tensors`, `gptq`, `awq`, `modelopt` or `mxfp4`",
+        one_of(*dict.fromkeys((*ONLINE, *METHODS))),
+        f"quantise linears [while they are loaded](quantisation.md): {_either(ONLINE)}; or require that the checkpoint "
+        f"is quantised, by its format: {_either([name for name in METHODS if name not in ONLINE])}",
         default_is="what the checkpoint states",
     )
     quantization_ignore: tuple[str, ...] = declare(

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from compiled_engine.quantisation_names import ONLINE
+
 
 class Element(NamedTuple):
     """A format of quantised elements. An element is stored as a code, and its value is the code's value times a scale.
@@ -52,15 +54,7 @@ LINEAR = "Linear"
 # Targets of output projections, and of the routers of experts: formats leave them unquantised unless they are named.
 HEAD = "re:.*lm_head$"
 ROUTER = r"re:.*\.(gate|router|shared_expert_gate)$"
-# The method of GPT-OSS: experts in four bits, with powers of two as scales.
-MXFP4 = "mxfp4"
 _REORDERED = ", columns reordered"
-# Schemes for quantising weights while they are loaded.
-ONLINE = {
-    "fp8": "e4m3 1x*, inputs e4m3 1x*",
-    "fp8_block": "e4m3 128x128, inputs e4m3 1x128",
-    "int4": "int4 1x128",
-}
 
 
 # A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.

@@ -15,7 +15,7 @@ from compiled_engine.bench.results import conditions
 from compiled_engine.frontend.logprob_list import LogprobList
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import Progress
-from compiled_engine.quantisation import ONLINE
+from compiled_engine.quantisation_names import ONLINE
 from compiled_engine.sampling.params import SamplingParams
 
 WINDOW = 512

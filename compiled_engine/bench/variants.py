@@ -10,7 +10,7 @@ from typing import Any
 from compiled_engine.config import EngineConfig
 from compiled_engine.kv_format import AUTO, CODED
 from compiled_engine.passes.parallel.sequence_parallel import SequenceParallel
-from compiled_engine.quantisation import ONLINE
+from compiled_engine.quantisation_names import ONLINE
 from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_PASSES
 
 # Graph modes without decode graphs, and without graphs of mixed batches.

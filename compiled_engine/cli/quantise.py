@@ -119,7 +119,7 @@ def _plan(
     from compiled_engine.models.checkpoint.config_reader import read_model_config
     from compiled_engine.models.checkpoint.quantise_folder import plan_folder, require_unquantised
     from compiled_engine.other_engines.translate import make_options
-    from compiled_engine.quantisation import ONLINE
+    from compiled_engine.quantisation_names import ONLINE
     from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder
 
     if scheme not in ONLINE:

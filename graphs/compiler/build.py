@@ -46,7 +46,7 @@ from compiled_engine.passes.rope.expand_references import expand_references
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.quantisation import MXFP4
+from compiled_engine.quantisation_names import MXFP4
 
 # Files of an entry that go into torch's structured trace (TORCH_TRACE=folder), where tlparse shows them beside Dynamo's
 # and Inductor's: the lowered graph and each pass's diff; each range's graph, plan and forward; output code.

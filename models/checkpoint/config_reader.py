@@ -30,7 +30,8 @@ from compiled_engine.models.checkpoint.safetensors_files import find_shards, map
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
 from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.foreign.description import UnknownArchitectureError
-from compiled_engine.quantisation import HEAD, MXFP4, ONLINE, ROUTER, Quantisation, online
+from compiled_engine.quantisation import HEAD, ROUTER, Quantisation, online
+from compiled_engine.quantisation_names import MXFP4, ONLINE
 
 DTYPES = {
     "float32": torch.float32,

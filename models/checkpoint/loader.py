@@ -19,13 +19,13 @@ from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scale
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
-from compiled_engine.models.checkpoint.nvfp4 import read_nvfp4
-from compiled_engine.models.checkpoint.packed_weights import PackedWeight, read_packed
+from compiled_engine.models.checkpoint.packed_weights import PackedWeight
 from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.pooling_folder import pooling_tensors
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, place_quantised
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
+from compiled_engine.models.checkpoint.weight_formats import read_weights
 from compiled_engine.models.checkpoint.wrappers import text_tensors
 from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.passes.framework.parameter import (
@@ -91,9 +91,7 @@ def load_weights(
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
-    tensors, packed = read_nvfp4(tensors, config.quantisation, config.path)
-    tensors, of_words = read_packed(tensors, config.quantisation, config.path)
-    packed |= of_words
+    tensors, packed = read_weights(tensors, config.quantisation, config.path)
     if config.merged_adapter is not None:
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
@@ -189,7 +187,7 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
     for copy in copies:
         target, device = copy.target, copy.target.device
         source, *beside = copy.sources
-        if copy.encoded is not None and copy.encoded.decode == "mxfp4":
+        if copy.encoded is not None and copy.encoded.in_blocks:
             decode_mxfp4(copy.sources, target.mT if copy.encoded.transposed else target)
         elif copy.encoded is not None:
             codes = (copy.packed or source).to(device)

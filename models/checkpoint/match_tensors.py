@@ -13,7 +13,7 @@ from torch import nn
 
 from compiled_engine.config import ModelConfig, TransformersModel
 from compiled_engine.models.checkpoint.file_names import name_some
-from compiled_engine.models.checkpoint.mxfp4 import BYTES
+from compiled_engine.models.checkpoint.mxfp4 import are_blocks
 from compiled_engine.models.checkpoint.pooling_folder import POOLER
 from compiled_engine.models.checkpoint.quantised_tensors import KV_SCALES, Stored, encoded, find_stored
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
@@ -67,7 +67,7 @@ def match_tensors(
     read, twins = _tied_apart(placements, own)
     if config.transformers is not None:
         problems = _misfits(read, own, shapes) | problems
-    used = {name: p.decode == "mxfp4" for p in placements if p.source not in stored for name in p.sources}
+    used = {name: p.in_blocks for p in placements if p.source not in stored for name in p.sources}
     floats = {name for each in stored.values() for name in (each.scales, each.input_scale) if name is not None}
     used |= {name: False for name in floats if name in tensors}
     problems["of a dtype that is not supported"] = [
@@ -176,10 +176,8 @@ def _misfits(
 
 
 def _fits(placement: Placement, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    if placement.decode == "mxfp4":
-        blocks = shapes[placement.source]
-        if len(blocks) != 4 or blocks[3] != BYTES or blocks[:3] != shapes[placement.beside[0]]:
-            return False
+    if placement.in_blocks and not are_blocks(*(shapes[name] for name in placement.sources)):
+        return False
     inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
     return len(shape) == len(placement.placed) and inside
 

@@ -1,4 +1,4 @@
-"""Decode MXFP4 weights while they are loaded, where the model's code needs them in its dtype.
+"""Experts in MXFP4: check and place their tensors, or decode them where the model's code needs them in its dtype.
 
 Format: 32 values share a scale, a power of two in one byte (E8M0). Each value has four bits (E2M1); a byte holds two,
 the first in the low half. OCP Microscaling Formats (MX) Specification 1.0, 2023.
@@ -10,8 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from compiled_engine.passes.framework.rounding import decode
-from compiled_engine.quantisation import Rounding
+from compiled_engine.models.foreign.placement import Placement, whole
+from compiled_engine.passes.framework.parameter import CODES, Parameter
+from compiled_engine.passes.framework.rounding import decode, retile
+from compiled_engine.passes.linear.experts_codes import LARGEST_EXPONENT
+from compiled_engine.quantisation import LinearScheme, Rounding
 
 BLOCK, BYTES = 32, 16  # values that share a scale, and their bytes
 _FORMAT = Rounding("mxfp4", 1, BLOCK)
@@ -25,3 +28,26 @@ def decode_mxfp4(sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
     for blocks, scales, out in zip(*sources, target, strict=True):
         codes, exponents = blocks.to(target.device).flatten(1), scales.to(target.device)
         out.copy_(decode(codes, exponents, _FORMAT))
+
+
+def are_blocks(blocks: Sequence[int], scales: Sequence[int]) -> bool:
+    """Return whether these are the shapes of blocks [E, R, G, 16] and their scales [E, R, G]."""
+    return tuple(blocks) == (*scales, BYTES) and len(blocks) == 4
+
+
+def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
+    """Return the placement of codes or scales of experts in MXFP4, whose tensors become [E, N, K / 2] and [E, N, C].
+
+    Raises ValueError, with the name, for scales that kernels do not decode.
+    """
+    blocks, scales = of_weight.sources
+    if leaf.role == CODES:
+        tensors[blocks] = tensors[blocks].flatten(2)
+        return whole(blocks, leaf.name, tensors[blocks].shape)
+    tile = LinearScheme.parse(leaf.scheme).weight
+    num_experts, num_rows, num_blocks = tensors[scales].shape
+    if int(tensors[scales].max()) > LARGEST_EXPONENT:
+        raise ValueError(f"{scales} must hold scales of at most 2^{LARGEST_EXPONENT - 127}, got a larger one or NaN")
+    by_row = retile(tensors[scales].flatten(0, 1), _FORMAT, tile, num_experts * num_rows, num_blocks * BLOCK)
+    tensors[scales] = by_row.unflatten(0, (num_experts, num_rows))
+    return whole(scales, leaf.name, tensors[scales].shape)

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 
 from compiled_engine.models.checkpoint.file_names import name_some
+from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.packed_weights import PACKED, PackedWeight
-from compiled_engine.quantisation import Quantisation, Rounding
+from compiled_engine.models.checkpoint.weight_format import INSTEAD, WeightFormat
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
-# The format in compressed-tensors.
-NVFP4 = "nvfp4-pack-quantized"
+SCHEME = LinearScheme(Rounding("e2m1", 1, 16), None)
 
 
 class _Names(NamedTuple):
@@ -58,7 +59,7 @@ def read_nvfp4(
     for name, codes in tensors.items():
         module, _, kind = name.rpartition(".")
         scheme = quantisation.scheme_of(module) if kind == names.codes and codes.dtype == torch.uint8 else None
-        if scheme is None or scheme.weight.element != "e2m1":
+        if scheme != SCHEME:
             continue
         if kind != "weight" and f"{module}.weight" in tensors:
             problems.append(f"{name} is a second copy of {module}.weight")
@@ -97,3 +98,21 @@ def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names
     if whole.numel() != 1 or not 0 < float(whole) < float("inf"):
         raise ValueError(f"{module}.{names.whole} must be one number above 0, got {whole.tolist()}")
     return scales.float() / whole if names.divides else scales.float() * whole
+
+
+def _scheme_of(group: JsonFields) -> LinearScheme:
+    """Return the scheme of a group of weights in NVFP4; their inputs are not rounded, whatever the group says."""
+    weights = group.section("weights")
+    weights.require_values(INSTEAD, num_bits=4, type="float", strategy="tensor_group", symmetric=True, dynamic=False)
+    weights.require_values(INSTEAD, group_size=SCHEME.weight.columns)
+    return SCHEME
+
+
+NVFP4 = WeightFormat(
+    "nvfp4-pack-quantized",
+    _scheme_of,
+    holds=lambda scheme: scheme == SCHEME,
+    presets={"NVFP4": SCHEME, "NVFP4A16": SCHEME},
+    algorithms={"NVFP4": SCHEME, "W4A16_NVFP4": SCHEME},
+    read=read_nvfp4,
+)

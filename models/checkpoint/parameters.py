@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from compiled_engine.parallel.shards import Shard
-from compiled_engine.passes.framework.parameter import BUFFER, KEPT, KV_SCALES, QUANTISED, WEIGHT, Parameter, compute
+from compiled_engine.passes.framework.parameter import (
+    BUFFER,
+    KEPT,
+    KV_SCALES,
+    QUANTISED,
+    WEIGHT,
+    Parameter,
+    Scales,
+    compute,
+)
 
 GIB = 2**30
 # Most bytes at a time of tensors that are on the device only as inputs of derived parameters.
@@ -60,8 +69,9 @@ class Weights:
             self._make(group, self.tensors | {name: tensor for name, (_, tensor) in staged.items()})
 
     def _make(self, group: Iterable[Parameter], values: Mapping[str, torch.Tensor]) -> None:
+        scales: Scales = {}
         for part in group:
-            result = compute(part, lambda leaf: values[leaf.name])
+            result = compute(part, lambda leaf: values[leaf.name], scales)
             assert (tuple(result.shape), result.dtype) == (part.shape, part.torch_dtype), part.name
             self.tensors[part.name].copy_(result)
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.models.checkpoint.mxfp4 import BLOCK
+from compiled_engine.models.checkpoint.mxfp4 import place_mxfp4
 from compiled_engine.models.checkpoint.packed_weights import NAMES
-from compiled_engine.models.foreign.placement import Placement, Span, whole
+from compiled_engine.models.foreign.placement import Placement, Span
 from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, QUANTISED, SCALES, Parameter
 from compiled_engine.passes.framework.rounding import retile, unpack, values_of
-from compiled_engine.passes.linear.experts_codes import LARGEST_EXPONENT
 from compiled_engine.quantisation import ELEMENTS, LinearScheme, Quantisation, Rounding
 
 INPUT_SCALE_NAME = "input_scale"
@@ -108,7 +107,7 @@ def place_quantised(
     """
     assert leaf.role in QUANTISED
     name = leaf.name.rpartition(".")[0]
-    if [p.decode for p in of_weight] == ["mxfp4"]:
+    if [p.in_blocks for p in of_weight] == [True]:
         return [place_mxfp4(leaf, of_weight[0], tensors)]
     plain = [p.source for p in of_weight if p.source not in stored]
     if plain or not of_weight:
@@ -149,25 +148,6 @@ def place_quantised(
             raise ValueError(f"{name} has one order of its columns, but {first} and {different[0]} differ")
         return placed[:1]
     return placed
-
-
-def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
-    """Return the placement of codes or scales of experts in MXFP4, and reshape their tensor in `tensors`.
-
-    Codes become [E, N, K / 2], and scales [E, N, C], for E experts with N rows, K columns and C scales a row. Raises
-    ValueError, with the name, for scales that kernels do not decode.
-    """
-    blocks, scales = of_weight.sources
-    if leaf.role == CODES:
-        tensors[blocks] = tensors[blocks].flatten(2)
-        return whole(blocks, leaf.name, tensors[blocks].shape)
-    stored, tile = Rounding("mxfp4", 1, BLOCK), LinearScheme.parse(leaf.scheme).weight
-    num_experts, num_rows, num_blocks = tensors[scales].shape
-    if int(tensors[scales].max()) > LARGEST_EXPONENT:
-        raise ValueError(f"{scales} must hold scales of at most 2^{LARGEST_EXPONENT - 127}, got a larger one or NaN")
-    by_row = retile(tensors[scales].flatten(0, 1), stored, tile, num_experts * num_rows, num_blocks * BLOCK)
-    tensors[scales] = by_row.unflatten(0, (num_experts, num_rows))
-    return whole(scales, leaf.name, tensors[scales].shape)
 
 
 def _in_tiles(placement: Placement, tile: Rounding) -> tuple[tuple[Span, ...], tuple[Span, ...]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from compiled_engine.models.foreign.compat import Conversions, ignored_tensors, in_natural_order, operations_of
 from compiled_engine.models.foreign.placement import Placement, Span, WeightPlan, whole
+from compiled_engine.quantisation_names import MXFP4
 
 Shape = tuple[int, ...]
 _BLOCKS = "_blocks"  # ending of the names of packed MXFP4 values
@@ -109,7 +110,7 @@ def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
     experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
     placed = tuple((0, size) for size in (experts, 2 * groups * num_bytes, rows))
     taken = tuple((0, size) for size in shape)
-    return Placement(source, taken, target, placed, transposed=True, decode="mxfp4", beside=(scales,))
+    return Placement(source, taken, target, placed, transposed=True, decode=MXFP4, beside=(scales,))
 
 
 def _converted(

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from compiled_engine.parallel.shards import Place
+from compiled_engine.quantisation_names import MXFP4
 
 Span = tuple[int, int]
 
@@ -29,10 +30,15 @@ class Placement:
     target: str
     placed: tuple[Span, ...]
     transposed: bool = False  # the source's last two dimensions are swapped
-    # Encoding of the values: empty for none; "mxfp4", then the whole source and `beside` are decoded; or a LinearScheme
+    # Encoding of the values: empty for none; MXFP4, then the whole source and `beside` are decoded; or a LinearScheme
     # as text, with scales, zero points and the order of columns in `beside`.
     decode: str = ""
     beside: tuple[str, ...] = ()
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the source is experts in MXFP4, whose scales are `beside`."""
+        return self.decode == MXFP4
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -43,7 +49,7 @@ class Placement:
 
         Raises ValueError if the source cannot be divided along that dimension.
         """
-        if self.decode == "mxfp4":
+        if self.in_blocks:
             raise ValueError(f"{self.source} cannot be divided: it holds values in {self.decode}")
         back = dim - len(self.placed)  # negative index, since a source may lack leading dimensions
         if self.transposed and back >= -2:

@@ -23,15 +23,16 @@ WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
 CODES, SCALES, ZEROS, COLUMNS, INPUT_SCALE = QUANTISED = ("codes", "scales", "zeros", "columns", "input_scale")
 # Role of the scales of an FP8 KV cache: not a tensor of the model, filled by the loader.
 KV_SCALES = "kv_scales"
+# Scales of weights that are quantised while they are loaded, by the weights and their scheme.
+Scales = dict[tuple[tuple["Parameter", ...], str], torch.Tensor]
+# First steps that quantise a weight while it is loaded; operand: its scheme.
+QUANTISING = (CODES, SCALES)
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
 Steps = tuple[tuple[str, float | str], ...]
 STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "add": torch.add,
     "mul": torch.mul,
     "to": lambda tensor, dtype: tensor.to(getattr(torch, dtype)),
-    # Quantise a weight while it is loaded; operand: its scheme.
-    "codes": rounding.weight_codes,
-    "scales": rounding.weight_scales,
     # Put packed codes into the order that the kernels of experts read.
     "halves": lambda codes, unit: rounding.in_halves(codes, int(unit)),
     # Repeat each row this many times, for scales of smaller tiles.
@@ -151,15 +152,31 @@ def made(parameter: Parameter, step: str, operand: float | str, result: torch.Te
     return replace(base, name=name, shape=shape, dtype=dtype, make=(*base.make, (step, operand)))
 
 
-def compute(parameter: Parameter, leaf: Callable[[Parameter], torch.Tensor]) -> torch.Tensor:
-    """Compute the value of a parameter. leaf: returns the value of a tensor of the model."""
+def compute(
+    parameter: Parameter,
+    leaf: Callable[[Parameter], torch.Tensor],
+    scales: Scales | None = None,
+) -> torch.Tensor:
+    """Compute the value of a parameter. leaf: returns the value of a tensor of the model.
+
+    scales: known ones, to which new ones are added, so that a weight's codes and scales need one computation of them.
+    """
     if not parameter.members:
         return leaf(parameter)
-    parts = [compute(member, leaf) for member in parameter.members]
+    parts = [compute(member, leaf, scales) for member in parameter.members]
     value = parts[0] if len(parts) == 1 else torch.cat(parts)
     for step, operand in parameter.make:
-        value = STEPS[step](value, operand)
+        if step in QUANTISING:
+            value = _quantised(value, step, (parameter.members, str(operand)), {} if scales is None else scales)
+        else:
+            value = STEPS[step](value, operand)
     return value
+
+
+def _quantised(weight: torch.Tensor, step: str, key: tuple[tuple[Parameter, ...], str], scales: Scales) -> torch.Tensor:
+    if key not in scales:
+        scales[key] = rounding.weight_scales(weight, key[1])
+    return scales[key] if step == SCALES else rounding.weight_codes(weight, key[1], scales[key])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,8 +20,8 @@ SMALLEST_MAXIMUM = 2.0**-24
 MOST_UNIT = 32
 # Scales that are tried for codes in four bits, relative to that of the largest magnitude.
 SEARCHED = tuple(1.075 - 0.025 * step for step in range(20))
-# Rows of tiles that are searched at once, to save memory.
-_SEARCHED_ROWS = 1024
+# Values that are searched at once: on a GPU, to save memory; on a CPU, to stay in its cache, as each is read often.
+_SEARCHED_ON_CPU, _SEARCHED_ON_GPU = 1 << 17, 1 << 22
 _REORDERED_ROWS = 4096
 
 
@@ -29,7 +29,9 @@ def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the scales [R, C] in fp32, one per tile."""
     tiles_RrCc = _tiles(values_NK, rounding)
     if rounding.format.zero is not None:
-        return torch.cat([_searched(part, rounding) for part in tiles_RrCc.split(_SEARCHED_ROWS)])
+        at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU
+        rows = max(1, at_once // tiles_RrCc[0].numel())
+        return torch.cat([_searched(part, rounding) for part in tiles_RrCc.split(rows)])
     largest_RC = tiles_RrCc.float().abs().amax((1, 3))
     # Divide by a tensor: for a Python number, PyTorch on CUDA multiplies by the reciprocal, which rounds twice.
     return largest_RC.clamp_min(SMALLEST_MAXIMUM) / torch.full_like(largest_RC, rounding.largest)
@@ -48,11 +50,13 @@ def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     tiles = tiles_RrCc.float()
     largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST_MAXIMUM)
     best_RC = least_RC = torch.empty(0)
+    values = torch.empty_like(tiles)
     for size in SEARCHED:
         # Stored scales are rounded before codes are computed.
         scales = (largest * (size / rounding.largest)).bfloat16().float()
+        _round(torch.div(tiles, scales, out=values), rounding)
         # In fp64 the order of the sum does not decide between two scales.
-        error_RC = (_rounded(tiles / scales, rounding) * scales - tiles).square().sum((1, 3), dtype=torch.float64)
+        error_RC = values.mul_(scales).sub_(tiles).square_().sum((1, 3), dtype=torch.float64)
         scales_RC = scales.squeeze((1, 3))
         if not len(best_RC):
             best_RC, least_RC = scales_RC, error_RC
@@ -61,18 +65,18 @@ def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     return best_RC
 
 
-def _rounded(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the values of integer codes, before their scales."""
+def _round(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Round values over their scales in place to the values of integer codes, and return them."""
     zero = rounding.format.zero
     assert zero is not None, rounding
-    return scaled.round().clamp(-zero, zero - 1)
+    return scaled.round_().clamp_(-zero, zero - 1)
 
 
 def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Quantise values [N, K] to codes, [N, K] or packed; out-of-range values are clamped."""
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
-        return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
+        return pack(_round(scaled_NK, rounding).add_(zero).to(rounding.dtype), rounding)
     assert not rounding.format.values, rounding
     scaled_NK = scaled_NK.clamp(-rounding.largest, rounding.largest)
     return (scaled_NK.round() if rounding.is_integer else scaled_NK).to(rounding.dtype)
@@ -209,11 +213,14 @@ def round_inputs(
     return codes_of(x_TK, scales, rounding), scales
 
 
-def weight_codes(weight: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return the codes, maybe packed, of a weight [N, K], or [E, N, K] of whole tiles, that is quantised while
-    loading."""
-    rounding, weight_NK = LinearScheme.parse(scheme).weight, weight.flatten(0, -2)
-    return codes_of(weight_NK, scales_of(weight_NK, rounding), rounding).unflatten(0, weight.shape[:-1])
+def weight_codes(weight: torch.Tensor, scheme: str, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the codes, maybe packed, of a weight [N, K], or [E, N, K] of whole tiles, that is quantised while loading.
+
+    scales: the result of `weight_scales`, if it is known.
+    """
+    rounding = LinearScheme.parse(scheme).weight
+    scales_RC = (weight_scales(weight, scheme) if scales is None else scales).flatten(0, -2)
+    return codes_of(weight.flatten(0, -2), scales_RC, rounding).unflatten(0, weight.shape[:-1])
 
 
 def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:

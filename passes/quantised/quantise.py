@@ -86,8 +86,7 @@ class Quantise(GraphPass):
             most = MOST_BEFORE_CODES if many.kernel in (HOPPER_CODES, DECODED) else MOST_FEW
             kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
-        # Formats of this element may state how inputs are rounded, which is not done.
-        alone = "; weights alone, inputs are not rounded" if scheme.weight.element == "e2m1" else ""
+        alone = "; weights alone, inputs are not rounded" if scheme.inputs is None else ""
         return f"{module}: {scheme}{alone}; {source}; {nbytes:,} bytes; {kernels}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:

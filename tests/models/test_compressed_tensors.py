@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
-from compiled_engine.models.checkpoint.nvfp4 import read_nvfp4
-from compiled_engine.models.checkpoint.packed_weights import read_packed
 from compiled_engine.models.checkpoint.quantisation_config import read_quantisation
 from compiled_engine.models.checkpoint.quantised_tensors import decode_scaled, encoded, find_stored
+from compiled_engine.models.checkpoint.weight_formats import read_weights
 from compiled_engine.models.foreign.placement import whole
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -55,12 +54,11 @@ def test_values_are_those_that_are_decompressed(preset: str) -> None:
     section = {"quant_method": "compressed-tensors", "format": PRESETS[preset], "config_groups": {"group_0": group}}
     rules = read_quantisation(JsonFields("config.json", {"quantization_config": section}), Path("."))
     named = {f"{NAME}.{name}": tensor for name, tensor in compressed.items()}
-    tensors, packed = read_nvfp4(named, rules, Path("."))
-    tensors, of_words = read_packed(tensors, rules, Path("."))
+    tensors, packed = read_weights(named, rules, Path("."))
     name = f"{NAME}.weight"
     stored, problems = find_stored(tensors, rules)
     assert not any(problems.values()), problems
-    placement, codes = encoded(whole(name, name, tensors[name].shape), stored), (packed | of_words).get(name)
+    placement, codes = encoded(whole(name, name, tensors[name].shape), stored), packed.get(name)
     target = torch.full(weight_NK.shape, torch.nan)
     first = tensors[name] if codes is None else codes.to(torch.device("cpu"))
     decode_scaled(placement, [first, *(tensors[each].float() for each in placement.beside)], target)

@@ -16,7 +16,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiled_engine.llm import LLM
-from compiled_engine.models.checkpoint.quantised_tensors import place_mxfp4
+from compiled_engine.models.checkpoint.mxfp4 import place_mxfp4
 from compiled_engine.models.foreign import compat
 from compiled_engine.models.foreign.conversion import plan_weights
 from compiled_engine.models.foreign.placement import Placement, WeightPlan

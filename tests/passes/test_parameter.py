@@ -16,6 +16,7 @@ from compiled_engine.passes.framework.parameter import (
     STEPS,
     WEIGHT,
     Parameter,
+    Scales,
     compute,
     made,
     packed,
@@ -96,8 +97,13 @@ def test_each_step(step: str) -> None:
 
 
 def test_weights_are_quantised_by_steps_and_merged_scales_are_the_same() -> None:
-    scheme = "e4m3 1x2, inputs e4m3 1x2"
-    codes, scales = (STEPS[step](BOTH, scheme) for step in (CODES, SCALES))
+    scheme, known = "e4m3 1x2, inputs e4m3 1x2", Scales()
+    both = packed("both", (A, B))
+    parameters = [Parameter(step, (), "", members=(both,), make=((step, scheme),)) for step in (CODES, SCALES)]
+    codes, scales = (compute(parameter, value, known) for parameter in parameters)
+    (computed_once,) = known.values()
+    assert scales is computed_once
+    assert torch.equal(compute(parameters[0], value).float(), codes.float())
     assert (codes.dtype, codes.shape, scales.shape) == (torch.float8_e4m3fn, (5, 4), (5, 2))
     torch.testing.assert_close(codes.float() * scales.repeat_interleave(2, 1), BOTH, rtol=1 / 16, atol=0.0)
     assert torch.equal(STEPS["the_same"](torch.tensor([2.0, 2.0]), "q, k"), torch.tensor([2.0]))

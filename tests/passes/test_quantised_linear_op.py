@@ -8,7 +8,8 @@ import torch
 from compiled_engine.passes.framework.rounding import weight_codes, weight_scales
 from compiled_engine.passes.linear.quantised_kernels import library_obstacle
 from compiled_engine.passes.linear.quantised_linear_op import launch, reference
-from compiled_engine.quantisation import ONLINE, LinearScheme
+from compiled_engine.quantisation import LinearScheme
+from compiled_engine.quantisation_names import ONLINE
 
 SCHEMES = (*ONLINE.values(), "e4m3 1x*, inputs e4m3 static", "e4m3 1x*", "e4m3 8x40, inputs e4m3 1x40")
 ADDED = {

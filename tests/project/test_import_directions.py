@@ -18,6 +18,7 @@ FOLDERS = {
 # From the lowest layer up. A package, or a module at the top or named here, may import what precedes it alone.
 LAYERS = (
     "process",
+    "quantisation_names",
     "quantisation",
     "kv_format",
     "pooling",

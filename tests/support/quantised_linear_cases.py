@@ -15,7 +15,8 @@ from small_batch_linear_cases import nan_in_new_tensors
 
 from compiled_engine.passes.framework.rounding import spread, to_words
 from compiled_engine.passes.linear.quantised_linear_op import launch, reference
-from compiled_engine.quantisation import ONLINE, LinearScheme
+from compiled_engine.quantisation import LinearScheme
+from compiled_engine.quantisation_names import ONLINE
 
 BY_ROWS, BY_BLOCKS = ONLINE["fp8"], ONLINE["fp8_block"]
 SCHEMES = (

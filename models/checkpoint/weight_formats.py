@@ -1,0 +1,141 @@
+"""The formats of quantised weights in checkpoints of compressed-tensors and modelopt, and what reads their tensors.
+
+A new format is a file of its own and an entry of FORMATS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.nvfp4 import NVFP4
+from compiled_engine.models.checkpoint.packed_weights import INTEGERS, PACKED, PackedWeight, read_packed
+from compiled_engine.models.checkpoint.weight_format import INSTEAD, WeightFormat
+from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+
+_ELEMENTS = {"float": "e4m3", "int": "int8"}
+# Orders of columns for calibration -> whether the columns of a group are then not neighbours.
+_ORDERS = {"none": False, "false": False, "weight": False, "static": False}
+_ORDERS |= {"true": True, "group": True, "dynamic": True}
+TOKEN = CHANNELS = Rounding("e4m3", 1, 0)
+TENSOR, STATIC = Rounding("e4m3", 0, 0), Rounding("e4m3", 0, 0, static=True)
+_INT8 = LinearScheme(Rounding("int8", 1, 0), Rounding("int8", 1, 0))
+
+
+def _integers(group: JsonFields) -> LinearScheme:
+    """Return the scheme of a group of packed weights; their inputs are not rounded."""
+    group.require("input_activations", not group.values.get("input_activations"), f"null{INSTEAD}")
+    weights = group.section("weights")
+    weights.require_values(INSTEAD, type="int", dynamic=False)
+    bits = weights.values.get("num_bits", 8)
+    weights.require("num_bits", bits in (4, 8), f"4 or 8{INSTEAD}")
+    strategy = weights.one_of("strategy", ("group", "channel"), "group", instead=INSTEAD)
+    columns = weights.integer("group_size") if strategy == "group" else 0
+    weights.require("group_size", bits == 8 or columns % 2 == 0, "an even number")
+    order = str(weights.values.get("actorder")).lower()
+    weights.require("actorder", order in _ORDERS, "null, weight, static, group or dynamic")
+    reordered = bool(columns) and _ORDERS[order]
+    element = INTEGERS[bits, weights.boolean("symmetric", True)]
+    return LinearScheme(Rounding(element, 1, columns), None, reordered)
+
+
+def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
+    """Return the scheme of a group of weights with a byte for each number, of one of these types."""
+    weights = group.section("weights")
+    stated = weights.one_of("type", types, types[0], instead=INSTEAD)
+    weights.require_values(INSTEAD, num_bits=8, symmetric=True)
+    strategy = weights.one_of("strategy", ("tensor", "channel", "block"), "tensor", instead=INSTEAD)
+    tiles = {"tensor": (0, 0), "channel": (1, 0)}
+    rows, columns = tiles[strategy] if strategy in tiles else block_of(weights, "block_structure")
+    return LinearScheme(Rounding(_ELEMENTS[stated], rows, columns), _inputs(group, stated))
+
+
+def _inputs(group: JsonFields, stated: str) -> Rounding | None:
+    """Return the rounding of inputs, whose numbers must be of the type `stated` of the weights."""
+    if group.values.get("input_activations") is None:
+        return None
+    fields, element = group.section("input_activations"), _ELEMENTS[stated]
+    fields.require_values(INSTEAD, num_bits=8, type=stated, symmetric=True)
+    strategy, dynamic = fields.text("strategy", "tensor"), fields.values.get("dynamic", False)
+    if (strategy, dynamic) == ("token", True):
+        return Rounding(element, 1, 0)
+    if (strategy, dynamic) == ("tensor", False):
+        return Rounding(element, 0, 0, static=True)
+    if (strategy, dynamic) == ("group", True):
+        return Rounding(element, 1, fields.integer("group_size"))
+    raise fields.error("strategy", f"token or group if dynamic is true, tensor if it is false (it is {dynamic!r})")
+
+
+def block_of(fields: JsonFields, name: str) -> tuple[int, int]:
+    """Parse [128, 128] or "128x128"."""
+    value: Any = fields.values.get(name)
+    sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise fields.error(name, "two whole numbers of at least 1, such as [128, 128]")
+    return sizes[0], sizes[1]
+
+
+FORMATS = (
+    WeightFormat(
+        "float-quantized",
+        partial(_in_8_bits, types=("float",)),
+        holds=lambda scheme: scheme.weight.element == "e4m3",
+        presets={
+            "FP8": LinearScheme(TENSOR, STATIC),
+            "FP8_DYNAMIC": LinearScheme(CHANNELS, TOKEN),
+            "FP8_BLOCK": LinearScheme(Rounding("e4m3", 128, 128), Rounding("e4m3", 1, 128)),
+        },
+        algorithms={
+            "FP8": LinearScheme(TENSOR, STATIC),
+            "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(CHANNELS, TOKEN),
+        },
+    ),
+    WeightFormat("naive-quantized", partial(_in_8_bits, types=("float", "int")), holds=lambda scheme: False),
+    WeightFormat(
+        "int-quantized",
+        partial(_in_8_bits, types=("int",)),
+        holds=lambda scheme: scheme.weight.is_integer and scheme.inputs is not None,
+        presets={"W8A8": _INT8, "INT8": _INT8},
+    ),
+    WeightFormat(
+        PACKED,
+        _integers,
+        holds=lambda scheme: scheme.weight.is_integer and scheme.inputs is None,
+        presets={
+            "W4A16": LinearScheme(Rounding("int4", 1, 128), None),
+            "W4A16_ASYM": LinearScheme(Rounding("uint4", 1, 128), None),
+            "W8A16": LinearScheme(Rounding("int8", 1, 128), None),
+        },
+        read=read_packed,
+    ),
+    NVFP4,
+)
+PRESETS = {name: scheme for each in FORMATS for name, scheme in each.presets.items()}
+ALGORITHMS = {name: scheme for each in FORMATS for name, scheme in each.algorithms.items()}
+
+
+def format_of(scheme: LinearScheme) -> str:
+    """Return the name of the format in which weights of this scheme are written."""
+    return next(each.name for each in FORMATS if each.holds(scheme))
+
+
+def read_weights(
+    tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None, path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
+    """Return the checkpoint's tensors with quantised weights in the engine's layout, and packed codes, by weight.
+
+    Packed codes are replaced by a tensor `weight` [N, K] on the meta device, which only says what the codes stand for.
+    path: the checkpoint's folder, for errors. Raises ValueError, with names and values, if tensors contradict each
+    other or the rules.
+    """
+    found, packed = dict(tensors), dict[str, PackedWeight]()
+    for each in FORMATS:
+        if each.read is not None:
+            found, of_format = each.read(found, quantisation, path)
+            packed |= of_format
+    return found, packed
