@@ -32,6 +32,8 @@ from compiled_engine.features.pooling.frontend.processor import (
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.features.weight_updates.frontend import update_calls
+from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
@@ -285,6 +287,28 @@ class AsyncLLM:
         """Empty the prefix cache; running requests are not affected."""
         self._attach()
         await self._client.call("reset_prefix_cache")
+
+    async def update_weights(
+        self, weights: WeightSource, *, version: str | None = None, recompute: bool = True
+    ) -> None:
+        """Replace the weights in place, between two steps. Arguments and errors: see `LLM.update_weights`.
+
+        Tensors go to the core through temporary files, in memory if there is room.
+        """
+        self._attach()
+        calls = update_calls.update(weights, self.config.parallel, version, recompute=recompute, in_this_process=False)
+        await update_calls.served_async(calls, self._client.make)
+
+    async def start_weight_update(self) -> None:
+        """Begin an update in parts, see `LLM.start_weight_update`."""
+        self._attach()
+        await self._client.make(update_calls.START)
+
+    async def finish_weight_update(self, version: str | None = None, *, recompute: bool = True) -> str:
+        """Check an update and put it into place, see `LLM.finish_weight_update`."""
+        self._attach()
+        found: str = await self._client.make(update_calls.finish(version, recompute=recompute))
+        return found
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core has ended."""

@@ -92,6 +92,7 @@ class EngineCore:
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
+        self.held = ""  # why no step is planned; "" if steps are
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
         """Queue a request. given: the part of it that is not plain data, such as a token mask object.
@@ -140,7 +141,7 @@ class EngineCore:
         if self._held_back:
             self._add_ready()
         try:
-            while len(self._submitted) < self._steps_in_flight and self._late is None:
+            while len(self._submitted) < self._steps_in_flight and self._late is None and not self.held:
                 if (step := self._scheduler.schedule()) is None:
                     break
                 self.clock.lap("schedule")
@@ -227,7 +228,11 @@ class EngineCore:
     def call(self, call: ControlCall) -> Any:
         """Serve a control call, one of CALLS or a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
-        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
+        try:
+            return apply(call, calls | {name: getattr(each, name) for name, each in self._hooks.answering.items()})
+        finally:
+            self.held = next((why for holds_steps in self._hooks.holds_steps if (why := holds_steps())), "")
+            self._scheduler.forget_stale()
 
     def tell(self, call: ControlCall) -> None:
         """Serve a control call whose caller awaits no answer; log why if it fails."""
@@ -247,9 +252,10 @@ class EngineCore:
     def can_step(self) -> bool:
         """Return whether `step` would have work to do.
 
-        A core can while a request is unfinished; replicas, which have the same methods, only if a message has come.
+        A core can while a request is unfinished, unless steps are held; replicas, which have the same methods, only if
+        a message has come.
         """
-        return self.has_unfinished()
+        return self.has_unfinished() and (not self.held or bool(self._submitted or self._failed))
 
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished() or bool(self._held_back or self._failed)

@@ -60,6 +60,7 @@ LAYERS = (
     "features.speculation",
     "features.structured.grammars",
     "features.structured",
+    "features.weight_updates",
     "features",
     "graphs.inspection",
     "resolve",
@@ -68,6 +69,7 @@ LAYERS = (
     "features.adapters.frontend",
     "features.pooling.frontend",
     "features.structured.frontend",
+    "features.weight_updates.frontend",
     "features.request_registry",
     "frontend_parts",
     "llm_parts",
@@ -128,6 +130,8 @@ PLANNING = (
     "features.structured.constraints",
     "features.structured.extras",
     "features.structured.plan",
+    "features.weight_updates.extras",
+    "features.weight_updates.plan",
 )
 # Public types of features that results have.
 PUBLIC = ("features.adapters.lora_request",)
