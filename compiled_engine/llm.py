@@ -247,9 +247,13 @@ class LLM:
         """Return the metrics as named counters and gauges, such as compiled_engine:num_requests_running."""
         return metric_list(self.metrics())
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests are not affected. Returns True."""
-        self._require_open().call(ControlCall("reset_prefix_cache"))
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache. Returns True.
+
+        reset_running_requests: running requests are computed again; otherwise they are not affected. reset_connector:
+            has no effect, as there is no cache outside the engine.
+        """
+        self._require_open().call(ControlCall("reset_prefix_cache", {"of_running": reset_running_requests}))
         return True
 
     def update_weights(self, weights: WeightSource, *, version: str | None = None, recompute: bool = True) -> None:

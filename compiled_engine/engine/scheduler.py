@@ -111,6 +111,7 @@ class Scheduler:
         # as their last step still needs their rows.
         self._reaching_limit: list[Request] = []
         self._counts = SchedulerCounts(least_free=num_blocks)
+        self._admits_new = True
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError as `check` does."""
@@ -144,6 +145,24 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self._requests.by_id)
+
+    def has_begun(self) -> bool:
+        """Return whether any unfinished request has been admitted to a step."""
+        return any(request.status is not RequestStatus.WAITING for request in self._requests.by_id.values())
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of all unfinished requests."""
+        return [*self._requests.by_id]
+
+    @property
+    def admits_new(self) -> bool:
+        """Whether steps may admit requests for the first time. Requests that have begun go on in any case."""
+        return self._admits_new
+
+    @admits_new.setter
+    def admits_new(self, admits: bool) -> None:
+        self._admits_new = admits
+        self._requests.waiting.restore()
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or None if there is nothing to compute until tokens in flight are known.
@@ -252,6 +271,9 @@ class Scheduler:
             # A preempted request waits until its tokens in flight are known, and requests behind it in order wait too.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
+            if not self._admits_new and request.status is RequestStatus.WAITING:
+                waiting.skip()
+                continue
             if self.hooks.may_start and not all(may_start(request) for may_start in self.hooks.may_start):
                 waiting.skip()
                 continue
@@ -453,11 +475,14 @@ class Scheduler:
             self._counts.preemptions += 1
             self._requests.preempt_last()
 
-    def forget_stale(self) -> None:
-        """Empty the prefix cache of what features call stale. Blocks that requests keep are shared with no other."""
+    def forget_stale(self, *, of_running: bool) -> None:
+        """Empty the prefix cache of what features call stale. Blocks that requests keep are shared with no other.
+
+        of_running: running requests may lose their blocks.
+        """
         for takes_stale in self.hooks.takes_stale:
             if stale := takes_stale():
-                self.reset_prefix_cache(of_running=stale == "all")
+                self.reset_prefix_cache(of_running=of_running and stale == "all")
                 for request in self._requests.running:
                     self._kv_cache.keep_apart(request)
 

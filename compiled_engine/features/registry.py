@@ -122,5 +122,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
-    features.append(StepWeightUpdates(parts.weights))
+    stage = 0 if link is None else link.stage.index
+    num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
+    features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks))
     return RunnerFeatures(features, tail, advance)

@@ -25,6 +25,7 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError, Failed
+from compiled_engine.engine.core import PAUSED
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError
@@ -137,6 +138,8 @@ class Replicas:
         added, such as stages of the start, are the first replica's. A replica that does not answer in time contributes
         its last figures.
         """
+        if call.name == "pause" and call.arguments.get("mode") == "abort":
+            self._abort_queued()  # first, as a replica gets one of them for each request that it aborts
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
         if call.name != "metrics":
@@ -187,6 +190,16 @@ class Replicas:
                 replica.requests[request.request_id] = routed
                 self._send(replica, Add(request))
             heapq.heappop(self._waiting)
+
+    def _abort_queued(self) -> None:
+        """End the requests that were sent to no replica, as a pause does with the others."""
+        queued = [routed for routed in self._requests.values() if routed.route is None]
+        for routed in queued:
+            self._end(routed, finished=False)
+        ids = [routed.request.request_id for routed in queued]
+        outputs = [EngineOutput(each, (), finish_reason="abort", stop_reason=PAUSED) for each in ids]
+        if outputs:
+            self._outputs.append(StepOutputs(others=outputs))
 
     def _end(self, routed: RoutedRequest, *, finished: bool) -> None:
         request_id = routed.request.request_id

@@ -23,6 +23,7 @@ GAUGES = {
     "waiting": ("num_requests_waiting", "Completions that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
     "resting": ("spec_decode_num_requests_resting", "Completions that run and have no drafts of a head any more."),
+    "paused": ("paused", "1 while the engine is paused."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),

@@ -126,14 +126,17 @@ async def _of_prompt(
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:
-    """Raise ApiError for a failed or aborted completion: 400 if no token is allowed, 503 at shutdown, otherwise 500."""
+    """Raise ApiError for a failed or aborted completion: 400 if no token is allowed, 503 at shutdown, otherwise 500.
+
+    A completion that a pause has ended keeps its tokens.
+    """
     if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
         raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
     if completion.finish_reason == "error" and str(completion.stop_reason).startswith("structured_outputs: "):
         raise bad_request("structured_outputs", shortened(str(completion.stop_reason)), code="grammar_failed")
     if completion.finish_reason == "error":
         raise engine_failure(str(completion.stop_reason))
-    if completion.finish_reason == "abort":
+    if completion.finish_reason == "abort" and completion.stop_reason is None:
         raise shutting_down()
 
 

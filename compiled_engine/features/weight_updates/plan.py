@@ -26,6 +26,8 @@ class WeightUpdates(PlanFeature):
     calls = (
         "start_weight_update",
         "receive_weights",
+        "connect_weight_sender",
+        "receive_weight_broadcast",
         "finish_weight_update",
         "cancel_weight_update",
         "weight_update_state",
@@ -51,6 +53,19 @@ class WeightUpdates(PlanFeature):
         """
         self._require_started()
         self._num_received = self._call(NAME, "take", **arguments)[0]
+        return self._num_received
+
+    def connect_weight_sender(self, **arguments: Any) -> None:
+        """Have all ranks join a trainer's process group. arguments, errors: see StepWeightUpdates.connect."""
+        self._call(NAME, "connect", **arguments)
+
+    def receive_weight_broadcast(self, **arguments: Any) -> int:
+        """Add tensors that the trainer broadcasts to the update; returns their number so far. No step runs meanwhile.
+
+        arguments, errors: see StepWeightUpdates.take_broadcast. Raises ControlError if no update is under way.
+        """
+        self._require_started()
+        self._num_received = self._call(NAME, "take_broadcast", **arguments)[0]
         return self._num_received
 
     def finish_weight_update(self, version: str | None = None, recompute: bool = True) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, 
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
@@ -25,7 +25,18 @@ BUCKET_BYTES = 1 << 30
 # A folder in memory, if the system has one.
 _IN_MEMORY = Path("/dev/shm")
 
-WeightSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+
+class Broadcast(NamedTuple):
+    """Tensors that a connected trainer broadcasts in this order."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+WeightSource: TypeAlias = (
+    "str | os.PathLike[str] | Broadcast | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+)
 """A folder with safetensors files, or tensors by the checkpoint's names."""
 Calls = Generator[ControlCall, Any, Any]
 """Control calls to be served one after the other. Each takes the answer to the one before; the result is returned."""
@@ -55,6 +66,12 @@ def update(
     except Exception:
         yield CANCEL
         raise
+
+
+def connect(address: str, port: int, rank_offset: int, world_size: int, *, packed: bool) -> ControlCall:
+    """Return the call with which all ranks join a trainer's process group, see StepWeightUpdates.connect."""
+    arguments = {"address": address, "port": port, "rank_offset": rank_offset, "world_size": world_size}
+    return ControlCall("connect_weight_sender", {**arguments, "packed": packed}, slow=True)
 
 
 def finish(version: str | None, *, recompute: bool) -> ControlCall:
@@ -104,6 +121,9 @@ def _received(weights: Any, parallel: ParallelConfig, *, in_this_process: bool) 
     """Hand over weights to the core, in one call or several."""
     if isinstance(weights, str | os.PathLike):
         yield _receive(path=str(Path(weights).absolute()))
+        return
+    if isinstance(weights, Broadcast):
+        yield ControlCall("receive_weight_broadcast", weights._asdict(), slow=True)
         return
     named = _named(weights)
     if in_this_process and parallel.executor == "in_process" and not parallel.has_replicas:
