@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec import structs
 
@@ -32,6 +32,8 @@ from compiled_engine.features.pooling.frontend.processor import (
 )
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.pooling.frontend.task import PoolingParams
+from compiled_engine.features.weight_updates.frontend import update_calls
+from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
@@ -52,6 +54,7 @@ from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 
 _POLL_S = 0.01
+PauseMode = Literal["abort", "wait", "keep"]
 Prepared = TypeVar("Prepared")
 
 
@@ -288,10 +291,83 @@ class AsyncLLM:
         metrics: dict[str, Any] = await self._client.call("metrics")
         return metrics
 
-    async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running requests are not affected."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache, see `LLM.reset_prefix_cache`. Returns True."""
         self._attach()
-        await self._client.call("reset_prefix_cache")
+        await self._client.call("reset_prefix_cache", of_running=reset_running_requests)
+        return True
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Run no steps until `resume_generation`; returns once none runs. Requests that come meanwhile wait.
+
+        mode: "abort" ends all requests of all clients with finish_reason "abort"; "keep" stops them where they are;
+            "wait" lets those that have begun run to their end.
+        clear_cache: the prefix cache is emptied, and kept requests are computed again; otherwise these keep their keys
+            and values, even if the weights change meanwhile.
+
+        Raises ControlError for another mode.
+        """
+        self._attach()
+        await self._client.call("pause", mode=mode, clear_cache=clear_cache)
+        while not await self._client.call("is_paused"):
+            await asyncio.sleep(_POLL_S)
+
+    async def resume_generation(self) -> None:
+        """Run steps again after `pause_generation`."""
+        self._attach()
+        await self._client.call("resume")
+
+    async def is_paused(self) -> bool:
+        """Return whether `pause_generation` has taken effect."""
+        self._attach()
+        paused: bool = await self._client.call("is_paused")
+        return paused
+
+    async def update_weights(
+        self, weights: WeightSource, *, version: str | None = None, recompute: bool = True
+    ) -> None:
+        """Replace the weights in place, between two steps. Arguments and errors: see `LLM.update_weights`.
+
+        Tensors go to the core through temporary files, in memory if there is room.
+        """
+        self._attach()
+        calls = update_calls.update(weights, self.config.parallel, version, recompute=recompute, in_this_process=False)
+        await update_calls.served_async(calls, self._client.make)
+
+    async def connect_weight_sender(
+        self, address: str, port: int, *, rank_offset: int = 1, world_size: int, packed: bool = False
+    ) -> None:
+        """Join the gloo process group of a trainer, which `update_weights` then can have broadcast tensors.
+
+        address, port: of the trainer's store. rank_offset: the first rank of the engine. world_size: ranks of trainer
+        and engine. packed: tensors come in messages of up to 1 GiB, and of the tensor that exceeds it.
+
+        Raises ValueError with several replicas, ControlError if the trainer does not answer.
+        """
+        self._attach()
+        if self.config.parallel.has_replicas:
+            raise ValueError(f"data_parallel_size is {self.config.parallel.data_parallel_size}; allowed: 1")
+        await self._client.make(update_calls.connect(address, port, rank_offset, world_size, packed=packed))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update in parts, see `LLM.start_weight_update`."""
+        self._attach()
+        await self._client.make(update_calls.START)
+
+    async def finish_weight_update(self, version: str | None = None, *, recompute: bool = True) -> str:
+        """Check an update and put it into place, see `LLM.finish_weight_update`."""
+        self._attach()
+        found: str = await self._client.make(update_calls.finish(version, recompute=recompute))
+        return found
+
+    async def weight_update_state(self) -> dict[str, Any]:
+        """Return the version of the weights, the number of updates, and the tensors received of the one under way.
+
+        The keys are version, updates and received, which is None while no update is under way.
+        """
+        self._attach()
+        state: dict[str, Any] = await self._client.make(update_calls.STATE)
+        return state
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core has ended."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
+from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     )
     from compiled_engine.features.pooling.frontend.processor import PoolingProcessor
     from compiled_engine.features.pooling.frontend.task import PoolingParams
+    from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
     from compiled_engine.llm_parts import LLMParts
     from compiled_engine.processes.replicas import Replicas
 
@@ -246,10 +248,43 @@ class LLM:
         """Return the metrics as named counters and gauges, such as compiled_engine:num_requests_running."""
         return metric_list(self.metrics())
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Running requests are not affected. Returns True."""
-        self._require_open().call(ControlCall("reset_prefix_cache"))
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache. Returns True.
+
+        reset_running_requests: running requests are computed again; otherwise they are not affected. reset_connector:
+            has no effect, as there is no cache outside the engine.
+        """
+        self._require_open().call(ControlCall("reset_prefix_cache", {"of_running": reset_running_requests}))
         return True
+
+    def update_weights(self, weights: WeightSource, *, version: str | None = None, recompute: bool = True) -> None:
+        """Replace the weights in place, between two steps; nothing is compiled or captured again.
+
+        weights: a folder with safetensors files, or tensors by the checkpoint's names: a dict, or (name, tensor) pairs.
+            They are the whole checkpoint, but between `start_weight_update` and `finish_weight_update` a part of it.
+        version, recompute: see `finish_weight_update`.
+
+        Raises TypeError or ControlError for weights that do not fit; the old ones then stay.
+        """
+        calls = update_calls.update(weights, self.config.parallel, version, recompute=recompute, in_this_process=True)
+        update_calls.served(calls, self._require_open().call)
+
+    def start_weight_update(self) -> None:
+        """Begin an update in parts, and drop one that was not finished. Requests run on with the old weights."""
+        self._require_open().call(update_calls.START)
+
+    def finish_weight_update(self, version: str | None = None, *, recompute: bool = True) -> str:
+        """Check and put into place what `update_weights` has added since `start_weight_update`; returns the version.
+
+        The prefix cache is emptied. version: the name of the new weights in outputs and metrics; None for the number of
+            updates so far.
+        recompute: running requests are computed again from their tokens; otherwise they keep the keys and values of the
+            old weights.
+
+        Raises ControlError if the weights do not fit; they are then dropped, and the old ones stay.
+        """
+        found: str = self._require_open().call(update_calls.finish(version, recompute=recompute))
+        return found
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to record every operator and kernel. profile_prefix: beginning of the file's name.

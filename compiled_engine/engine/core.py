@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -40,8 +40,18 @@ log = logging.getLogger("compiled_engine")
 PATIENCE_S = 0.005
 
 
-CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
+CALLS = ("metrics", "reset_prefix_cache", "check_integrity", "pause", "resume", "is_paused")
 """Control calls that a core serves, besides those of its features: methods of EngineCore."""
+
+
+PAUSED = "the engine is paused"
+
+
+class Pause(NamedTuple):
+    """How steps are paused, see EngineCore.pause."""
+
+    mode: str
+    clear_cache: bool
 
 
 class EngineCore:
@@ -88,10 +98,12 @@ class EngineCore:
         self._late_begun = False  # whether the last submitted step's late inputs are being computed
         self._held_back: set[str] = set()  # requests that a feature holds back
         self._num_held_back_ended = 0  # number of requests that ended while they were held back
-        self._failed: list[EngineOutput] = []  # of requests that ended while they were held back, not yet returned
+        self._ended_apart: list[EngineOutput] = []  # of requests that ended in no step, not yet returned
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
         self._generated_tokens = 0
+        self.held = ""  # why no step is planned; "" if steps are
+        self._pause: Pause | None = None  # since `pause`, until `resume`
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
         """Queue a request. given: the part of it that is not plain data, such as a token mask object.
@@ -139,8 +151,10 @@ class EngineCore:
         """
         if self._held_back:
             self._add_ready()
+        if self._pause is not None:
+            self._note_held()  # the last request that had begun may have ended
         try:
-            while len(self._submitted) < self._steps_in_flight and self._late is None:
+            while len(self._submitted) < self._steps_in_flight and self._late is None and not self.held:
                 if (step := self._scheduler.schedule()) is None:
                     break
                 self.clock.lap("schedule")
@@ -154,7 +168,7 @@ class EngineCore:
             if self._late_begun:
                 self._give_late()
             if not self._submitted:
-                return StepOutputs(others=self._take_failed())
+                return StepOutputs(others=self._take_ended_apart())
             step, pending = self._submitted.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
@@ -168,7 +182,7 @@ class EngineCore:
             self._drain()
             raise
         self._scheduler.check_idle()
-        return replace(outputs, others=[*outputs.others, *self._take_failed()]) if self._failed else outputs
+        return replace(outputs, others=[*outputs.others, *self._take_ended_apart()]) if self._ended_apart else outputs
 
     def _begin_late(self) -> None:
         """Start computing the newest step's late inputs, if all tokens before it are known."""
@@ -186,11 +200,11 @@ class EngineCore:
     def _add_ready(self) -> None:
         """Queue requests that are no longer held back, and keep the outputs of those that cannot be queued."""
         assert self._hooks.take_ready is not None
-        busy = self._submitted or self._failed or self._scheduler.has_unfinished()
+        busy = self._submitted or self._ended_apart or self._scheduler.has_unfinished()
         ready, failed = self._hooks.take_ready(0 if busy else PATIENCE_S)
         self._held_back -= {output.request_id for output in failed}
         self._num_held_back_ended += len(failed)
-        self._failed += failed
+        self._ended_apart += failed
         for request in ready:
             try:
                 for check in self._hooks.check:  # again, as conditions may have changed
@@ -198,14 +212,14 @@ class EngineCore:
             except ValueError as error:
                 self._withdraw(request.request_id)
                 output = EngineOutput(request.request_id, (), finish_reason="error", stop_reason=str(error))
-                self._failed.append(output)
+                self._ended_apart.append(output)
             else:
                 self._held_back.remove(request.request_id)
                 self._scheduler.add(request)
 
-    def _take_failed(self) -> list[EngineOutput]:
-        failed, self._failed = self._failed, []
-        return failed
+    def _take_ended_apart(self) -> list[EngineOutput]:
+        ended, self._ended_apart = self._ended_apart, []
+        return ended
 
     def _withdraw(self, request_id: str) -> None:
         self._held_back.remove(request_id)
@@ -227,7 +241,11 @@ class EngineCore:
     def call(self, call: ControlCall) -> Any:
         """Serve a control call, one of CALLS or a feature's; returns plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
-        return apply(call, calls | {name: getattr(feature, name) for name, feature in self._hooks.answering.items()})
+        try:
+            return apply(call, calls | {name: getattr(each, name) for name, each in self._hooks.answering.items()})
+        finally:
+            self._note_held()
+            self._scheduler.forget_stale(of_running=self._pause is None or self._pause.clear_cache)
 
     def tell(self, call: ControlCall) -> None:
         """Serve a control call whose caller awaits no answer; log why if it fails."""
@@ -240,26 +258,63 @@ class EngineCore:
         """Raise RuntimeError unless every KV block is accounted for; takes time proportional to the pool."""
         self._scheduler.check_integrity()
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; running requests are not affected."""
-        self._scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, of_running: bool = False) -> None:
+        """Empty the prefix cache. of_running: running requests are computed again; otherwise they are not affected."""
+        self._scheduler.reset_prefix_cache(of_running=of_running)
+
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Run no steps from now on, until `resume`. Requests that come meanwhile wait.
+
+        mode: "abort" ends all requests with finish_reason "abort"; "keep" stops them where they are; "wait" lets those
+        that have begun run to their end, and `is_paused` says when.
+        clear_cache: `resume` empties the prefix cache, and computes requests that were kept again; otherwise these
+        keep their keys and values, even if the weights change meanwhile.
+
+        Raises ValueError for another mode.
+        """
+        if mode not in ("abort", "wait", "keep"):
+            raise ValueError(f"mode is {mode!r}; allowed: abort, wait, keep")
+        self._pause = Pause(mode, clear_cache)
+        self._scheduler.admits_new = False
+        if mode == "abort":
+            for request_id in [*self._held_back, *self._scheduler.request_ids()]:
+                if (output := self.abort(request_id)) is not None:
+                    self._ended_apart.append(structs.replace(output, stop_reason=PAUSED))
+
+    def resume(self) -> None:
+        """Run steps again, if they were paused."""
+        pause, self._pause = self._pause, None
+        self._scheduler.admits_new = True
+        if pause is not None and pause.clear_cache:
+            self._scheduler.reset_prefix_cache(of_running=True)
+
+    def is_paused(self) -> bool:
+        """Return whether steps are paused: none is run, and none is in flight."""
+        return self._pause is not None and bool(self.held) and not self._submitted
+
+    def _note_held(self) -> None:
+        """Note whether steps are held, after what may have changed it."""
+        waits = self._pause is not None and self._pause.mode == "wait" and self._scheduler.has_begun()
+        reasons = (PAUSED if self._pause is not None and not waits else "", *(why() for why in self._hooks.holds_steps))
+        self.held = next(filter(None, reasons), "")
 
     def can_step(self) -> bool:
         """Return whether `step` would have work to do.
 
-        A core can while a request is unfinished; replicas, which have the same methods, only if a message has come.
+        A core can while a request is unfinished, unless steps are held; replicas, which have the same methods, only if
+        a message has come.
         """
-        return self.has_unfinished()
+        return self.has_unfinished() and (not self.held or bool(self._submitted or self._ended_apart))
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished() or bool(self._held_back or self._failed)
+        return self._scheduler.has_unfinished() or bool(self._held_back or self._ended_apart)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of scheduler, features and runner, with `start_s` and `generated_tokens`.
+        """Return the metrics of scheduler, features and runner, with `start_s`, `generated_tokens` and `paused`.
 
         generated_tokens includes the tokens of running requests.
         """
-        own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
+        own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens, "paused": int(self.is_paused())}
         scheduler = self._scheduler.metrics()
         scheduler["waiting"] += len(self._held_back)
         scheduler["waiting_by_reason"]["feature"] += len(self._held_back)

@@ -146,6 +146,10 @@ class KVCacheManager:
         for findable in self._findable:
             findable.unregister_all()
 
+    def keep_apart(self, request: Request) -> None:
+        """Offer no more blocks of a running request to the prefix cache, until it is admitted again."""
+        request.next_block_end, request.step_ends = sys.maxsize, ()
+
     def free(self, request: Request) -> None:
         """Release everything that the request holds. Raises RuntimeError if it holds nothing.
 

@@ -7,7 +7,8 @@ add to a compiled model what features need; for an eager one, features do it the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,8 +21,8 @@ from compiled_engine.graphs.compiler.signature import FORWARD, VARIANTS, callabl
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.graphs.cuda_graphs.capture import AttentionsOfEagerCode
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors, shards_of
-from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+from compiled_engine.models.checkpoint.loader import CheckedWeights, check_weights, load_weights
+from compiled_engine.models.checkpoint.parameters import Weights, materialize, parameters_of
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import add_collectives
@@ -89,12 +90,34 @@ def _in_parts(call: Forward, on_attention: OnAttention) -> Forward:
 
 
 @dataclass(frozen=True)
+class RankWeights:
+    """A rank's parameters, and what is needed to fill them again from a checkpoint's tensors."""
+
+    stored: Weights
+    whole: nn.Module  # the undivided model, which gives names and shapes
+    config: ModelConfig  # that of the undivided model
+    rank: int
+    num_ranks: int
+    cache_dir: Path | None
+
+    def check(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights:
+        """Check tensors as `check_weights` does. source: names their origin in errors."""
+        config = replace(self.config, path=source)
+        return check_weights(tensors, self.stored, self.whole, config, self.rank, self.num_ranks, self.cache_dir)
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A rank's model with its weights on the device."""
 
     module: nn.Module
     callables: CompiledModel | EagerModel
-    tensors: dict[str, torch.Tensor]  # every parameter and buffer by name, packed ones included
+    weights: RankWeights
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by name, packed ones included."""
+        return self.weights.stored.tensors
 
     @property
     def num_parameters(self) -> int:
@@ -154,7 +177,8 @@ def load_model(
     for graph_pass in registered_passes():
         if kept and graph_pass.name in config.compile.passes:
             graph_pass.keep(kept)
-    return LoadedModel(model, compiled or _eager_model(config, model, weights.tensors, features), weights.tensors)
+    of_rank = RankWeights(weights, whole, config.model, group.rank, num_ranks, cache_dir)
+    return LoadedModel(model, compiled or _eager_model(config, model, weights.tensors, features), of_rank)
 
 
 def _eager_parameters(

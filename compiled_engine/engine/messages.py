@@ -208,6 +208,7 @@ class ControlCall:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)  # plain data
+    slow: bool = False  # it may take minutes
 
 
 class NewRequest(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -15,6 +15,7 @@ The order of the hooks of a request:
     reached_end                  a step reaches one of its `step_ends`
     nothing_allowed              a step has sampled no token for it, as none is allowed
     output_extras                a step with results of features is processed
+    first_extras                 a step with its first token is processed
     ended                        it has ended, at any time after `added`
 
 Between `admitted` and `ended` a request may be preempted. A feature sees its resources freed (CacheResource.free), and
@@ -28,6 +29,8 @@ The order of the hooks of a step:
     planned                      the step is sent next
     begin_late, finish_late      only for a step that samples late, while it runs
     updated                      its result was processed, request by request
+
+`holds_steps` and `takes_stale` follow each control call that the core has served.
 
 `failed` takes the place of `updated` for all steps in flight, after `ended` of their requests.
 
@@ -45,7 +48,7 @@ Fields of Request that a feature may set:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from compiled_engine.process.overriding import by_name, overriding, sole_overriding
 
@@ -55,6 +58,9 @@ if TYPE_CHECKING:
     from compiled_engine.engine.messages import EngineOutput, EngineRequest, RunnerOutput
     from compiled_engine.engine.request import Finish, Request
     from compiled_engine.engine.steps import StepBuilder, StepInFlight
+
+Stale = Literal["", "cached", "all"]
+"""Keys and values that must not be used again: none, those of the prefix cache, or those of running requests too."""
 
 
 class PlanFeature:
@@ -100,6 +106,20 @@ class PlanFeature:
     def reconsiders(self) -> bool:
         """Return whether `may_start` might answer differently now, so that skipped requests are tried again."""
         return False
+
+    def holds_steps(self) -> str:
+        """Return why no step may be planned from now on, "" if steps may. Called after each control call.
+
+        Requests wait meanwhile, and steps in flight are processed.
+        """
+        return ""
+
+    def takes_stale(self) -> Stale:
+        """Return which keys and values have become stale since the last call, because the model has changed.
+
+        Called after each control call.
+        """
+        return ""
 
     def divide(
         self, running: Sequence[Request], waiting: Sized, num_in_flight: int
@@ -152,6 +172,10 @@ class PlanFeature:
         """
         return {}
 
+    def first_extras(self, request: Request) -> dict[str, Any]:
+        """Return a request's extras for the EngineOutput with its first token."""
+        return {}
+
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:
         """Note a step whose result was processed; called in the order of planning."""
 
@@ -188,6 +212,8 @@ class PlanHooks:
         self.added = overriding(features, PlanFeature.added)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
+        self.holds_steps = overriding(features, PlanFeature.holds_steps)
+        self.takes_stale = overriding(features, PlanFeature.takes_stale)
         self.divide = sole_overriding(features, PlanFeature.divide)
         self.decode_tokens = sole_overriding(features, PlanFeature.decode_tokens)
         self.built = overriding(features, PlanFeature.built)
@@ -197,6 +223,7 @@ class PlanHooks:
         self.begin_late = overriding(features, PlanFeature.begin_late)
         self.finish_late = overriding(features, PlanFeature.finish_late)
         self.output_extras = overriding(features, PlanFeature.output_extras)
+        self.first_extras = overriding(features, PlanFeature.first_extras)
         self.updated = overriding(features, PlanFeature.updated)
         self.nothing_allowed = overriding(features, PlanFeature.nothing_allowed)
         self.ended = overriding(features, PlanFeature.ended)

@@ -150,6 +150,7 @@ class Runner:
             compiled=self._compiled,
             module=loaded.module,
             tensors=loaded.tensors,
+            weights=loaded.weights,
             model=self.model,
             states=self.states,
             buffers=self.buffers,

@@ -111,6 +111,7 @@ class Scheduler:
         # as their last step still needs their rows.
         self._reaching_limit: list[Request] = []
         self._counts = SchedulerCounts(least_free=num_blocks)
+        self._admits_new = True
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError as `check` does."""
@@ -145,6 +146,24 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests.by_id)
 
+    def has_begun(self) -> bool:
+        """Return whether any unfinished request has been admitted to a step."""
+        return any(request.status is not RequestStatus.WAITING for request in self._requests.by_id.values())
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of all unfinished requests."""
+        return [*self._requests.by_id]
+
+    @property
+    def admits_new(self) -> bool:
+        """Whether steps may admit requests for the first time. Requests that have begun go on in any case."""
+        return self._admits_new
+
+    @admits_new.setter
+    def admits_new(self, admits: bool) -> None:
+        self._admits_new = admits
+        self._requests.waiting.restore()
+
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or None if there is nothing to compute until tokens in flight are known.
 
@@ -152,8 +171,7 @@ class Scheduler:
         """
         self._in_flight.require_room()
         if self._reaching_limit:
-            self._requests.retire(self._reaching_limit)
-            self._reaching_limit = []
+            self._retire()
         preemptions_before = self._counts.preemptions
         running, waiting = self._requests.running, self._requests.waiting
         parts: Iterable[tuple[Sequence[Request], int]] = ((running, sys.maxsize),)
@@ -176,6 +194,10 @@ class Scheduler:
             planned(step)
         self._in_flight.append(step)
         return step.output
+
+    def _retire(self) -> None:
+        self._requests.retire(self._reaching_limit)
+        self._reaching_limit = []
 
     def _build_step(self, of_step: Sequence[Request], room: int, preemptions_before: int) -> StepBuilder:
         """Build a step of these running requests and at most `room` waiting ones; it may be empty.
@@ -249,6 +271,9 @@ class Scheduler:
             # A preempted request waits until its tokens in flight are known, and requests behind it in order wait too.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
+            if not self._admits_new and request.status is RequestStatus.WAITING:
+                waiting.skip()
+                continue
             if self.hooks.may_start and not all(may_start(request) for may_start in self.hooks.may_start):
                 waiting.skip()
                 continue
@@ -395,7 +420,7 @@ class Scheduler:
         """Append a step's tokens to a request, up to the token that ends it. Returns None if there is no output."""
         if request.status is RequestStatus.FINISHED:
             return None
-        end = tokens.start
+        end, num_known = tokens.start, len(request.token_ids)
         finish = None if request.failure is None else Finish("error", request.failure)
         while finish is None and end < tokens.stop:
             token_id = result.token_ids[end]
@@ -407,6 +432,9 @@ class Scheduler:
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
         extras: dict[str, Any] = {}
+        if num_known == request.num_prompt_tokens:
+            for first_extras in self.hooks.first_extras:
+                extras |= first_extras(request)
         if result.extras:  # inlined, as a step may end many requests
             for extras_of in self.hooks.output_extras:
                 extras |= extras_of(request, result.extras)
@@ -438,9 +466,25 @@ class Scheduler:
         for failed in self.hooks.failed:
             failed()
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; running requests keep their blocks."""
+    def reset_prefix_cache(self, *, of_running: bool = False) -> None:
+        """Empty the prefix cache. of_running: preempt all running requests, which are then computed again; otherwise
+        they keep their blocks."""
         self._kv_cache.reset_prefix_cache()
+        self._retire()
+        while of_running and self._requests.running:
+            self._counts.preemptions += 1
+            self._requests.preempt_last()
+
+    def forget_stale(self, *, of_running: bool) -> None:
+        """Empty the prefix cache of what features call stale. Blocks that requests keep are shared with no other.
+
+        of_running: running requests may lose their blocks.
+        """
+        for takes_stale in self.hooks.takes_stale:
+            if stale := takes_stale():
+                self.reset_prefix_cache(of_running=of_running and stale == "all")
+                for request in self._requests.running:
+                    self._kv_cache.keep_apart(request)
 
     def metrics(self) -> dict[str, Any]:
         """Return SchedulerCounts.metrics and the features' metrics."""

@@ -35,7 +35,7 @@ from compiled_engine.attention.op import OnAttention
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers
-from compiled_engine.engine.load_model import EagerFeature
+from compiled_engine.engine.load_model import EagerFeature, RankWeights
 from compiled_engine.engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_sampling import Advance, Deferred
@@ -82,6 +82,7 @@ class RunnerParts:
     compiled: CompiledModel | None
     module: nn.Module  # the model, which runs if `compiled` is None
     tensors: dict[str, torch.Tensor]  # parameters by name, packed ones included
+    weights: RankWeights
     model: ModelForward
     states: RequestStates
     buffers: InputBuffers

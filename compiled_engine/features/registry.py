@@ -31,6 +31,8 @@ from compiled_engine.features.speculation.verification import DraftAdvance
 from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.features.structured.step_masks import MaskedSteps
+from compiled_engine.features.weight_updates.plan import WeightUpdates
+from compiled_engine.features.weight_updates.step_weight_updates import StepWeightUpdates
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import StageLink
@@ -56,6 +58,7 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
+    features.append(WeightUpdates(executor.call))
     return features
 
 
@@ -119,4 +122,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(StepPromptLogprobs(parts, computes=tail is None))
     if tail is None:
         features.append(MaskedSteps(parts.vocabulary, config.device))
+    stage = 0 if link is None else link.stage.index
+    num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
+    features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks))
     return RunnerFeatures(features, tail, advance)

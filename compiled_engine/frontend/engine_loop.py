@@ -51,6 +51,8 @@ AT_A_TIME = 32
 class Core(Protocol):
     """The engine core's methods that the loop calls."""
 
+    held: str
+
     def add(self, request: EngineRequest, given: Any = None) -> None: ...
 
     def abort(self, request_id: str, *, stopped: bool = False) -> object: ...
@@ -58,6 +60,8 @@ class Core(Protocol):
     def step(self) -> StepOutputs: ...
 
     def has_unfinished(self) -> bool: ...
+
+    def can_step(self) -> bool: ...
 
 
 class EngineLoop:
@@ -169,6 +173,8 @@ class EngineLoop:
         self._require_open()
         if not self._core.has_unfinished():
             raise RuntimeError(f"a step failed and ended this request with it{self._failure}")
+        if self._core.held and not self._core.can_step():
+            raise RuntimeError(f"no step is run: {self._core.held}")
         with deferred_interrupt():
             try:
                 outputs = self._core.step()

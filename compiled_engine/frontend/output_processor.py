@@ -9,6 +9,7 @@ from itertools import repeat
 from compiled_engine.engine.messages import EngineOutput, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import rows_in
 from compiled_engine.features.speculation.extras import VERIFIED_DRAFTS, VerifiedDrafts
+from compiled_engine.features.weight_updates.extras import version_in
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -36,6 +37,7 @@ class RunningRequest:
         self._num_given_prompt_logprobs = 0  # by `delta`
         self._prompt_token_ids = list(request.prompt_token_ids)  # one list for all outputs
         self._num_cached_tokens: int | None = None
+        self._weight_version: str | None = None
         self._arrival_time = now
         self._first_scheduled_time: float | None = None
         self._first_token_time: float | None = None
@@ -74,6 +76,8 @@ class RunningRequest:
             self._prompt_logprobs.add(rows)
             if len(self._prompt_logprobs) == len(self._prompt_token_ids):
                 self._prompt_logprobs.end()
+        if self._weight_version is None and output.extras:
+            self._weight_version = version_in(output.extras)
         if self._first_scheduled_time is None:
             self._first_scheduled_time = output.scheduled_time
         if output.new_token_ids:
@@ -130,6 +134,7 @@ class RunningRequest:
             self.finished,
             self._num_cached_tokens,
             metrics,
+            weight_version=self._weight_version,
             **request.output,
         )
 

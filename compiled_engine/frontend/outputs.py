@@ -123,3 +123,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None  # Prompt tokens found in the prefix cache; None before the first step.
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | None = None
+    weight_version: str | None = None  # Of the weights that sampled the first token; None before the first update.

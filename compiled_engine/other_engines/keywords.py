@@ -400,9 +400,9 @@ NOT_SUPPORTED: Rows = {
         offload_group_size=0,
         kv_offloading_size=(0,),
     ),
+    **only("update_weights() takes a folder, or tensors; `serve` has the option", weight_transfer_config=()),
     **only(
         "close() the engine and make a new one, which starts from the compile cache",
-        weight_transfer_config=(),
         enable_sleep_mode=False,
     ),
     **only(

@@ -7,7 +7,7 @@ from typing import Any
 
 _SLEEP = "close() the engine and make a new one, which starts from the compile cache"
 _QUEUE = "generate() takes any number of prompts, and stream() yields the output of one as it grows"
-_WEIGHTS = "close() the engine and make a new one from the new checkpoint"
+_WEIGHTS = "update_weights() takes a folder, or tensors"
 _ONE_PROCESS = "methods cannot be called on the engine's processes"
 
 MISSING = {
@@ -29,9 +29,6 @@ MISSING = {
     "set_tokenizer": "give LLM(tokenizer=...)",
     "reset_mm_cache": "models take only text",
     "init_weight_transfer_engine": _WEIGHTS,
-    "start_weight_update": _WEIGHTS,
-    "update_weights": _WEIGHTS,
-    "finish_weight_update": _WEIGHTS,
 }
 
 _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids': ids}"

@@ -102,6 +102,10 @@ class CoreClient:
             self._send(Abort(tuple(request_ids), stopped))
 
     async def call(self, name: str, **arguments: Any) -> Any:
+        """Do the same as `make`, for a call with this name and these arguments."""
+        return await self.make(ControlCall(name, arguments))
+
+    async def make(self, call: ControlCall) -> Any:
         """Make the core apply a control call, after all earlier messages, and return its result.
 
         Raises ControlError if the call fails. Raises EngineDeadError if the core has ended, or ends before it answers.
@@ -111,7 +115,7 @@ class CoreClient:
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Control(number, ControlCall(name, arguments)))
+            self._send(Control(number, call))
             return await answer
         finally:
             self._calls.pop(number, None)

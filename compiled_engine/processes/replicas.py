@@ -25,6 +25,7 @@ from msgspec import structs
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine.control import ControlError, Failed
+from compiled_engine.engine.core import PAUSED
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.process.forks import unless_forked
 from compiled_engine.processes.core_client import EngineDeadError
@@ -50,6 +51,8 @@ class Replicas:
     `bell` is a descriptor that is readable when a replica has sent something. `start_s` is the duration of the start,
     for metrics. `when_ended` is called once `close` has ended all replicas.
     """
+
+    held = ""  # each replica holds its own steps
 
     def __init__(
         self,
@@ -138,6 +141,8 @@ class Replicas:
         added, such as stages of the start, are the first replica's. A replica that does not answer in time contributes
         its last metrics.
         """
+        if call.name == "pause" and call.arguments.get("mode") == "abort":
+            self._abort_queued()  # first, as a replica gets one of them for each request that it aborts
         answers = self._call_all(call)
         errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
         if call.name != "metrics":
@@ -188,6 +193,16 @@ class Replicas:
                 replica.requests[request.request_id] = routed
                 self._send(replica, Add(request))
             heapq.heappop(self._waiting)
+
+    def _abort_queued(self) -> None:
+        """End the requests that were sent to no replica, as a pause does with the others."""
+        queued = [routed for routed in self._requests.values() if routed.route is None]
+        for routed in queued:
+            self._end(routed, finished=False)
+        ids = [routed.request.request_id for routed in queued]
+        outputs = [EngineOutput(each, (), finish_reason="abort", stop_reason=PAUSED) for each in ids]
+        if outputs:
+            self._outputs.append(StepOutputs(others=outputs))
 
     def _end(self, routed: RoutedRequest, *, finished: bool) -> None:
         request_id = routed.request.request_id
@@ -299,7 +314,8 @@ class Replicas:
     def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
         """Send a control call to all replicas, and return their answers by replica number.
 
-        Waits at most _ANSWER_S for replicas that have answered a call before, and without limit for other replicas.
+        Waits at most _ANSWER_S for replicas that have answered a call before. Waits without limit for other replicas,
+        and for slow calls.
         """
         self._require_living()
         self._call_number += 1
@@ -308,7 +324,8 @@ class Replicas:
             self._send(replica, Control(self._call_number, call))
         deadline = time.monotonic() + _ANSWER_S
         while missing := self._living.keys() - self._answers.keys():
-            if time.monotonic() > deadline and all(self._living[number].has_answered for number in missing):
+            is_late = time.monotonic() > deadline and not call.slow
+            if is_late and all(self._living[number].has_answered for number in missing):
                 break
             self._look(_LOOK_S)
         self._require_living()

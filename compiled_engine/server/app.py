@@ -38,6 +38,8 @@ from compiled_engine.server.pulse import Pulse
 from compiled_engine.server.replies import Reply, error_response
 from compiled_engine.server.rerank import rerank, score
 from compiled_engine.server.responses import responses
+from compiled_engine.server.rollouts import GET as ASKED_BY_TRAINERS
+from compiled_engine.server.rollouts import POST as TOLD_BY_TRAINERS
 from compiled_engine.server.serving import Admission, Serving
 from compiled_engine.server.shared_figures import SharedFigures
 from compiled_engine.server.tokenization import TOKENIZER_INFO, detokenize, tokenize, tokenizer_info
@@ -90,7 +92,8 @@ def build_app(
     """
     figures = figures or SharedFigures()
     pages = page_files()
-    routes = [*GET, *POST, LOAD, UNLOAD, *pages, INSPECTION, TOKENIZER_INFO, OTHER_ROUTE]
+    of_trainers = [*ASKED_BY_TRAINERS, *TOLD_BY_TRAINERS]
+    routes = [*GET, *POST, LOAD, UNLOAD, *of_trainers, *pages, INSPECTION, TOKENIZER_INFO, OTHER_ROUTE]
     if not options.web_page:
         pages.clear()
     post = POST | ({LOAD: load_adapter, UNLOAD: unload_adapter} if options.allowed_lora_folder else {})
@@ -102,6 +105,9 @@ def build_app(
     optional: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}
     if options.tokenizer_info:
         optional[TOKENIZER_INFO] = tokenizer_info
+    if options.rollouts:
+        optional |= ASKED_BY_TRAINERS
+        post = post | TOLD_BY_TRAINERS
     app = Starlette(
         routes=[
             *(Route(path, answers(file), methods=["GET"]) for path, file in pages.items()),
@@ -162,6 +168,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     advice = f"; did you mean {nearest}?" if nearest else ""
     if path in (LOAD, UNLOAD):
         advice = "; a server has it with --enable-lora and --allowed-lora-folder"
+    elif path in ASKED_BY_TRAINERS or path in TOLD_BY_TRAINERS:
+        advice = "; a server has it with --rollouts"
     elif path == TOKENIZER_INFO:
         advice = "; a server has it with --tokenizer-info"
     text = {404: f"there is nothing at {path}{advice}", 405: f"{request.method} is not allowed at {path}"}

@@ -23,6 +23,7 @@ GAUGES = {
     "waiting": ("num_requests_waiting", "Completions that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
     "resting": ("spec_decode_num_requests_resting", "Completions that run and have no drafts of a head any more."),
+    "paused": ("paused", "1 while the engine is paused."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
@@ -50,6 +51,7 @@ COUNTERS = {
     "drafted_requests": ("spec_decode_num_drafts", "Verified drafts of a completion in a step, of any length."),
     "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that were right."),
+    "weight_updates": ("weight_updates", "Updates of the weights while the engine runs."),
     "rested": ("spec_decode_num_requests_rested", "Completions that ceased to have drafts of a head."),
 }
 # Metrics with a label: name, label, help text.
@@ -155,7 +157,9 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
         stages.add_metric([*values, stage], seconds)
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
     cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
-    return [*families, matches, stages, cache]
+    weights = InfoMetricFamily(PREFIX + "weights", "The version of the weights.", labels=names)
+    weights.add_metric(values, {"version": str(engine.get("weight_version") or "")})
+    return [*families, matches, stages, cache, weights]
 
 
 def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:

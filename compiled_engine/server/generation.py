@@ -126,7 +126,7 @@ async def _of_prompt(
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:
-    """Raise ApiError for a completion that failed or was aborted.
+    """Raise ApiError for a completion that failed or was aborted, unless a pause has ended it, which keeps its tokens.
 
     The status is 400 if no token was allowed or the grammar failed, 503 at shutdown, and otherwise 500.
     """
@@ -136,7 +136,7 @@ def _raise_if_failed(completion: CompletionOutput) -> None:
         raise bad_request("structured_outputs", shortened(str(completion.stop_reason)), code="grammar_failed")
     if completion.finish_reason == "error":
         raise engine_failure(str(completion.stop_reason))
-    if completion.finish_reason == "abort":
+    if completion.finish_reason == "abort" and completion.stop_reason is None:
         raise shutting_down()
 
 

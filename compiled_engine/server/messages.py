@@ -38,7 +38,7 @@ from compiled_engine.server.serving import Serving, serving_of
 log = logging.getLogger("compiled_engine")
 
 FORM_FIELD = "output_config.format"
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
@@ -60,7 +60,7 @@ class Message(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"] | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
 

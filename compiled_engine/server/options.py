@@ -28,6 +28,7 @@ from compiled_engine.server.origin import read_origin
 
 MOST_API_SERVERS = 64
 ANY_ORIGIN = "*"
+BACKEND = "gloo"
 
 COUNT = integer()
 UNBOUNDED_COUNT = integer(-1)
@@ -59,6 +60,17 @@ ORIGINS = a_list(
     f"{ANY_ORIGIN} for every origin",
     lambda origin: origin == ANY_ORIGIN or read_origin(origin) is not None,
 )
+
+
+def transfer_config(name: str, value: Any) -> dict[str, Any]:
+    """Read how weights are transferred: a mapping, or a JSON object as text. Raises TypeError or ValueError."""
+    config = dict(read_mapping(name, value))
+    if config.get("backend") != BACKEND or len(config) > 1:
+        raise ValueError(f'{name} is {config!r}; allowed: {{"backend": "{BACKEND}"}}')
+    return config
+
+
+TRANSFER = Kind(transfer_config, {"anyOf": [{"type": "string"}, {"type": "object"}]})
 VARIABLES = Kind(template_variables, {"anyOf": [{"type": "string"}, {"type": "object"}]})
 
 
@@ -208,6 +220,24 @@ class ServerOptions:
         "serve the report of `compiled-engine inspect` at /debug/inspect",
         "it names folders of the server",
     )
+    rollouts: bool = declare(
+        False,
+        SWITCH,
+        "serve the routes with which [trainers](rollouts.md#over-http) pause the engine and change its weights",
+        "those of vLLM's development mode; with `--admin-api-key` they need one of its keys",
+    )
+    weight_transfer_config: Mapping[str, Any] | str | None = declare(
+        None,
+        TRANSFER,
+        'how a trainer sends weights: `{"backend": "gloo"}`, broadcasts on the host',
+        "needs `rollouts`",
+    )
+    allowed_weights_folder: tuple[str, ...] = declare(
+        (),
+        TEXTS,
+        "folder from which clients may load weights while the server runs",
+        "without this option they cannot; needs `rollouts`",
+    )
     tokenizer_info: bool = declare(
         False, SWITCH, "serve the tokenizer's configuration and the chat template at /tokenizer_info"
     )
@@ -249,6 +279,8 @@ class ServerOptions:
         if not self.api_key:
             reason = "there is no api_key: all requests would have the same salt"
             require_defaults(self, reason, "prefix_cache_salt_per_key", allowed="or api_key")
+        if not self.rollouts:
+            require_defaults(self, "rollouts is False", "weight_transfer_config", "allowed_weights_folder")
         if self.api_server_count > 1:
             reason = f"api_server_count is {self.api_server_count}, and only one process would know the adapter"
             require_defaults(self, reason, "allowed_lora_folder", allowed="or api_server_count 1")

@@ -348,7 +348,7 @@ class ResponseEvents:
 
     def end(self, usage: ResponseUsage, finish_reason: str | None) -> Iterator[Event]:
         """Yield the events that end the response."""
-        cut = finish_reason == "length"
+        cut = finish_reason in ("length", "abort")  # a pause has ended it
         yield from self._close("incomplete" if cut else "completed")
         self.response.usage = usage
         self.response.status = "incomplete" if cut else "completed"

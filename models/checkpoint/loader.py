@@ -66,15 +66,9 @@ def load_weights(
 ) -> None:
     """Copy each tensor of the checkpoint to its place, converted to the dtype there, and compute derived parameters.
 
-    A second call updates all weights in place. Missing files of a checkpoint from the hub are downloaded first. With
-    config.load_format "dummy" the weights are random.
-
-    model, config: those of the undivided model; the model gives names and shapes, and may be on the meta device. rank,
-    num_ranks: for tensor parallelism; only this rank's parts are read. cache_dir: folder of placements for
-    transformers' models.
-
-    Raises ValueError, before anything is copied, if files are missing or damaged, or if tensors are missing,
-    unexpected, of a wrong shape, of a dtype not in STORED_DTYPES, or tied but different; OSError if a download fails.
+    Missing files of a checkpoint from the hub are downloaded first. With config.load_format "dummy" the weights are
+    random. Arguments and errors: see `check_weights`; also raises ValueError if files are missing or damaged, and
+    OSError if a download fails.
     """
     if config.load_format == "dummy":
         with progress.stage("random weights"):
@@ -87,6 +81,55 @@ def load_weights(
 
         download_weights(config.hub_name, config.path, progress)
     tensors = map_tensors(config.path)
+    check_weights(tensors, weights, model, config, rank, num_ranks, cache_dir).copy(progress)
+
+
+@dataclass(frozen=True)
+class CheckedWeights:
+    """Tensors of a checkpoint that fit the parameters of a rank, and can be copied into them."""
+
+    weights: Weights
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+    packed: Mapping[str, PackedWeight]
+    parts: Mapping[str, Sequence[Placement]]  # of this rank, by parameter
+    kv_scales: Mapping[str, torch.Tensor]  # values of the KV scale parameters
+
+    def copy(self, progress: Progress) -> None:
+        """Copy the tensors in place, and compute derived parameters. Addresses of parameters stay."""
+        order = {name: place for place, name in enumerate(self.tensors)}
+        with progress.stage("load weights", sum(map(len, self.parts.values()))) as advance:
+            for batch in self.weights.batches():
+                placed = [(part, target) for leaf, target in batch for part in self.parts[leaf.name]]
+                placed.sort(key=lambda item: order[item[0].source])
+                _copy([_copy_of(part, self.tensors, self.packed, target) for part, target in placed], advance)
+                for target, scales_2K in (
+                    (target, self.kv_scales[leaf.name]) for leaf, target in batch if leaf.name in self.kv_scales
+                ):
+                    target.copy_(scales_2K)
+                for leaf, target in batch:
+                    if _is_zero(leaf, self.rank):
+                        target.zero_()
+
+
+def check_weights(
+    tensors: dict[str, torch.Tensor],
+    weights: Weights,
+    model: nn.Module,
+    config: ModelConfig,
+    rank: int = 0,
+    num_ranks: int = 1,
+    cache_dir: Path | None = None,
+) -> CheckedWeights:
+    """Check a checkpoint's tensors against the model, and find the places of this rank's parts; changes nothing.
+
+    tensors: by the checkpoint's names. model, config: those of the undivided model; the model gives names and shapes,
+    and may be on the meta device. rank, num_ranks: for tensor parallelism; only this rank's parts are copied.
+    cache_dir: folder of placements for transformers' models.
+
+    Raises ValueError if tensors are missing, unexpected, of a wrong shape, of a dtype not in STORED_DTYPES, or tied but
+    different.
+    """
     if config.wrapper is not None:
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
@@ -105,19 +148,7 @@ def load_weights(
         twins = _parts(leaf, matched.twins.get(leaf.name, ()), rank, num_ranks)
         _require_equal(parts[leaf.name], twins, tensors, config.path)
     kv_scales = _kv_scales(weights, tensors, config, rank, num_ranks)
-    order = {name: place for place, name in enumerate(tensors)}
-    with progress.stage("load weights", sum(map(len, parts.values()))) as advance:
-        for batch in weights.batches():
-            placed = [(part, target) for leaf, target in batch for part in parts[leaf.name]]
-            placed.sort(key=lambda item: order[item[0].source])
-            _copy([_copy_of(part, tensors, packed, target) for part, target in placed], advance)
-            for target, scales_2K in (
-                (target, kv_scales[leaf.name]) for leaf, target in batch if leaf.name in kv_scales
-            ):
-                target.copy_(scales_2K)
-            for leaf, target in batch:
-                if _is_zero(leaf, rank):
-                    target.zero_()
+    return CheckedWeights(weights, rank, tensors, packed, parts, kv_scales)
 
 
 def _kv_scales(
@@ -195,7 +226,7 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
                 decode_scaled(copy.encoded, (codes, *beside), target)
             else:
                 target.copy_(copy.encoded.view(codes))
-        elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
+        elif device.type == "cuda" and source.is_cpu and source.is_contiguous() and target.is_contiguous():
             plain.append((source, target))
             continue
         else:

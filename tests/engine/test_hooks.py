@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,7 @@ def test_a_control_call_is_answered_by_one_feature() -> None:
 
 def test_an_engine_without_features_in_use_makes_no_call_for_them_in_a_step() -> None:
     """A feature that a request may use gets calls only when such a request comes."""
-    hooks = PlanHooks(plan_features(BASE, executor=None))  # type: ignore[arg-type]
+    executor: Any = SimpleNamespace(call=None)
+    hooks = PlanHooks(plan_features(BASE, executor))
     each_step = ("divide", "decode_tokens", "built", "planned", "updated", "reconsiders")
     assert [name for name in each_step if getattr(hooks, name)] == []

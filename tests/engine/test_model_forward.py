@@ -11,14 +11,16 @@ import torch
 from plain_config import BASE
 
 from compiled_engine.engine.forward import LEAST_WORK, ForwardOutput, ModelForward, threads_for_step
-from compiled_engine.engine.load_model import EagerModel, LoadedModel
+from compiled_engine.engine.load_model import EagerModel, LoadedModel, RankWeights
 from compiled_engine.graphs.compiled_model import BoundRange
+from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.passes.framework.graph_pass import CompileRange
 
 HIDDEN_TD = torch.arange(10.0).view(5, 2)
 SLOTS_T = torch.tensor([3, -1, 2, 0, 1], dtype=torch.int32)
 SMALL = 4  # tokens, up to which forwards end at logits
 CPU = torch.device("cpu")
+NO_WEIGHTS = RankWeights(Weights((), {}), torch.nn.Identity(), BASE.model, rank=0, num_ranks=1, cache_dir=None)
 
 
 def logits(hidden_RD: torch.Tensor, slots_R: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,7 +57,7 @@ class Bindable:
 
 def made(on_attention: Any = None, **bindable: Any) -> ModelForward:
     callables: Any = Bindable(**bindable)
-    return ModelForward(BASE, LoadedModel(torch.nn.Identity(), callables, {}), on_attention)
+    return ModelForward(BASE, LoadedModel(torch.nn.Identity(), callables, NO_WEIGHTS), on_attention)
 
 
 @pytest.mark.parametrize("tokens", [slice(3), slice(1, 4), torch.tensor([4, 1])], ids=["first", "inner", "chosen"])
@@ -112,7 +114,7 @@ def test_received_values_have_the_rows_of_the_forward_that_reads_them() -> None:
 
 def eager(call: Callable[..., Any], **callables: Any) -> ModelForward:
     model = EagerModel({"forward": call, "logits": logits, **callables})
-    return ModelForward(BASE, LoadedModel(torch.nn.Identity(), model, {}), None)
+    return ModelForward(BASE, LoadedModel(torch.nn.Identity(), model, NO_WEIGHTS), None)
 
 
 def test_further_tensors_come_behind_the_result() -> None:

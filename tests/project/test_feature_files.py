@@ -34,6 +34,7 @@ FEATURES = {
         r"structured_outputs|features \. structured|grammar",
         ("features.structured", "sampling.structured_outputs"),
     ),
+    "weight updates": (r"weight_(update|version)|update_calls", ("features.weight_updates",)),
     "speculation": (
         r"draft|eagle|specul|aux_(hidden|layers)|sharpness|model \. head(?![a-z_])",
         ("features.speculation", "models.textbook.eagle3"),

@@ -61,6 +61,7 @@ LAYERS = (
     "features.speculation",
     "features.structured.grammars",
     "features.structured",
+    "features.weight_updates",
     "features",
     "graphs.inspection",
     "resolve",
@@ -69,6 +70,7 @@ LAYERS = (
     "features.adapters.frontend",
     "features.pooling.frontend",
     "features.structured.frontend",
+    "features.weight_updates.frontend",
     "features.request_registry",
     "frontend_parts",
     "llm_parts",
@@ -129,6 +131,8 @@ PLANNING = (
     "features.structured.constraints",
     "features.structured.extras",
     "features.structured.plan",
+    "features.weight_updates.extras",
+    "features.weight_updates.plan",
 )
 # Public types of features that results have.
 PUBLIC = ("features.adapters.lora_request",)

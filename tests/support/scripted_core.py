@@ -41,7 +41,12 @@ class ScriptedCore:
         self.aborted.append(request_id)
         self.stopped += [request_id] * stopped
 
+    held = ""
+
     def has_unfinished(self) -> bool:
+        return bool(self.live)
+
+    def can_step(self) -> bool:
         return bool(self.live)
 
     def step(self) -> StepOutputs:

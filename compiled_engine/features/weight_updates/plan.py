@@ -1,0 +1,128 @@
+"""The planning part of weight updates: the states of an update, the version, and what becomes stale with it.
+
+An update is received in any number of parts, and the ranks only keep these: steps use the weights as they are. When it
+is finished, every rank checks all of it, then every rank copies it into place, between two steps. So an update that is
+wrong, or whose sender has gone, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from compiled_engine.engine.control import ControlError
+from compiled_engine.engine.messages import ControlCall, EngineRequest
+from compiled_engine.engine.plan_hooks import PlanFeature, Stale
+from compiled_engine.engine.request import Request
+from compiled_engine.features.weight_updates.extras import NAME
+
+
+class WeightUpdates(PlanFeature):
+    """Replaces the weights between two steps.
+
+    call_ranks: has all ranks serve a control call, and returns their results.
+    """
+
+    calls = (
+        "start_weight_update",
+        "receive_weights",
+        "connect_weight_sender",
+        "receive_weight_broadcast",
+        "finish_weight_update",
+        "cancel_weight_update",
+        "weight_update_state",
+    )
+
+    def __init__(self, call_ranks: Callable[[ControlCall], list[Any]]) -> None:
+        self._call_ranks = call_ranks
+        self._version: str | None = None  # None before the first update
+        self._num_updates = 0
+        self._num_received: int | None = None  # tensors of the update under way; None if there is none
+        self._torn = ""  # why some weights are new and others old; "" if they belong together
+        self._stale: Stale = ""
+
+    def start_weight_update(self) -> None:
+        """Begin an update. One under way is dropped: its sender has gone."""
+        self._call(NAME, "drop")
+        self._num_received = 0
+
+    def receive_weights(self, **arguments: Any) -> int:
+        """Add tensors to the update; returns their number so far. arguments: see StepWeightUpdates.take.
+
+        Raises ControlError if none is under way, or if the tensors cannot be read; the update then lacks all of them.
+        """
+        self._require_started()
+        self._num_received = self._call(NAME, "take", **arguments)[0]
+        return self._num_received
+
+    def connect_weight_sender(self, **arguments: Any) -> None:
+        """Have all ranks join a trainer's process group. arguments, errors: see StepWeightUpdates.connect."""
+        self._call(NAME, "connect", **arguments)
+
+    def receive_weight_broadcast(self, **arguments: Any) -> int:
+        """Add tensors that the trainer broadcasts to the update; returns their number so far. No step runs meanwhile.
+
+        arguments, errors: see StepWeightUpdates.take_broadcast. Raises ControlError if no update is under way.
+        """
+        self._require_started()
+        self._num_received = self._call(NAME, "take_broadcast", **arguments)[0]
+        return self._num_received
+
+    def finish_weight_update(self, version: str | None = None, recompute: bool = True) -> str:
+        """Check the update, put it into place and return its version. None: the number of updates so far.
+
+        recompute: running requests are computed again from their tokens, with the new weights; otherwise they keep the
+        keys and values that the old ones gave them. Either way the prefix cache is emptied.
+
+        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay.
+        """
+        self._require_started()
+        try:
+            self._call(NAME, "check")
+        except ControlError:
+            self.cancel_weight_update()
+            raise
+        self._num_received = None
+        try:
+            self._call(NAME, "apply")
+        except ControlError as error:
+            self._torn = f"a weight update failed while it was put into place: {error}"
+            raise ControlError(f"{self._torn}; no step is run until another update is finished") from error
+        self._torn = ""
+        self._num_updates += 1
+        self._version = str(self._num_updates) if version is None else version
+        self._stale = "all" if recompute or self._stale == "all" else "cached"
+        return self._version
+
+    def cancel_weight_update(self) -> None:
+        """Drop the update under way, if there is one."""
+        self._call(NAME, "drop")
+        self._num_received = None
+
+    def weight_update_state(self) -> dict[str, Any]:
+        """Return the version, the number of updates, and the tensors received of the one under way (None: none is)."""
+        return {"version": self._version, "updates": self._num_updates, "received": self._num_received}
+
+    def _require_started(self) -> None:
+        if self._num_received is None:
+            raise ControlError("no weight update is under way; start one first")
+
+    def _call(self, name: str, method: str, **arguments: Any) -> list[Any]:
+        return self._call_ranks(ControlCall(f"{name}.{method}", arguments))
+
+    def check(self, request: EngineRequest) -> None:
+        if self._torn:
+            raise ValueError(f"request {request.request_id!r}: {self._torn}")
+
+    def holds_steps(self) -> str:
+        return self._torn
+
+    def takes_stale(self) -> Stale:
+        stale, self._stale = self._stale, ""
+        return stale
+
+    def first_extras(self, request: Request) -> dict[str, Any]:
+        return {} if self._version is None else {NAME: self._version}
+
+    def metrics(self) -> dict[str, Any]:
+        return {"weight_version": self._version, "weight_updates": self._num_updates}

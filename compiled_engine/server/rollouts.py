@@ -1,0 +1,272 @@
+"""Routes for trainers: pause the engine, and change its weights, in the shapes of vLLM's development mode."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.engine.control import ControlError
+from compiled_engine.features.weight_updates.frontend.update_calls import Broadcast
+from compiled_engine.server.admin import require_admin
+from compiled_engine.server.errors import ApiError, bad_request, require, require_given
+from compiled_engine.server.options import BACKEND
+from compiled_engine.server.replies import json_response, read_body
+from compiled_engine.server.serving import Serving, serving_of
+
+Handler = Callable[[Request], Awaitable[Response]]
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+MODES = ("abort", "wait", "keep")
+WHAT = "changing the engine"
+
+
+class InitInfo(msgspec.Struct, kw_only=True):
+    """How the engine joins the process group of a trainer, which is rank 0 and has the store."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int = 1
+    world_size: int
+    packed: bool = False
+
+
+class InitRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to /init_weight_transfer_engine."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(msgspec.Struct, kw_only=True):
+    """Weights: those that the trainer broadcasts, in this order, or a folder of the server."""
+
+    names: list[str] | None = None
+    dtype_names: list[str] | None = None
+    shapes: list[list[int]] | None = None
+    path: str | None = None
+    packed: bool | None = None  # must be as in InitInfo
+
+
+class UpdateRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to /update_weights."""
+
+    update_info: UpdateInfo
+
+
+class FinishRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to /finish_weight_update."""
+
+    weight_version: str | None = None
+
+
+class StartRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to /start_weight_update."""
+
+    is_checkpoint_format: bool | None = None
+
+
+class CallRequest(msgspec.Struct, kw_only=True):
+    """The body of a request to /collective_rpc: the name of one of METHODS, and its arguments."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+async def pause(request: Request) -> Response:
+    """POST /pause?mode=MODE&clear_cache=BOOLEAN."""
+    serving = _allowed(request)
+    mode = request.query_params.get("mode", "abort")
+    if _switch(request, "wait_for_inflight_requests", False):
+        mode = "wait"
+    require(mode in MODES, "mode", f"one of {', '.join(MODES)}", mode)
+    clear_cache = _switch(request, "clear_cache", True)
+    await serving.engine.pause_generation(mode=mode, clear_cache=clear_cache)  # type: ignore[arg-type]
+    return json_response({"status": "paused"})
+
+
+async def resume(request: Request) -> Response:
+    """POST /resume."""
+    await _allowed(request).engine.resume_generation()
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    """GET /is_paused."""
+    return json_response({"is_paused": await _allowed(request).engine.is_paused()})
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """POST /reset_prefix_cache?reset_running_requests=BOOLEAN."""
+    serving = _allowed(request)
+    done = await serving.engine.reset_prefix_cache(_switch(request, "reset_running_requests", False))
+    return json_response({"success": done})
+
+
+async def get_world_size(request: Request) -> Response:
+    """GET /get_world_size?include_dp=BOOLEAN."""
+    serving = _allowed(request)
+    return json_response({"world_size": world_size(serving, replicas=_switch(request, "include_dp", True))})
+
+
+def world_size(serving: Serving, *, replicas: bool = True) -> int:
+    """Return the number of the engine's ranks, or of those of one replica."""
+    parallel = serving.engine.config.parallel
+    return parallel.devices_per_replica * (parallel.data_parallel_size if replicas else 1)
+
+
+async def server_info(request: Request) -> Response:
+    """GET /server_info: what trainers ask of the configuration, in vLLM's shape, and the state of the weights."""
+    serving = _allowed(request)
+    engine = serving.engine
+    config = {
+        "weight_transfer_config": None if serving.options.weight_transfer_config is None else {"backend": BACKEND},
+        "model_config": {
+            "model": serving.names[0],
+            "dtype": str(engine.config.model.dtype).removeprefix("torch."),
+            "max_model_len": serving.max_model_len,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": engine.config.parallel.tensor_parallel_size,
+            "pipeline_parallel_size": engine.config.parallel.num_stages,
+            "data_parallel_size": engine.config.parallel.data_parallel_size,
+            "world_size": world_size(serving, replicas=False),
+        },
+    }
+    state = await engine.weight_update_state()
+    return json_response({"vllm_config": config, "weights": state, "is_paused": await engine.is_paused()})
+
+
+async def init_weight_transfer_engine(request: Request) -> Response:
+    """POST /init_weight_transfer_engine: connect to a trainer."""
+    body = await _body(request, InitRequest)
+    await _init(serving_of(request), body.init_info)
+    return json_response({"message": "Weight transfer initialized"})
+
+
+async def start_weight_update(request: Request) -> Response:
+    """POST /start_weight_update."""
+    body = await _body(request, StartRequest)
+    require(body.is_checkpoint_format is not False, "is_checkpoint_format", "true", body.is_checkpoint_format)
+    await serving_of(request).engine.start_weight_update()
+    return json_response({"message": "Weight update started"})
+
+
+async def update_weights(request: Request) -> Response:
+    """POST /update_weights: a part of an update, or a whole one if none is under way."""
+    body = await _body(request, UpdateRequest)
+    await _update(serving_of(request), body.update_info)
+    return json_response({"message": "Weights updated"})
+
+
+async def finish_weight_update(request: Request) -> Response:
+    """POST /finish_weight_update."""
+    body = await _body(request, FinishRequest)
+    version = await _done(serving_of(request).engine.finish_weight_update(body.weight_version))
+    return json_response({"message": "Weight update finished", "weight_version": version})
+
+
+async def collective_rpc(request: Request) -> Response:
+    """POST /collective_rpc: call one of METHODS; the results have an entry for each rank."""
+    body = await _body(request, CallRequest)
+    serving = serving_of(request)
+    require(body.method in METHODS, "method", f"one of {', '.join(METHODS)}", body.method)
+    require(not body.args, "args", "empty: arguments have names", body.args)
+    result = await METHODS[body.method](serving, body.kwargs)
+    return json_response({"results": [result] * world_size(serving)})
+
+
+async def _reload(serving: Serving, arguments: dict[str, Any]) -> None:
+    path = arguments.get("weights_path")
+    require_given("weights_path", path, "in kwargs")
+    await _update(serving, UpdateInfo(path=str(path)))
+
+
+async def _reset(serving: Serving, arguments: dict[str, Any]) -> bool:
+    return await serving.engine.reset_prefix_cache(bool(arguments.get("reset_running_requests", False)))
+
+
+async def _init(serving: Serving, info: InitInfo) -> None:
+    backend = serving.options.weight_transfer_config
+    advice = """the server must be started with --weight-transfer-config '{"backend": "gloo"}'"""
+    if backend is None:
+        raise bad_request("init_info", advice, code="no_weight_transfer")
+    connecting = serving.engine.connect_weight_sender(
+        info.master_address,
+        info.master_port,
+        rank_offset=info.rank_offset,
+        world_size=info.world_size,
+        packed=info.packed,
+    )
+    await _done(connecting)
+
+
+async def _update(serving: Serving, info: UpdateInfo) -> None:
+    if info.path is not None:
+        folders = tuple(Path(each).resolve() for each in serving.options.allowed_weights_folder)
+        path = Path(info.path).resolve() if "\0" not in info.path else Path()
+        is_allowed = any(path.is_relative_to(folder) for folder in folders)
+        allowed = ", ".join(serving.options.allowed_weights_folder) or "--allowed-weights-folder, which is not given"
+        require(is_allowed, "path", f"a folder within {allowed}", info.path)
+        await _done(serving.engine.update_weights(path))
+        return
+    names, dtypes, shapes = info.names, info.dtype_names, info.shapes
+    if names is None or dtypes is None or shapes is None:
+        raise bad_request("update_info", "update_info must have names, dtype_names and shapes, or path")
+    lengths = {len(names), len(dtypes), len(shapes)}
+    require(len(lengths) == 1, "names, dtype_names and shapes", "of one length", sorted(lengths), param="update_info")
+    await _done(serving.engine.update_weights(Broadcast(names, dtypes, shapes)))
+
+
+async def _done(work: Awaitable[Any]) -> Any:
+    """Return the result of a change of the engine. Raises ApiError 400 if the engine refuses it."""
+    try:
+        return await work
+    except (ControlError, ValueError) as error:
+        raise ApiError(400, str(error), code="weights_refused") from error
+
+
+def _allowed(request: Request) -> Serving:
+    require_admin(request, "authorization", WHAT)
+    return serving_of(request)
+
+
+async def _body(request: Request, kind: type[Body]) -> Body:
+    """Return the body; no body is one without fields. Raises ApiError."""
+    serving = _allowed(request)
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        try:
+            return msgspec.convert({}, kind)
+        except msgspec.ValidationError as error:
+            raise bad_request(None, f"the body must be given: {error}") from error
+    body, _ = await read_body(request, serving, kind)
+    return body
+
+
+def _switch(request: Request, name: str, default: bool) -> bool:
+    """Return a boolean of the query. Raises ApiError 400 for another value."""
+    value = request.query_params.get(name, str(default)).lower()
+    require(value in ("true", "false", "1", "0"), name, "true or false", value)
+    return value in ("true", "1")
+
+
+METHODS: dict[str, Callable[[Serving, dict[str, Any]], Awaitable[Any]]] = {
+    "reload_weights": _reload,
+    "reset_prefix_cache": _reset,
+}
+GET: dict[str, Handler] = {"/is_paused": is_paused, "/get_world_size": get_world_size, "/server_info": server_info}
+POST: dict[str, Handler] = {
+    "/pause": pause,
+    "/resume": resume,
+    "/reset_prefix_cache": reset_prefix_cache,
+    "/init_weight_transfer_engine": init_weight_transfer_engine,
+    "/start_weight_update": start_weight_update,
+    "/update_weights": update_weights,
+    "/finish_weight_update": finish_weight_update,
+    "/collective_rpc": collective_rpc,
+}
