@@ -103,7 +103,7 @@ class TensorParallel(GraphPass):
         return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare all ranks with the undivided model, see `verify_ranks`. Returns the number of all-reduces compared."""
+        """Compare all ranks with the undivided model; return the number of all-reduces compared. See `verify_ranks`."""
         from compiled_engine.passes.parallel.rank_verifier import verify_ranks
 
         assert self._whole is not None
@@ -122,7 +122,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert an all-reduce of the node's value, let all users of the node read the result, and return the all-reduce."""
+    """Insert an all-reduce after the node, let all users of the node read its result, and return the all-reduce."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)
