@@ -154,7 +154,7 @@ class _RowList:
         self._end += len(entries)
 
     def _place_all(self) -> None:
-        """Write the lists of all rows in use again, from the start of the tensor; grow it if they fill more than half."""
+        """Write all lists of rows in use again, from the start of the tensor; grow it if they fill more than half."""
         self._capacity = max(self._capacity, 2 * sum(map(len, self._lists.values())))
         self._field.lengthen(self._capacity * self._width)
         self._field.forget(0)

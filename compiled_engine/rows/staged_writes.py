@@ -77,7 +77,7 @@ class StagedWrites:
         self._reset.append(field)
 
     def start(self, row: int) -> None:
-        """Stage initial values for a row of the fields passed to `reset_at_start`; values set for the row replace them."""
+        """Stage initial values of a row, in the fields given to `reset_at_start`. Values set for it replace them."""
         self._started[row] = None
 
     def set(self, field: StagedField, row: int, value: float) -> None:
