@@ -51,7 +51,7 @@ class BoundRange:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """A compiled model loaded from its cache entry: the plan of each callable and range, and the pieces that they call."""
+    """A compiled model loaded from its cache entry: the plans of its callables, and the pieces that the plans call."""
 
     ranges: tuple[CompiledRange, ...]
     pieces: dict[str, Piece]

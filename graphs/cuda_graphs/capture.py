@@ -222,7 +222,7 @@ _INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 class _Memory:
-    """Presents a tensor's memory as integers through the CUDA array interface, from which torch.as_tensor makes a tensor."""
+    """Presents a tensor's memory as integers by the CUDA array interface, so that torch.as_tensor can wrap it."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.element_size()

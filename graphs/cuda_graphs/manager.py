@@ -34,11 +34,11 @@ class Capturable(Protocol):
     """Work that can be captured, such as a step of the engine. Its kernels only access buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
-        """Write a batch of the key's size to the buffers, on which `run` changes no state. Called before the capture."""
+        """Write a batch of the key's size to the buffers, on which `run` changes no state. Called before capturing."""
         ...
 
     def warm_up(self, key: GraphKey) -> None:
-        """Load and allocate everything that the first `run` for the key needs. Called before the capture."""
+        """Load and allocate everything that the first `run` for the key needs. Called before capturing."""
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:

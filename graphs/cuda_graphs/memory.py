@@ -67,7 +67,7 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
 
 
 def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
-    """Return the sort key of a graph: those without attention come first, decode graphs last, large before small ones."""
+    """Return the sort key of a graph: graphs without attention first, decode graphs last, large before small ones."""
     return key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens, -key.max_seq_len
 
 

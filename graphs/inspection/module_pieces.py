@@ -1,4 +1,4 @@
-"""Finds which compiled pieces compute which modules of the model: a piece takes parameters of the modules it computes."""
+"""Finds which compiled pieces compute which modules of the model: those that take the modules' parameters."""
 
 from __future__ import annotations
 

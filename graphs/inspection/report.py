@@ -133,7 +133,7 @@ def piece_file(range_name: str, number: int, suffix: str) -> str:
 
 
 def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
-    """Return a pass's report as JSON values, with its range, and with the file name of its diff in place of the diff."""
+    """Return a pass's report as JSON values, with its range, and with the diff's file name in place of the diff."""
     number = [known.name for known in compiled.passes].index(report["name"])
     diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
     lists = {name: list(report[name]) for name in ("near_misses", "notes")}

@@ -16,7 +16,7 @@ class Section:
 
 
 def sections(data: Mapping[str, Any]) -> list[Section]:
-    """Return the sections of a report in the order of the page: first the compiler's work, then tables for reference."""
+    """Return the sections of a report in the page's order: first the compiler's work, then tables for reference."""
     notes = data["notes"]
     eager = notes.get("compile", "")
     return [
