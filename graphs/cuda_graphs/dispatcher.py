@@ -72,7 +72,7 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyField:
-    """Declares a number that launches depend on besides the batch's shape, such as the rank of adapters.
+    """Declares a number that launches depend on besides the batch's shape.
 
     The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
     with the value 0 uses the graphs without the field.
