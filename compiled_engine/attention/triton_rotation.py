@@ -20,7 +20,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def weighted(
     x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Return normed values times the weight, rounded as in rms_norm. OFFSET, WIDE: see Rotation."""
+    """Return x, normed values, times the weight, rounded as in rms_norm. OFFSET, WIDE: see Rotation."""
     if OFFSET != 0:
         weight += OFFSET
     if not WIDE:

@@ -45,14 +45,14 @@ ROTATING = frozenset({Kernel.SHORT_DECODE, Kernel.SHORT_DRAFTS, Kernel.ROPE_DECO
 
 
 class Plan(NamedTuple):
-    """A kernel, and how it divides a request's keys. If there are prompts, a prefill kernel follows LISTED_DECODE."""
+    """A kernel, and how its programs split or tile keys. For prompts, a prefill kernel follows LISTED_DECODE."""
 
     kernel: Kernel
     division: Splits | CodedPlan | ShortTiles | None = None  # None for LISTED_DECODE: splits are in the work list
 
 
 class LayerFacts(NamedTuple):
-    """The properties of a layer and its device that the choice depends on."""
+    """The properties of a layer and its device that the choice of its kernels depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,7 +79,7 @@ def layer_facts(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> LayerFacts:
-    """Return the facts of a layer. dtype: the queries'."""
+    """Return the facts of a layer. dtype: of queries."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     on_hopper = on_gpu and exists_on_hopper(num_heads, num_kv_heads, head_dim, dtype)
     return LayerFacts(num_heads, num_kv_heads, cache_dtype, num_multiprocessors(device), on_hopper, on_gpu)
@@ -94,7 +94,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 class Choice(NamedTuple):
-    """A layer's plan for a batch, and the facts that it was chosen from."""
+    """A layer's kernel plan for a batch, and the facts from which `choose` chose the plan."""
 
     layer: LayerFacts
     batch: BatchFacts
