@@ -141,7 +141,7 @@ class AttentionChoice:
 
 
 def choose_backend(requested: str, requested_block_size: int | str, cases: Sequence[AttentionCase]) -> AttentionChoice:
-    """Choose the backend and the block size for a model on a device.
+    """Return the backend and the block size chosen for a model on a device.
 
     requested: "auto" or a name of BACKENDS. requested_block_size: tokens per block, or "auto" for the backend's
     default. cases: the cases of the model's layers, whose block size is ignored. Raises ValueError with the backend's

@@ -108,7 +108,7 @@ def attend_packed(
 
 
 def _returns_nothing(*args: object) -> None:
-    """Fake implementation of the ops, for tracing."""
+    """Implement the ops for fake tensors: do nothing, since the ops return nothing."""
 
 
 attend_op = torch.library.custom_op(

@@ -70,7 +70,7 @@ def normed_and_rotated(
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Load elements d of the heads that start at ptr + start, norm and rotate them; zeros where mask is not set.
+    """Return elements d of the heads that start at ptr + start, normed and rotated; zeros where mask is not set.
 
     start, d and mask are broadcast; d runs over the last dimension. weight_ptr None: no norm.
     """

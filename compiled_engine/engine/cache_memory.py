@@ -41,7 +41,7 @@ class CacheSize:
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, reserved_bytes: int, layers: range | None = None
 ) -> CacheSize:
-    """Determine the number of KV cache blocks: the option num_blocks if it is set, else what the memory budget allows.
+    """Return the number of KV cache blocks: the option num_blocks if it is set, else what the memory budget allows.
 
     reserved_bytes: memory to leave free for later allocations. layers: see block_bytes. Other arguments: see CacheSize.
 
@@ -82,7 +82,7 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """Allocate the KV cache: for each layer zeros [num_blocks, 2, block_size, num_kv_heads, head_dim].
+    """Return a new KV cache: for each layer zeros [num_blocks, 2, block_size, num_kv_heads, head_dim].
 
     The last dimension may include a scale, see kv_format. On a CPU, blocks take memory only once they are used. layers:
     the layers to allocate for; None: all.

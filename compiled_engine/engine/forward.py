@@ -140,7 +140,7 @@ class ModelForward:
         around_attention: bool = False,
         distinct: bool = False,
     ) -> ForwardOutput:
-        """Run the forward of a batch whose inputs are in the buffers, see `run`.
+        """Run the forward of a batch whose inputs are in the buffers, and return its output; see `run`.
 
         The batch's attention is planned first, except with around_attention: then it must have been planned already.
         """

@@ -96,7 +96,7 @@ class CombineRows(Protocol):
 
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """Make the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
+    """Return the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
 
     Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If attention
     is not captured, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes, rows are
@@ -158,7 +158,7 @@ def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_
 
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """Order a step's decodes by descending context, padded to `num_rows`.
+    """Return a step's decodes in the order of descending contexts, padded to `num_rows`.
 
     All contexts grow by one token per step, so the order stays valid in later steps.
     """
@@ -174,7 +174,7 @@ def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) 
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Permute values from the step's order to the batch's. order: the batch row of each request of the step."""
+    """Return values in the batch's order, given in the step's. order: the batch row of each request of the step."""
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R

@@ -250,7 +250,7 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        For a step that samples late, call `sample` before the next `submit`.
+        Returns the pending step. For a step that samples late, call `sample` before the next `submit`.
         """
         if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None

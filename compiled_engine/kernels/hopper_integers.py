@@ -68,7 +68,7 @@ def _eight(dtype: Any) -> list[Any]:
 
 @gluon.jit
 def _side_by_side(a, b, c, d, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Concatenate four tensors [ROWS, 16] along the columns to [ROWS, 64], and convert the result to `layout`."""
+    """Return four tensors [ROWS, 16], concatenated along the columns to [ROWS, 64], in the layout `layout`."""
     rows: gl.constexpr = a.shape[0]
     joined = gl.join(gl.join(a, b), gl.join(c, d))
     return gl.convert_layout(joined.permute((0, 3, 2, 1)).reshape([rows, 64]), layout)

@@ -79,7 +79,7 @@ def start_process(
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that imports a module and calls one of its functions. It has the caller's import path.
+    """Start and return a process that imports a module and calls one of its functions, with the caller's import path.
 
     The process has its own session, so Ctrl-C reaches only the caller. Garbage collection is off while the module is
     imported, see `compiled_engine`.

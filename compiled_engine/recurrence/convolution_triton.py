@@ -25,7 +25,7 @@ FEW_D = 256
 def _inputs(
     x_ptr: tl.tensor, factor_ptr: tl.tensor, x_offsets: tl.tensor, factor_offsets: tl.tensor, mask: tl.tensor
 ) -> tl.tensor:
-    """Load the inputs of the convolution, x * factor, in the dtype of x; zeros where the mask is not set.
+    """Return the inputs of the convolution, x * factor, in the dtype of x; zeros where the mask is not set.
 
     factor_ptr may be None, for x alone. The offsets are in elements.
     """

@@ -24,7 +24,7 @@ TILE_V = 32
 def _loaded(
     ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
 ) -> tl.tensor:
-    """Load the queries or keys of a chunk as fp32 [chunk, k], and multiply them by `scale`.
+    """Return the queries or keys of a chunk, multiplied by `scale`, fp32 [chunk, k].
 
     NORMALISES: first divide each query or key by its L2 norm. EPS is added to the squared norm.
     """

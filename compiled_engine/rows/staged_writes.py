@@ -25,7 +25,7 @@ WORD = 4
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy values to a new tensor on the device in stream order, without waiting. `values` may be changed afterwards.
+    """Return a copy of values on the device, made in stream order without waiting. `values` may be changed afterwards.
 
     The copy goes through new pinned memory, which PyTorch's allocator does not reuse before the copy is done.
     """
@@ -65,7 +65,7 @@ class StagedWrites:
         self._next = 0
 
     def field(self, *shape: int, dtype: torch.dtype = torch.int32, initial: float = 0) -> StagedField:
-        """Allocate a field of this shape on the device, filled with `initial`. The first dimension is rows."""
+        """Return a new field of this shape on the device, filled with `initial`. The first dimension is rows."""
         return StagedField(self, torch.full(shape, initial, dtype=dtype, device=self._device), initial)
 
     def lengthen(self, field: StagedField, length: int) -> None:

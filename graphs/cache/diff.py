@@ -68,7 +68,7 @@ def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts into one dict with dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Return nested dicts as one dict with dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
     if not isinstance(value, dict):
         return {prefix.removesuffix("."): value}
     flat: dict[str, Any] = {}

@@ -209,7 +209,7 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a value to a JSON value that is the same in every process.
+    """Return a JSON value for a value, the same in every process.
 
     Sets become sorted lists. A function or other object becomes its qualified name (an object that of its class),
     followed by the result of its method `uuid`, if it has one.

@@ -50,7 +50,7 @@ def find_or_build(
     uid: int | None = None,
     notice_after_s: float = 5.0,
 ) -> Lookup:
-    """Find the compiled model for `factors` in the cache, or build it and store it; then load it.
+    """Find the compiled model for `factors` in the cache, or build it and store it; then load and return it.
 
     build, load: called with a folder that only this process uses, and may write to later. `build` puts files there,
         `load` reads them. An entry that `load` fails on counts as damaged.

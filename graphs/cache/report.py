@@ -111,7 +111,7 @@ def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
 
 
 def _distance(found: Sequence[Difference]) -> int:
-    """Count the differing factors. All changes of source code and passes together count as one."""
+    """Return the number of differing factors. All changes of source code and passes together count as one."""
     is_code = [difference.factor.startswith(("source.", "passes.")) for difference in found]
     return is_code.count(False) + any(is_code)
 

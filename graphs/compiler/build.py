@@ -194,7 +194,7 @@ def compile_pieces(
 
 
 def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> TracedGraph:
-    """Trace a callable of the model with one rank's shapes, and record how the graph's parameters are sharded."""
+    """Return the traced graph of the model's callable with one rank's shapes; record how its parameters are sharded."""
     traced = trace(model, signature, strict=config.compile.strict, verify=config.compile.verify)
     describe_shards(traced.module.graph, shards_of(config))
     return traced

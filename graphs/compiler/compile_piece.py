@@ -100,7 +100,7 @@ def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...
 
 
 def load_artifact(entry: Path, key: str) -> CompiledArtifact:
-    """Load a piece from Inductor's artifact in an entry. Nothing is compiled if the entry is complete."""
+    """Return a piece, loaded from Inductor's artifact in an entry. Nothing is compiled if the entry is complete."""
     with compiler_folders(entry, key):
         return CompiledArtifact.load(path=str(artifact_path(entry, key)))
 

@@ -73,7 +73,7 @@ def dynamo_guards() -> tuple[Guard, ...]:
 
 
 def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
-    """Group guards by subject, kind and the reason why they hold; unexplained guards come first.
+    """Return guards grouped by subject, kind and the reason why they hold; unexplained guards come first.
 
     Call it after Dynamo has finished, since guards have no conditions before.
     """
@@ -127,7 +127,7 @@ def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
 
 
 def _readable(condition: str) -> str:
-    """Rewrite a guard's condition to be readable: with attribute paths of the model, and without ids of objects.
+    """Return a guard's condition in readable form: with attribute paths of the model, and without ids of objects.
 
     The text is then the same in every process.
     """

@@ -31,7 +31,7 @@ class Border:
         return sum(map(_row_bytes, self.values))
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Concatenate the bytes of all values: uint8 [T * row_bytes]."""
+        """Return the concatenated bytes of all values: uint8 [T * row_bytes]."""
         return torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
 
     def unpack(self, packed: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:

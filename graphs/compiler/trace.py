@@ -90,7 +90,9 @@ def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def trace(model: nn.Module, signature: Signature, *, strict: bool = False, verify: bool = False) -> TracedGraph:
-    """Trace the callable of `model` that `signature` declares. Nothing is executed, so parameters need no storage.
+    """Return the traced graph of the callable of `model` that `signature` declares.
+
+    Nothing is executed, so parameters need no storage.
 
     strict, verify: see `run_passes`; they apply to the passes that lower transformers' code. Raises GuardError if the
     graph would not be valid for every size in the declared range.

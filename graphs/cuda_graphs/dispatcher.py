@@ -220,10 +220,10 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
-    """Thin out ascending capture sizes, for batches that are rare or do little work.
+    """Return some of the ascending capture sizes, enough for batches that are rare or do little work.
 
-    Keeps the smallest size for each power of two up to MOST_ROWS_READ rows, below which padding costs little, and all
-    larger sizes. sizes: numbers of requests; query_len: rows per request.
+    They are the smallest size for each power of two up to MOST_ROWS_READ rows, below which padding costs little, and
+    all larger sizes. sizes: numbers of requests; query_len: rows per request.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}

@@ -50,7 +50,7 @@ def enough_samples(readings: Sequence[MemoryReading]) -> bool:
 
 
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
-    """Predict the device memory of all graphs in bytes.
+    """Return the predicted device memory of all graphs in bytes.
 
     families: for each family of graphs, the readings of the captured ones and the number of all. Graphs without a
     reading need no further memory of the pool, since they fit into that of larger graphs.
@@ -72,7 +72,7 @@ def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
 
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
-    """Group keys into families, whose keys differ only in size. Families and their keys are in capture order."""
+    """Return keys grouped into families, whose keys differ only in size. Families and keys are in capture order."""
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         query_len = key.max_query_len if key.is_decode else 0

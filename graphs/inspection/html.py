@@ -256,7 +256,7 @@ def _value(value: Any) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Format a time in seconds with three digits: 1.23 s, 45.6 ms."""
+    """Return the text of a time in seconds, with three digits: 1.23 s, 45.6 ms."""
     scaled, unit = (value, "s") if value >= 1 else (value * 1000, "ms")
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
 

@@ -118,7 +118,7 @@ def _path(expression: ast.expr) -> list[str]:
 
 
 def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
-    """Measure how many kernels a decode step of one request launches; None on a CPU.
+    """Return how many kernels a decode step of one request launches, measured; None on a CPU.
 
     generate: generates this number of tokens for a short prompt, one step per token.
     """

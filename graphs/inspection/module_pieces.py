@@ -56,7 +56,7 @@ def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _numbered(path: str, instances: str) -> str:
-    """Replace the index in a path: model.layers.0.mlp becomes model.layers.{0, 2-27}.mlp for the instances "0, 2-27".
+    """Return a path with its index replaced: model.layers.0.mlp becomes model.layers.{0, 2-27}.mlp for "0, 2-27".
 
     A single index gets no braces. Without instances, the path stays.
     """
@@ -98,7 +98,7 @@ def _instances(child: dict[str, Any], parent: str, parents: dict[str, int | None
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format ascending numbers as ranges: "0, 2-27" for 0, 2, 3, ... 27."""
+    """Return the text of ascending numbers as ranges: "0, 2-27" for 0, 2, 3, ... 27."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

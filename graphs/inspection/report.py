@@ -193,7 +193,7 @@ def _range(compiled: CompiledRange) -> dict[str, Any]:
 
 
 def _per_step(compiled: CompiledRange, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
-    """Count the kernel launches of one call of a range, by kind and by kernel.
+    """Return the numbers of kernel launches of one call of a range, by kind and by kernel.
 
     An op between two pieces counts as one launch, however many kernels it launches.
     """

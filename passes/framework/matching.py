@@ -126,7 +126,7 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 
 def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
-    """Insert a call as `emit` does. arguments: by schema name; missing ones take the schema's defaults.
+    """Insert a call as `emit` does, and return it. arguments: by schema name; missing ones take the schema's defaults.
 
     Names that are not in the op's schema are ignored, so the arguments of another op's call can be passed.
     """

@@ -39,7 +39,7 @@ def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Divide values into tiles, [R, rows, C, columns]; zeros fill incomplete tiles at the end of both dimensions."""
+    """Return values as tiles, [R, rows, C, columns]; zeros fill incomplete tiles at the end of both dimensions."""
     N, K = values_NK.shape
     rows, columns = rounding.rows or N, rounding.columns or K
     padded = F.pad(values_NK, (0, -K % columns, 0, -N % rows))
@@ -68,14 +68,14 @@ def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _rounded(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Round values, already divided by their scales, to integers of the format's range [-zero, zero - 1]."""
+    """Return values, already divided by their scales, rounded to integers of the format's range [-zero, zero - 1]."""
     zero = rounding.format.zero
     assert zero is not None, rounding
     return scaled.round().clamp(-zero, zero - 1)
 
 
 def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Quantise values [N, K] to codes [N, K], or [N, B] in a packed format. Values out of range are clamped."""
+    """Return the codes [N, K] of values [N, K], or [N, B] in a packed format. Values out of range are clamped."""
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
         return pack((_rounded(scaled_NK, rounding) + zero).to(rounding.dtype), rounding)
@@ -87,7 +87,7 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
 def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Dequantise codes, [N, K] or in a packed format [N, B], to fp32 values [N, K].
+    """Return the fp32 values [N, K] of codes, [N, K] or in a packed format [N, B].
 
     zeros_RC: zero points, for formats that have them per tile.
     """
@@ -97,7 +97,7 @@ def decode(
 def dequantise(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Dequantise codes [N, K], one per element even in a packed format, to fp32 values [N, K]. See `decode`."""
+    """Return the fp32 values [N, K] of codes [N, K], one per element even in a packed format. See `decode`."""
     values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
@@ -108,7 +108,7 @@ def dequantise(
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Convert stored scales to fp32. A uint8 scale is the exponent of a power of two plus 127 (E8M0); 255 is NaN."""
+    """Return stored scales as fp32. A uint8 scale is the exponent of a power of two plus 127 (E8M0); 255 is NaN."""
     if scales.dtype != torch.uint8:
         return scales.float()
     exponents = scales.float()
@@ -153,7 +153,7 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(codes_NB: torch.Tensor) -> torch.Tensor:
-    """Reorder packed codes of four bits [N, K / 2] as Hopper's kernel reads them: int32 words [N, K / 8].
+    """Return packed codes of four bits [N, K / 2] reordered as Hopper's kernel reads them: int32 words [N, K / 8].
 
     A block of 128 columns is 16 words. Word w has the codes of the block's columns w, 16 + w, ..., 112 + w, the first
     in the lowest bits. K must be a multiple of 128.
@@ -181,7 +181,7 @@ def unit_of(rounding: Rounding, num_columns: int) -> int:
 
 
 def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
-    """Reorder packed codes of four bits [E, N, K / 2] as the kernels of experts read them; the shape stays.
+    """Return packed codes of four bits [E, N, K / 2] reordered as the kernels of experts read them; the shape stays.
 
     Columns are taken in units of `unit`. The low bits of a unit's bytes hold the codes of its first half of columns,
     and the high bits those of its second half.
@@ -194,13 +194,13 @@ def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def from_halves(codes_NB: torch.Tensor, unit: int) -> torch.Tensor:
-    """Unpack codes [N, K / 2] in the order of `in_halves` to one code per byte, in column order: [N, K]."""
+    """Return codes, given as [N, K / 2] in the order of `in_halves`, one per byte in column order: [N, K]."""
     units = codes_NB.unflatten(-1, (-1, unit // 2))
     return torch.cat((units & 15, units >> 4), -1).flatten(-2)
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Repeat each tile's scale for the tile's elements, [num_rows, num_columns].
+    """Return each tile's scale, repeated for the tile's elements, [num_rows, num_columns].
 
     A dimension with a single scale keeps size 1 and broadcasts.
     """

@@ -102,7 +102,7 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each KV cache, whose layer attends once, and for each attention without a KV cache."""
+        """Return the number of KV caches, whose layers attend once each, and of attentions without a KV cache."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -127,7 +127,7 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each parameter that holds a recurrence's state."""
+        """Return the number of parameters that hold the state of a recurrence."""
         inputs = graph.find_nodes(op="placeholder")
         return sum(1 for node in inputs if node.users and is_parameter(node) and parameter_of(node).role == KEPT)
 

@@ -29,7 +29,7 @@ class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each call whose result has a leading dimension of size one, the batch."""
+        """Return the number of calls whose results have a leading dimension of size one, the batch."""
         return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:

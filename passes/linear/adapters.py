@@ -58,7 +58,7 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -45,7 +45,7 @@ def scaled(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply decoded codes by their scales, in fp32.
+    """Return decoded codes times their scales, in fp32.
 
     w_NK: values of codes, fp32, of N rows of a weight with K columns, from column k on.
     scales_ptr: float32, [tiles of rows, tiles of columns]. TILE_COLUMNS: columns that share a scale; 0: all.
@@ -114,7 +114,7 @@ def columns_of(codes: torch.Tensor, scheme: str) -> int:
 def decoded(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, zeros_RC: torch.Tensor | None, scheme: str
 ) -> torch.Tensor:
-    """Dequantise an expert's weight to fp32 [N, K]. scheme: the text form of a Rounding."""
+    """Return an expert's weight, dequantised to fp32 [N, K]. scheme: the text form of a Rounding."""
     rounding = Rounding.parse(scheme)
     if rounding.format.per_byte == 1:
         return decode(codes_NK, scales_RC, rounding)

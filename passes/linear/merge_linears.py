@@ -39,7 +39,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that several weight matrices multiply."""
+        """Return the number of values that several weight matrices multiply."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -102,7 +102,7 @@ def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
 
 
 def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Divide linears into groups with the same weight format and scheme, except for the number of rows of a tile."""
+    """Return linears in groups with the same weight format and scheme, except for the number of rows of a tile."""
     found: dict[Any, list[Linear]] = defaultdict(list)
     for linear in group:
         scheme = linear.quantised and linear.quantised.scheme
@@ -170,7 +170,7 @@ def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | Non
 
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None = None) -> fx.Node:
-    """Insert a placeholder for the parameters concatenated along dimension 0.
+    """Insert a placeholder for the parameters concatenated along dimension 0, and return it.
 
     repeats: for each parameter, how often each of its rows is repeated; None for no repetition.
     """
@@ -199,7 +199,7 @@ def _the_same(placeholder: fx.Node) -> fx.Node:
 
 
 def _packed_name(names: tuple[str, ...]) -> str:
-    """Join the names of parameters to one, such as model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
+    """Return the names of parameters as one, such as model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
     split = [name.split(".") for name in names]
     steps = [
         column[0] if len(set(column)) == 1 else "{" + ",".join(column) + "}" for column in zip(*split, strict=True)

@@ -68,7 +68,7 @@ def choose(
     dtype: torch.dtype,
     in_words: bool = False,
 ) -> Choice:
-    """Choose the kernel for a quantised linear of `num_tokens` tokens and a weight [num_rows, k] on a GPU.
+    """Return the kernel chosen for a quantised linear of `num_tokens` tokens and a weight [num_rows, k] on a GPU.
 
     silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers.
     """

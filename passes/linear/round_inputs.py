@@ -276,7 +276,7 @@ class Results(NamedTuple):
 
 
 def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
-    """Allocate the codes [T, K] and the scales of num_tokens rows. tile: see empty_scales."""
+    """Return new tensors for the codes [T, K] and the scales of num_tokens rows. tile: see empty_scales."""
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
     return Results(codes_TK, empty_scales(codes_TK, rounding, tile), dict(_constants(k, rounding)))
 
@@ -321,7 +321,7 @@ def tile_of(num_tokens: int) -> int:
 
 
 def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
-    """Allocate the scales of codes, float32 [C, T]; C is 1 if a row of codes has one scale.
+    """Return a new tensor for the scales of codes, float32 [C, T]; C is 1 if a row of codes has one scale.
 
     Each row of scales has room for whole tiles of `tile` tokens, since kernels read whole tiles.
     """

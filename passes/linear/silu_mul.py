@@ -75,7 +75,7 @@ def silu_mul_kernel(
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply an activation by name: silu, gelu, or gelu_tanh (the tanh approximation of gelu)."""
+    """Return activation(gate). activation: silu, gelu, or gelu_tanh (the tanh approximation of gelu)."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -48,7 +48,7 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:

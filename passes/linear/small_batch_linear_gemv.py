@@ -52,7 +52,7 @@ def rows_of(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load [N, BLOCK_K] of the weight: the rows row_N, from column k on; zeros beyond the weight's edges.
+    """Return [N, BLOCK_K] of the weight: the rows row_N, from column k on; zeros beyond the weight's edges.
 
     w_ptr: [num_rows, K]. Each element is read once, so caches may evict it first.
     """

@@ -92,7 +92,7 @@ def _tile(
     EVEN: tl.constexpr,
     POLICY: tl.constexpr,
 ) -> tl.tensor:
-    """Load [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of the rows at row_ptr_R; zeros where mask_R is unset and from K on.
+    """Return [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of rows at row_ptr_R; zeros where mask_R is unset and from K on.
 
     columns: see _columns. mask_R None: all rows. EVEN: all columns are below K. POLICY: eviction policy of the load.
     """
@@ -172,7 +172,7 @@ def _leave_partial(
 def _sum_of_partials(
     partial_ptr_TN: tl.tensor, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Add the partial sums of a tile's splits, [TOKENS, ROWS], in a fixed order, whichever split finished last.
+    """Return the sum of a tile's partial sums, [TOKENS, ROWS], in a fixed order, whichever split finished last.
 
     The loads bypass the L1 cache, which does not see other programs' writes.
     """

@@ -142,7 +142,7 @@ class RMSNorm(GraphPass):
     name = "rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each RMSNorm over hidden states [T, D] that residual_rms_norm does not fuse.
+        """Return the number of RMSNorms over hidden states [T, D] that residual_rms_norm does not fuse.
 
         Not counted are norms of a sum, and norms of an addend of such a sum.
         """

@@ -41,7 +41,7 @@ class SequenceParallel(GraphPass):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each norm whose input is a sum of two hidden states [T, D]."""
+        """Return the number of norms whose input is a sum of two hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -62,7 +62,7 @@ def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple
 
 
 def _doubled(angles_T1p: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Repeat cos or sin of each pair for both elements of the pair: [T, 1, p] to [T, 1, 2 p].
+    """Return cos or sin of each pair, [T, 1, p], repeated for both elements of the pair: [T, 1, 2 p].
 
     interleaved: the elements of a pair are neighbours; otherwise they are p apart.
     """

@@ -552,7 +552,7 @@ class CodedPlan:
 
 
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
-    """Choose the splits and tiles of coded_decode_kernel. They follow from fields of a graph's key and the device.
+    """Return splits and tiles for coded_decode_kernel. They depend only on fields of a graph's key and the device.
 
     max_seq_len: the host's upper bound of the keys that are read. scaled: the cache holds scales (int8). With at most
     one program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit

@@ -39,7 +39,7 @@ class Splits:
 
 
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
-    """Choose the splits of a batch of decodes.
+    """Return the splits for a batch of decodes.
 
     num_requests: rows of the batch, padding included. max_seq_len: the host's upper bound of the contexts.
 

@@ -109,7 +109,7 @@ def choice_of(
     *,
     unrotated: bool = False,
 ) -> Choice:
-    """Choose the kernel for the arguments of a layer's attention; see `choose`."""
+    """Return the kernel plan that `choose` chooses for the arguments of a layer's attention, with its facts."""
     _, num_heads, head_dim = q_THd.shape
     num_kv_heads = kv_cache_N2PKd.shape[3]
     layer = layer_facts(num_heads, num_kv_heads, head_dim, q_THd.dtype, kv_cache_N2PKd.dtype, q_THd.device)
@@ -124,7 +124,7 @@ def _choice(sizes: tuple[int, ...], layer: LayerFacts, sliding_window: int, unro
 
 
 def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotated: bool = False) -> Plan:
-    """Choose the kernel for a batch, from the fields of a graph's key and the device alone.
+    """Return the kernel plan for a batch. It depends only on the fields of a graph's key and the device.
 
     sliding_window: see Scoring. unrotated: q and k are not rotated yet; if the chosen kernel is not in ROTATING,
     rotation must be a separate kernel.

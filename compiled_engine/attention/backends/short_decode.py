@@ -262,7 +262,7 @@ class ShortTiles:
 
     @classmethod
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
-        """Choose tiles for num_programs programs (requests times K/V heads) and contexts of up to max_seq_len tokens.
+        """Return tiles for num_programs programs (requests times K/V heads) and contexts of up to max_seq_len tokens.
 
         A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to five programs share a
         multiprocessor. If contexts may differ widely, the longest must not be slow, so two run at a time, with more
