@@ -64,7 +64,7 @@ def shrink_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Shrink: write partial sums of z = A x over splits of K, for all members of a merged linear.
+    """Write partial sums of z = A x (shrink) over splits of K, for all members of a merged linear.
 
     Program (window of tokens, one of TURNS programs per tile of A's rows, split of K). For each slot assigned to it, a
     program takes the window's tokens with this slot, and multiplies them by BLOCK_R rows of A over SPLIT_COLUMNS
@@ -193,7 +193,7 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Expand: write out = y + B z, where z is the sum of shrink's partial sums.
+    """Write out = y + B z (expand), where z is the sum of shrink's partial sums.
 
     Program (window of tokens, NUM_BLOCKS tiles of a member's outputs, one of TURNS programs). A program computes these
     outputs for the window's tokens with the slots assigned to it. For tokens without an adapter (slot -1), y is copied.

@@ -37,7 +37,7 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """LoRA shrink for one token: partial sums of z = A x over one split of K, for BLOCK_R rows of a member's A.
+    """Write partial sums of z = A x (LoRA's shrink) of one token over a split of K, for BLOCK_R rows of a member's A.
 
     Program (token, split of K, member and tile of rows of A). Members are the linears that were merged into one, each
     with an A of its own. Rows beyond the rank that a member has in the token's adapter, and tokens with a negative
@@ -93,7 +93,7 @@ def expand_token_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """LoRA expand for one token: write out = y + B z for a tile of a member's outputs. Program (token, tile).
+    """Write out = y + B z (LoRA's expand) of one token, for a tile of a member's outputs. Program (token, tile).
 
     y_ptr, out_ptr: [T, N]; z_ptr: see shrink_token_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_token_kernel.

@@ -129,9 +129,11 @@ def integer_product_kernel(
 
     Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x: [num_tokens, K]. codes of ELEMENT: [N, K / codes per byte]; of two codes in a byte, the low half is that of the
-    even column. scales, zeros: one for each tile of TILE_ROWS x TILE_COLUMNS elements; TILE_COLUMNS is K for whole
-    rows. zeros: None if the zero point of all codes is ZERO. out, residual: [num_tokens, num_outputs].
+    x_ptr: [num_tokens, K]. codes_ptr: codes of ELEMENT, [N, K / codes per byte]; of two codes in a byte, the low half
+        is that of the even column.
+    scales_ptr, zeros_ptr: one for each tile of TILE_ROWS x TILE_COLUMNS elements; TILE_COLUMNS is K for whole rows.
+        zeros_ptr: None if the zero point of all codes is ZERO.
+    out_ptr, residual_ptr: [num_tokens, num_outputs]. bias_ptr: [N]. bias_ptr and residual_ptr may be None.
 
     If tiles have at least BLOCK_K columns, the scales multiply the sum of a step. Scales of smaller tiles multiply the
     weight's values, which are then rounded to the dtype of x.
@@ -248,7 +250,7 @@ def decode_words_kernel(
 ) -> None:
     """Decode a quantised weight in words, see `to_words`. Program (rows, block) decodes 128 columns of ROWS rows.
 
-    words: [num_rows, K / 8]. scales, zeros: [K / 128, num_rows]. out: [num_rows, K].
+    words_ptr: [num_rows, K / 8]. scales_ptr, zeros_ptr: [K / 128, num_rows]. out_ptr: [num_rows, K].
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -304,10 +306,9 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Compute the linear with bias, then silu(gate) * up and the residual as quantised_linear does.
+    """Return [T, N], or [T, N / 2] with silu_mul, in x's dtype: the linear with bias, fused as in quantised_linear.
 
-    Returns [T, N], or [T, N / 2] with silu_mul, in the dtype of x. The weight must be contiguous. tiles: None for those
-    of choose_tiles.
+    The weight must be contiguous. tiles: None for those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

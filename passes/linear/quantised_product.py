@@ -68,10 +68,10 @@ def store_outputs(
     SILU_MUL: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ) -> None:
-    """Add the bias, compute silu * up and add the residual if there are any, and store the outputs from `first` on.
+    """Store the outputs from `first` on: y_TN plus bias, then with SILU_MUL activation(gate) * up, plus the residual.
 
     y_TN: products of tokens with the weight's rows that `weight_rows` returns. token_T, mask_T: indices of the tokens,
-    and which of them exist.
+    and which of them exist. bias_ptr and residual_ptr may be None.
     """
     ROWS: tl.constexpr = y_TN.shape[1]
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
@@ -123,8 +123,9 @@ def quantised_product_kernel(
 
     Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
-    x: [num_tokens, K], codes or values that are not rounded; codes: [N, K]; scales: see Scaling; TILE_COLUMNS and
-    INPUT_COLUMNS are K for whole rows. out, residual: [num_tokens, num_outputs].
+    x_ptr: [num_tokens, K], codes or values that are not rounded. codes_ptr: [N, K]. scales_ptr, input_scales_ptr: see
+        Scaling; TILE_COLUMNS and INPUT_COLUMNS are K for whole rows.
+    out_ptr, residual_ptr: [num_tokens, num_outputs]. bias_ptr: [N]. bias_ptr and residual_ptr may be None.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -220,10 +221,10 @@ def launch(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Compute the linear with bias, then silu(gate) * up and the residual as quantised_linear does.
+    """Return [T, N], or [T, N / 2] with silu_mul, in `dtype`: the linear with bias, fused as in quantised_linear.
 
-    Returns [T, N], or [T, N / 2] with silu_mul, in `dtype`. x: codes, or values if scaling.inputs_CT is None. The
-    weight must be contiguous. step: see step_of. tiles: None for those of choose_tiles.
+    x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: see step_of. tiles: None
+    for those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

@@ -104,11 +104,11 @@ def reference(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """Compute RMSNorm(x) * norm_weight, a linear of it, silu(gate) * up of the linear's halves, and add the residual.
+    """Return [T, M], computed in steps: RMSNorm(x) * norm_weight, a linear, activation(gate) * up, plus the residual.
 
-    Steps whose argument is None or False are left out. Returns [T, M]; M is N, or N / 2 with silu_mul. Results of steps
-    are rounded to the dtype of x, as in textbook models. activation: used in place of silu, see silu_mul. norm_offset,
-    norm_wide: see rms_norm.
+    gate and up are the halves of the linear's result. Steps whose argument is None or False are left out. M is N, or
+    N / 2 with silu_mul. Results of steps are rounded to the dtype of x, as in textbook models. activation: see
+    silu_mul.activate. norm_offset, norm_wide: see rms_norm.
     """
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)

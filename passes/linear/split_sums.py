@@ -30,10 +30,10 @@ def sum_splits_kernel(
     OUTPUTS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Add the partial sums of all splits and the bias, compute silu * up, add the residual, and write the results.
+    """Write to out_ptr: the sum of all splits plus bias, then with SILU_MUL activation(gate) * up, plus the residual.
 
-    Program (OUTPUTS outputs, token). bias, residual: may be None. partials: fp32 [SPLITS, num_tokens, N], where N is
-    num_outputs, or twice that with SILU_MUL; out, residual: [num_tokens, num_outputs].
+    Program (OUTPUTS outputs, token). partials_ptr: fp32 [SPLITS, num_tokens, N], where N is num_outputs, or twice that
+    with SILU_MUL. bias_ptr: [N], or None. out_ptr: [num_tokens, num_outputs]. residual_ptr: like out_ptr, or None.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
