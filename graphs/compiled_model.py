@@ -1,4 +1,4 @@
-"""Compiles a model or loads it from the cache, and binds the result to parameters."""
+"""Compiles a model or loads it from the compile cache, and binds the compiled callables to parameter tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """Numbers of traces and of compiled unique pieces in this process; both are zero on a warm start."""
+    """How often this process traced the model, and how many unique pieces it compiled. Both are 0 after a cache hit."""
 
     traces: int
     compiles: int
@@ -41,7 +41,7 @@ class CompileCounts:
 
 @dataclass(frozen=True)
 class BoundRange:
-    """A compiled callable for one range of token counts, bound to its parameters."""
+    """A compiled callable of the model for one range of token counts, bound to its parameter tensors."""
 
     compile_range: CompileRange
     call: Forward
@@ -51,7 +51,7 @@ class BoundRange:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """A loaded cache entry: the plan of each callable and range, and the pieces they share."""
+    """A compiled model loaded from its cache entry: the plans of its callables, and the pieces that the plans call."""
 
     ranges: tuple[CompiledRange, ...]
     pieces: dict[str, Piece]
@@ -68,7 +68,10 @@ class CompiledModel:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The names of the callables besides the forward and its variants. Each has one range."""
+        """The names of the callables that are neither the forward nor a variant of it, such as the logits.
+
+        Each has one range.
+        """
         return tuple(r.callable for r in self.ranges if r.callable not in (FORWARD, *VARIANTS))
 
     @property
@@ -78,11 +81,11 @@ class CompiledModel:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters of all callables, each once."""
+        """The descriptions of the parameters of all callables, without duplicates."""
         return tuple(dict.fromkeys(parameter for r in self.ranges for parameter in r.bound_plan.parameters))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
-        """Return whether Inductor compiled no piece of this range's forward, so that Python makes all its calls."""
+        """Return whether generated Python calls all ops of this range's forward: none of its pieces is Inductor's."""
         keys = (r.bound_plan.piece_keys() for r in self.of(FORWARD) if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
@@ -94,10 +97,10 @@ class CompiledModel:
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:
-        """Return the ranges of the callable `name`, bound to these parameters; see `stitch`.
+        """Return the compiled ranges of the callable `name`, bound to parameter tensors.
 
-        parameters: by name, packed ones included. The ranges for small batches come first; the last range serves every
-        batch. distinct: see `distinct_calls`.
+        Ranges for small batches come first; the last one serves every batch. parameters: tensors by name, including
+        packed ones. on_attention: see `stitch`. distinct: see `distinct_calls`.
         """
         bound, ranges = [], self.of(name)
         for r in ranges:
@@ -111,14 +114,14 @@ class CompiledModel:
 def compile_model(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], progress: Progress, timeline: Timeline
 ) -> CompiledModel:
-    """Return the compiled model for a config, from the cache if it is there.
+    """Return the compiled model for a config. Load it from the cache if it has an entry; otherwise compile it.
 
-    `make_model` builds the model on the meta device; it is called only to trace. The timeline records everything under
-    "compile", or under "load" after a cache hit.
+    make_model: builds the model on the meta device; called only for a trace. timeline: gets a span "compile", or "load"
+    after a cache hit, and spans for its parts.
 
-    Raises GuardError if the model's code depends on sizes, SplitError for an unknown mutating op, CompileError if
-    Inductor fails. With compile.strict, raises ContractError for a pass that breaks its contract; with compile.verify,
-    VerificationError for a rewrite with another result.
+    Raises GuardError if the model's code depends on sizes, SplitError for an unknown op that mutates its inputs, and
+    CompileError if Inductor fails. With compile.strict, raises ContractError for a pass that matches less often than
+    its contract; with compile.verify, VerificationError for a rewrite with a different result.
     """
     compiles: list[int] = []
     device_type = config.device.type
@@ -154,9 +157,9 @@ def compile_model(
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
-    """Load a piece and return its function.
+    """Load the piece `key` from the folder `entry`, and return the function that runs it.
 
-    The piece is stored as C++ kernels (see `load_cpp_piece`), as Inductor's artifact, or as generated Python (see
+    A piece is stored as C++ kernels (see `load_cpp_piece`), as Inductor's artifact, or as generated Python (see
     `load_direct`).
     """
     if piece_folder(entry, key).exists():

@@ -1,4 +1,4 @@
-"""The part of a compiled model that a pipeline stage runs; all stages load the same cache entry."""
+"""Cuts a compiled model to the part that a pipeline stage runs. All stages load the same cache entry."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from compiled_engine.parallel.rank_share import LayerShare
 
 
 def stage_model(compiled: CompiledModel, stage: LayerShare, most_tokens: int, device: torch.device) -> CompiledModel:
-    """Return the stage's part of the model, for steps of up to most_tokens tokens. Raises ValueError, see stage_plan.
+    """Return the part of the compiled model that `stage` runs, for steps of up to `most_tokens` tokens.
 
-    The stage's forwards take the whole model's arguments, and read the previous stage's activations from the tensor
-    `received` on this device. In all stages but the last, they return activations for the next stage in place of hidden
-    states or logits.
+    The stage's forwards take the whole model's arguments, and read the previous stage's activations from the result's
+    tensor `received` on `device`. In all stages but the last, they return activations for the next stage instead of
+    hidden states or logits. Raises ValueError as `stage_plan` does.
     """
     if stage.count == 1:
         return compiled

@@ -78,7 +78,7 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def check_registered(names: Collection[str]) -> None:
-    """Raise ValueError if one of the enabled passes is not registered in this process. names: of enabled passes."""
+    """Raise ValueError if an enabled pass is not registered in this process. names: the enabled passes' names."""
     known = [graph_pass.name for graph_pass in _registered]
     if missing := [name for name in names if name not in known]:
         raise ValueError(
@@ -88,19 +88,19 @@ def check_registered(names: Collection[str]) -> None:
 
 
 def passes_of_ranks() -> frozenset[str]:
-    """Return the names of passes that only apply with several ranks."""
+    """Return the names of the passes that apply only under tensor parallelism (they require `tensor_parallel`)."""
     return frozenset(p.name for p in _registered if TensorParallel.name in p.requires)
 
 
 def passes_of_quantised() -> frozenset[str]:
-    """Return the names of passes that only apply to quantised linears."""
+    """Return the names of the passes that apply only to models with quantised linears (they require `quantise`)."""
     return frozenset(p.name for p in _registered if Quantise.name in p.requires)
 
 
 def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
-    """Return the token counts, ascending, at which the enabled passes switch kernels.
+    """Return the token counts, ascending, at which an enabled pass switches to another kernel.
 
-    Each is the largest token count that a kernel serves.
+    A count is the largest number of tokens that one kernel serves; a batch of one more token uses the next kernel.
     """
     enabled: list[GraphPass] = [p for p in _registered if p.name in config.compile.passes]
     if config.adapters is not None:
@@ -109,7 +109,10 @@ def kernel_token_counts(config: EngineConfig) -> tuple[int, ...]:
 
 
 def splitting_ops() -> dict[str, SplittingOp]:
-    """Return the ops that graphs are split at, by name: first those of models, then those of passes."""
+    """Return the ops that graphs are split at, by op name.
+
+    The attention and recurrence ops, which models call, come first; ops that passes insert follow.
+    """
     of_models = [SplittingOp(name, function, attends=True) for name, function in ATTENTION_OPS.items()]
     of_models += [SplittingOp(name, function) for name, function in RECURRENCE_OPS.items()]
     of_passes = [op for graph_pass in _registered for op in graph_pass.splitting_ops]
@@ -117,9 +120,9 @@ def splitting_ops() -> dict[str, SplittingOp]:
 
 
 def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
-    """Return the step tensors that these passes need.
+    """Return the step tensors that the passes named `names` read, without duplicates.
 
-    Raises ValueError for an invalid declaration, or if two passes declare one name differently.
+    Raises ValueError for an invalid declaration, or if two passes declare a tensor of the same name differently.
     """
     found: dict[str, StepTensor] = {}
     for graph_pass in _registered:
@@ -139,7 +142,7 @@ def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
 
 
 def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
-    """Add a pass to every engine built from now on, after the pass named `after` or last.
+    """Add a pass to every engine built from now on. It runs directly after the pass named `after`; None: last.
 
     Raises ValueError if the name is taken or `after` is unknown, TypeError if `graph_pass` is not a pass.
     """
@@ -163,9 +166,10 @@ def unregister_pass(name: str) -> None:
 
 
 def op_modules() -> tuple[str, ...]:
-    """Return the names of the modules that define the passes' ops, for processes that compile pieces.
+    """Return the names of the modules that define the passes and their ops, sorted.
 
-    Passes from a script or notebook are left out: other processes cannot import them.
+    Processes that compile pieces import these modules. Passes from a script or notebook (`__main__`) are left out,
+    since other processes cannot import them.
     """
     modules = {type(graph_pass).__module__ for graph_pass in _registered}
     return tuple(sorted(name for name in modules if name != "__main__" and hasattr(sys.modules[name], "__file__")))

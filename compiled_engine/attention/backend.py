@@ -32,7 +32,7 @@ class AttentionBackend(Protocol):
     default_block_size: int
 
     def accept(self, case: AttentionCase) -> Support:
-        """Return the backend's support of a case. Raises Refused if it cannot run the case here."""
+        """Return the backend's support of a case. Raises Refused if it cannot run the case on this machine."""
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
@@ -54,9 +54,9 @@ class AttentionBackend(Protocol):
         slot_mapping_T: torch.Tensor,
         kv_scales_2K: torch.Tensor | None = None,
     ) -> None:
-        """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing.
+        """Store each token's K (index 0 of the cache's dim 1) and V (index 1) at its slot; slot -1 stores nothing.
 
-        An 8-bit cache stores rounded values, see kv_codes.encode. kv_scales_2K: see Scoring.
+        For an 8-bit cache, K and V are quantised, see kv_codes.encode. kv_scales_2K: see Scoring.
         """
         ...
 
@@ -123,7 +123,7 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def default_backend(device_type: str) -> tuple[str, str]:
-    """Return the backend to try first on a kind of device, and the reason."""
+    """Return (name of the backend to try first on this type of device, the reason)."""
     if device_type == "cuda":
         return "triton", "cuda: the engine's own kernels, which need no further package"
     return "cpp", "cpu: the engine's own kernel, which needs a C++ compiler"
@@ -141,7 +141,7 @@ class AttentionChoice:
 
 
 def choose_backend(requested: str, requested_block_size: int | str, cases: Sequence[AttentionCase]) -> AttentionChoice:
-    """Choose the backend and the block size for a model on a device.
+    """Return the backend and the block size chosen for a model on a device.
 
     requested: "auto" or a name of BACKENDS. requested_block_size: tokens per block, or "auto" for the backend's
     default. cases: the cases of the model's layers, whose block size is ignored. Raises ValueError with the backend's
@@ -152,7 +152,7 @@ def choose_backend(requested: str, requested_block_size: int | str, cases: Seque
         raise ValueError(f"block_size is {requested_block_size!r}; allowed: 1 to {MAX_BLOCK_SIZE}, or 'auto'")
 
     def chosen(name: str, reasons: dict[str, str]) -> AttentionChoice:
-        """Return the choice of this backend. Raises Refused or ImportError."""
+        """Return the choice of this backend. Raises Refused, or ImportError if its package is missing."""
         backend = get_backend(name)
         if requested_block_size == "auto":
             block_size = backend.default_block_size

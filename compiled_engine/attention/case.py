@@ -1,4 +1,4 @@
-"""Describes a layer's attention (`AttentionCase`), and a backend's answer: its `Support`, or a `Refused`."""
+"""Describes a layer's attention (`AttentionCase`), and a backend's answer: its `Support`, or the error `Refused`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Refused(ValueError):
 
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
-    """Raise Refused unless `holds`."""
+    """Raise Refused unless `holds`. The message names the field, its value and what is allowed."""
     if not holds:
         raise Refused(f"{field} is {value}; allowed: {allowed}")
 
 
 def names_of(values: Sequence[object]) -> str:
-    """Join allowed values for a message."""
+    """Return the allowed values, separated by commas, for a message."""
     return ", ".join(map(str, values))
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Storage of keys and values."""
+    """The element type and the block size of a paged KV cache."""
 
     dtype: torch.dtype  # that of queries, or an 8-bit one of kv_format.CODED
     block_size: int  # tokens per block
@@ -37,7 +37,7 @@ class KVFormat:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A layer's requirements of attention, on a type of device."""
+    """Sizes, dtypes and options of a layer's attention on a type of device, which a backend supports or refuses."""
 
     device: str  # cpu or cuda
     dtype: torch.dtype  # of queries and results
@@ -67,16 +67,17 @@ class AttentionCase:
         return self.cache is None and not self.causal
 
     def require_packed(self) -> None:
-        """Raise Refused unless the case has whole groups of query heads, and values of head_dim elements."""
+        """Raise Refused unless num_kv_heads divides num_heads, and values have head_dim elements."""
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
         same = self.value_dim in (None, self.head_dim)
         require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
 
     def require_paged(self) -> KVFormat:
-        """Raise Refused unless the case has what all backends need; returns the format of the cache.
+        """Raise Refused unless the case is one of attention over a paged cache; returns the format of the cache.
 
-        They need whole groups of query heads, and causal attention over a paged cache in the queries' dtype or 8 bits.
+        num_kv_heads must divide num_heads, and values have head_dim elements. Attention must be causal, and the cache
+        must have the dtype of queries or 8 bits.
         """
         whole = self.num_heads % self.num_kv_heads == 0
         require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
@@ -138,7 +139,7 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 
 def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all `contexts`: each of them has other kernels for requests with drafts."""
+    """Return all `contexts`: up to each of these lengths, other kernels serve requests with drafts."""
     return contexts
 
 
@@ -159,7 +160,7 @@ class Support:
 
     @classmethod
     def of_all(cls, supports: Sequence[Support]) -> Support:
-        """Return the support that all of these have in common."""
+        """Return the support of several cases at once: graphs and short contexts that all of `supports` allow."""
 
         def short_contexts(num_requests: int) -> tuple[int, ...]:
             first, *others = (support.short_contexts(num_requests) for support in supports)

@@ -70,7 +70,7 @@ class AttentionInputs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(num_tokens, num_requests, num_decodes, max_query_len, max_seq_len): what the host knows of the batch."""
+        """(num_tokens, num_requests, num_decodes, max_query_len, max_seq_len): the host's facts about the batch."""
         return self.slot_mapping_T.numel(), self.seq_lens_R.numel(), *self.host_3.tolist()
 
 
@@ -135,7 +135,7 @@ class StepTensor:
     variant: str = ""  # only this variant of the forward reads it; "": all do
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the shape. sizes: values of the named dimensions."""
+        """Return the tensor's shape. sizes: values of the named dimensions."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
 
@@ -181,14 +181,14 @@ def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Describe each layer's KV cache. shapes: of the caches; the first dimension is the number of blocks."""
+    """Return the declaration of each layer's KV cache. shapes: of the caches; the number of blocks is left open."""
     return tuple(StepTensor(f"kv_caches.{i}", ("blocks", *shape[1:]), dtype) for i, shape in enumerate(shapes))
 
 
 def padding_of(
     tensors: Iterable[StepTensor], sizes: Mapping[str, int], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return new tensors of these sizes that hold only padding, by name."""
+    """Return new tensors that hold only padding, by name. sizes: values of the named dimensions."""
     return {
         t.name: torch.full(t.shape(sizes), t.padding, dtype=t.dtype, device="cpu" if t.on_host else device)
         for t in tensors
@@ -196,22 +196,22 @@ def padding_of(
 
 
 def attention_inputs_of(step: Mapping[str, torch.Tensor], backend: str) -> AttentionInputs:
-    """Return the attention inputs among a batch's step tensors. step: by name."""
+    """Return the attention inputs of a batch. step: the batch's step tensors, by name."""
     return AttentionInputs(**{field: step[name] for field, name in _FIELDS}, backend=backend)
 
 
 def arguments_of(
     step: Mapping[str, torch.Tensor], attention_inputs: AttentionInputs, kv_caches: list[torch.Tensor]
 ) -> ForwardArguments:
-    """Return a forward's arguments in their order. step: a batch's step tensors, by name."""
+    """Return a forward's arguments in the order of its parameters. step: a batch's step tensors, by name."""
     asked = [tensor for name, tensor in step.items() if name not in _NAMES]
     return step["input_ids_T"], step["positions_T"], attention_inputs, kv_caches, *asked
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Return the device addresses of a forward's arguments.
+    """Return the device addresses of a forward's arguments; of KV caches, only those of the first and the last one.
 
-    KV caches are only replaced all together, so the first and the last one stand for all.
+    KV caches are only replaced all together, so these two show whether any was replaced.
     """
     found: list[torch.Tensor] = []
     for argument in arguments:
@@ -230,9 +230,10 @@ def step_of(
     device: torch.device,
     others: Iterable[StepTensor] = (),
 ) -> dict[str, torch.Tensor]:
-    """Return the step tensors of requests, decodes first, that compute the positions in `spans` and own these blocks.
+    """Return the step tensors, by name, of a batch of requests, decodes first.
 
-    others: additional step tensors, which get padding.
+    ids_T: the token ids of all requests, one after the other. spans: the positions that each request computes. blocks:
+    the block ids that each request owns. others: additional step tensors, which are filled with padding.
     """
     slots_T = [
         owned[position // block_size] * block_size + position % block_size

@@ -52,7 +52,7 @@ def encode(values_TKd: torch.Tensor, dtype: torch.dtype, scale_K: torch.Tensor |
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise codes to fp32. codes: bytes of a cache of this dtype [..., d]; scales: per head [...]; None: 1."""
+    """Return codes dequantised to fp32. codes: bytes of a cache of this dtype [..., d]; scales: [...], None: 1."""
     values = codes.float() - INT8_BIAS if has_scales(dtype) else codes.view(dtype).float()
     return values if scales is None else values * scales.float().unsqueeze(-1)
 

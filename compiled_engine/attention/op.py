@@ -48,7 +48,7 @@ def write_kv(
     kv_scales_2K: torch.Tensor | None,
     backend: str,
 ) -> None:
-    """Store K and V at each token's slot; slot -1 stores nothing. All backends share the layout of the cache."""
+    """Store each token's K and V at its slot; slot -1 stores nothing. All backends share the layout of the cache."""
     get_backend(backend).write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K)
 
 
@@ -82,7 +82,7 @@ def write_and_attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Store K and V, then write to `out_THd` the attention over the cache; see `attention`."""
+    """Store this step's K and V, then write to `out_THd` the attention over the cache; see `attention`."""
     inputs = AttentionInputs(*fields_of_inputs)
     write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, kv_scales_2K, inputs.backend)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
@@ -108,7 +108,7 @@ def attend_packed(
 
 
 def _returns_nothing(*args: object) -> None:
-    """Fake implementation of the ops, for tracing."""
+    """Implement the ops for fake tensors: do nothing, since the ops return nothing."""
 
 
 attend_op = torch.library.custom_op(
@@ -169,10 +169,10 @@ def attention(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of this step's queries over their requests' whole contexts.
+    """Return the causal attention [T, H, d] of this step's queries over their requests' whole contexts, in q's dtype.
 
     First writes k and v into the cache at inputs.slot_mapping_T. A query at position p sees keys at positions
-    max(0, p - sliding_window + 1) .. p. soft_cap and sinks_H: see Scoring. Returns [T, H, d] in the dtype of q.
+    max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p. scale, soft_cap, sinks_H: see Scoring.
     """
     out_THd = torch.empty_like(q_THd)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
@@ -190,10 +190,10 @@ def packed_attention(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention of each token to all tokens of its request, which must all be in this step.
+    """Return the attention [T, H, d], in q's dtype, of each token to all tokens of its request, all in this step.
 
-    A query at position p sees keys at positions between p - sliding_window and p + sliding_window, both excluded.
-    Returns [T, H, d] in the dtype of q.
+    A query at position p sees keys at positions between p - sliding_window and p + sliding_window, both excluded; all
+    keys if sliding_window is None. scale, soft_cap, sinks_H: see Scoring.
     """
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
@@ -210,7 +210,7 @@ def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
 
 
 def _define_value(op: torch.library.CustomOpDef) -> None:
-    """Define the functional op `NAME_value`, which returns the result of `op` and writes nothing."""
+    """Define the functional op `NAME_value`, which returns what `op` writes to out, and writes nothing."""
     schema = op._opoverload._schema
     arguments, replaced = _OUT.subn("", str(schema).partition("(")[2].rpartition(" -> ")[0])
     assert replaced == 1
@@ -243,7 +243,7 @@ def attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Call `attention`, or its functional stand-in while tracing."""
+    """Return the result of `attention`, by a call of its functional stand-in while a tracer runs; see the module."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
@@ -260,7 +260,7 @@ def packed_attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Call `packed_attention`, or its functional stand-in while tracing."""
+    """Return the result of `packed_attention`, by a call of its functional stand-in while a tracer runs."""
     if torch.compiler.is_compiling():
         scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
         return torch.ops.compiled_engine.attend_packed_value(q_THd, k_TKd, v_TKd, *scoring, *inputs.flat())

@@ -51,7 +51,7 @@ def key_offset(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Return the number of elements before a key in the cache. key: see row_of.
+    """Return the offset of a key's first head in the cache, in elements. key: see row_of.
 
     The value that belongs to the key is BLOCK_SIZE * NUM_KV_HEADS * WIDTH elements further.
     """
@@ -71,9 +71,9 @@ def scale_offset(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Return the number of scales before the scale of a key's first head. key: see row_of.
+    """Return the offset from scales_ptr of the scale of a key's first head, in scales. key: see row_of.
 
-    The scale of the key's value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2 further.
+    The scale of the key's value is BLOCK_SIZE * NUM_KV_HEADS * WIDTH // 2 scales further.
     """
     half = block.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * WIDTH)
     return half + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM // 2 + key % BLOCK_SIZE * NUM_KV_HEADS
@@ -108,7 +108,7 @@ def load_scales(
 
 @triton.jit
 def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
-    """Return queries in the type of their products with elements of the cache.
+    """Return queries x in the type in which they are multiplied by elements of the cache.
 
     Queries of bfloat16 become float16 for 8-bit codes, which are converted to float16 exactly in one or two
     instructions.
@@ -121,7 +121,7 @@ def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return elements of a cache in this type. int8 codes lose their bias; scales are not applied."""
+    """Return elements of a cache in this type. The bias of int8 codes is subtracted; scales are not applied."""
     if codes.dtype == tl.uint8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16; its lowest byte holds the code.
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + INT8_BIAS)

@@ -20,7 +20,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def weighted(
     x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Return normed values times the weight, rounded as in rms_norm. OFFSET, WIDE: see Rotation."""
+    """Return x, normed values, times the weight, rounded as in rms_norm. OFFSET, WIDE: see Rotation."""
     if OFFSET != 0:
         weight += OFFSET
     if not WIDE:
@@ -70,7 +70,7 @@ def normed_and_rotated(
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Load elements d of the heads that start at ptr + start, norm and rotate them; zeros where mask is not set.
+    """Return elements d of the heads that start at ptr + start, normed and rotated; zeros where mask is not set.
 
     start, d and mask are broadcast; d runs over the last dimension. weight_ptr None: no norm.
     """

@@ -41,7 +41,7 @@ def hash_blocks(
 
 
 def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]:
-    """Return the hashes of at least the request's first `count` blocks. They outlive a preemption."""
+    """Return the hashes of the request's leading blocks, `count` or more of them. They are kept in the request."""
     hashes = request.block_hashes.setdefault(block_size, [])
     if len(hashes) < count:
         hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count)
@@ -49,10 +49,10 @@ def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]
 
 
 class BlockPool:
-    """Blocks with reference counts. Blocks without references are in a free list, the next one to allocate first.
+    """Counts references to blocks. Blocks without references are in a free list and are allocated from its front.
 
-    A free block can be found by its hash until it is allocated again. Blocks freed without a hash go to the front of
-    the free list, others to the end. Every operation on a block takes constant time.
+    A free block can be found by its hash until it is allocated again. A block that is freed without a hash goes to the
+    front of the free list, any other to the end. Every operation on a block takes constant time.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -108,7 +108,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a held block findable by its hash, unless another block with the same contents is."""
+        """Register a held block under its hash, unless another block is already registered under this hash."""
         if block_hash not in self._block_of_hash:
             self._block_of_hash[block_hash] = block
             self._hashes[block] = block_hash
@@ -160,7 +160,10 @@ class BlockTable:
 
 
 class BlockGroup:
-    """A KV group's blocks as a CacheResource, with the requests' block tables, which may grow while requests run."""
+    """The blocks of a KV group, a FindableResource, with the block tables of requests.
+
+    Unlike other resources, a running request may take more blocks.
+    """
 
     kind = "blocks"
 
@@ -229,9 +232,9 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Add the full blocks of the request's first `num_tokens` tokens, all known, to the prefix cache.
+        """Add the blocks that the request's first `num_tokens` tokens fill to the prefix cache. The tokens are known.
 
-        Returns the number of known tokens from which the next block can be added.
+        Returns how many tokens must be known before another block can be added.
         """
         table, size = self._tables[request], self.block_size
         first, num_full = table.num_registered, num_tokens // size
@@ -272,7 +275,7 @@ class BlockGroup:
         return -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
 
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
-        """Yield for each of the request's first `count` blocks a block with the same contents, or None."""
+        """Yield, for each of the request's first `count` blocks, the registered block with equal contents, or None."""
         return map(self.pool.find, leading_hashes(request, self.block_size, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:

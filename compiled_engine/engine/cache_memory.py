@@ -19,7 +19,7 @@ CPU_LIMIT_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The number of KV cache blocks, and the sizes in bytes that determine it."""
+    """The number of KV cache blocks, and the sizes in bytes from which it was computed."""
 
     num_blocks: int
     block_bytes: int
@@ -29,7 +29,11 @@ class CacheSize:
     graph_bytes: int  # predicted memory of CUDA graphs
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
-        """Return the bytes of the cache, and those available for it given the actual size of the graphs."""
+        """Return two metrics in bytes: the cache's size, and the memory that would be available for it.
+
+        The latter takes graph_bytes_used, the actual memory of the CUDA graphs, instead of the predicted one. It is
+        None without CUDA.
+        """
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
@@ -37,13 +41,13 @@ class CacheSize:
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, reserved_bytes: int, layers: range | None = None
 ) -> CacheSize:
-    """Determine the number of blocks: the requested number, or what the memory budget allows.
+    """Return the number of KV cache blocks: the option num_blocks if it is set, else what the memory budget allows.
 
     reserved_bytes: memory to leave free for later allocations. layers: see block_bytes. Other arguments: see CacheSize.
 
-    Raises InsufficientMemoryError if not even one request of max_model_len tokens fits. If the user sets num_blocks,
-    it may be smaller, as requests that cannot fit are refused one by one; the error then only means that the device
-    lacks the memory.
+    Raises InsufficientMemoryError if num_blocks is set and the device lacks the memory for them, or if it is not set
+    and a request of max_model_len tokens does not fit. A num_blocks too small for such a request is allowed; requests
+    that cannot fit are then refused one by one.
     """
     size = block_bytes(config, layers)
     left = bytes_left(config)
@@ -78,9 +82,10 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """Allocate a zeroed tensor per layer, [num_blocks, 2, block_size, num_kv_heads, head_dim].
+    """Return a new KV cache: for each layer zeros [num_blocks, 2, block_size, num_kv_heads, head_dim].
 
-    The last dimension may include a scale, see kv_format. On a CPU, blocks take memory only once they are used.
+    The last dimension may include a scale, see kv_format. On a CPU, blocks take memory only once they are used. layers:
+    the layers to allocate for; None: all.
     """
     shapes, dtype = _shapes(config, num_blocks, layers), config.cache_dtype
     if config.device.type != "cpu":
@@ -89,22 +94,29 @@ def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None)
 
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
-    """Return the bytes of one block: keys and values with their scales, models beside it included.
+    """Return the bytes of one block: the keys and values of all layers, with their scales.
 
-    layers: the layers to count; None for all.
+    The blocks of models that run beside the engine's model are included. layers: those of the engine's model to count;
+    None: all.
     """
     shapes = _shapes(config, 1, layers)
     return sum(map(math.prod, shapes)) * config.cache_dtype.itemsize + sum(map(block_bytes, config.further_models))
 
 
 def blocks_wanted(config: EngineConfig) -> int:
-    """Return how many blocks let all running requests reach max_model_len; more only help the prefix cache."""
+    """Return the number of blocks with which the most running requests can all reach max_model_len.
+
+    More blocks only help the prefix cache.
+    """
     per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
     return per_request * config.max_running
 
 
 def bytes_left(config: EngineConfig) -> int | None:
-    """Return how much of gpu_memory_utilization's share of the device is free, in bytes; None without CUDA."""
+    """Return the free bytes within the part of the GPU's memory that gpu_memory_utilization allows; None without CUDA.
+
+    Negative if more than this part is in use.
+    """
     if config.device.type != "cuda":
         return None
     free, total = _free_and_total(config.device)
@@ -112,13 +124,16 @@ def bytes_left(config: EngineConfig) -> int | None:
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) bytes of a GPU; idle memory of the allocator counts as free."""
+    """Return (free, total) bytes of a GPU's memory. Memory that PyTorch's allocator keeps unused counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
 def _untouched(size: int) -> torch.Tensor:
-    """Return zeros, uint8 [size], in pages that the system provides at first use; torch.zeros would write them."""
+    """Return zeros, uint8 [size], in memory that the system provides page by page at first use.
+
+    torch.zeros would use all pages at once, since it writes them.
+    """
     if not size:  # a layer without attention
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

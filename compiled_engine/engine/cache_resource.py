@@ -1,6 +1,6 @@
-"""Resources that a request holds while it runs, such as blocks of a KV group (block_pool.py) or a row of the runner.
+"""Interfaces of the resources that a request holds while it runs, such as blocks of a KV group or a row of the runner.
 
-`KVCacheManager` asks all resources for room, and takes from all or from none.
+`KVCacheManager` takes a request's part of every resource, or of none if one has no room.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from compiled_engine.engine.request import Request
 
 
 class CacheResource(Protocol):
-    """A resource that tracks each request's part of it. Requests are compared by identity, not by id."""
+    """A resource that knows which part of it each request holds. Requests are compared by identity, not by id."""
 
     kind: str  # name of the resource in metrics
 
     def longest_prefix(self, request: Request, most: int) -> int:
-        """Return how many of the request's first `most` tokens this resource already has.
+        """Return the length of the longest prefix, of at most `most` tokens, that this resource has cached.
 
-        A second call with the returned number returns the same number.
+        A call with the returned number as `most` must return the same number.
         """
         ...
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        """Return whether there is room for a new part of `num_tokens` tokens, the first `num_cached` of them cached.
+        """Return whether the request can be given a part for `num_tokens` tokens.
 
-        reserve: number of requests that must be able to grow afterwards.
+        num_cached: how many of the first tokens are cached, see `longest_prefix`. reserve: number of requests that must
+        be able to grow afterwards.
         """
         ...
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Give a request the part for which `has_room` has just returned True."""
+        """Give the request its part, with the arguments for which `has_room` has just returned True."""
         ...
 
     def free(self, request: Request) -> None:
@@ -39,7 +40,7 @@ class CacheResource(Protocol):
         ...
 
     def check_all_free(self) -> None:
-        """Raise RuntimeError if anything is held, in constant time. Call it when no request is left."""
+        """Raise RuntimeError if any part is held. Takes constant time. Call it when no request is left."""
         ...
 
     def check_integrity(self, holders: Collection[Request]) -> None:
@@ -49,11 +50,13 @@ class CacheResource(Protocol):
 
 @runtime_checkable
 class FindableResource(CacheResource, Protocol):
-    """A resource whose contents later requests can reuse. Contents are in numbered places such as blocks."""
+    """A resource with a prefix cache: contents in numbered places, such as blocks, can be reused by later requests."""
 
     def take_registered(self) -> list[int]:
-        """Return the places added to the prefix cache since the last call. Steps in flight may not have filled them
-        yet."""
+        """Return the places added to the prefix cache since the last call.
+
+        Steps in flight may still have to fill them.
+        """
         ...
 
     def unregister(self, places: Iterable[int]) -> None:
@@ -66,7 +69,10 @@ class FindableResource(CacheResource, Protocol):
 
 
 def check_holders(what: str, holding: Collection[Request], holders: Collection[Request]) -> None:
-    """Raise RuntimeError unless exactly these requests hold a resource."""
+    """Raise RuntimeError unless the requests `holding` a resource are exactly those that should, `holders`.
+
+    what: the resource's name in the error.
+    """
     should, do = set(holders), set(holding)
     for verb, requests in (("hold", do - should), ("do not hold", should - do)):
         if requests:
@@ -75,7 +81,7 @@ def check_holders(what: str, holding: Collection[Request], holders: Collection[R
 
 
 class RequestRows:
-    """The runner's rows as a CacheResource; a request holds one, whatever its number of tokens."""
+    """The runner's rows as a CacheResource. A request holds one row, whatever its number of tokens."""
 
     kind = "rows"
 

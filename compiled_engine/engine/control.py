@@ -1,7 +1,7 @@
-"""Control calls, which an engine serves between two steps, and errors on their way between processes.
+"""Serves control calls, which query or change an engine between two steps, and passes errors between processes.
 
-A call is a question, or changes the engine itself. It goes from an API process to the core, or to the cores of all
-replicas, and from there to every rank that it concerns, in the order in which calls, requests and steps were sent.
+A call goes from an API process to the core, or to the cores of all replicas, and from there to the ranks that it
+concerns. Calls, requests and steps arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from compiled_engine.engine.messages import ControlCall
 
 
 def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
-    """Call the function that a control call names; returns its result, which is plain data.
+    """Call the function that a control call names, and return its result, which is plain data.
 
-    calls: the allowed functions, by name. Raises ControlError if the name is not among them or the function raises;
-    FatalError passes through.
+    calls: the allowed functions, by name. Raises ControlError if the name is not among them, or if the function raises
+    any exception but FatalError, which is raised unchanged.
     """
     if call.name not in calls:
         raise ControlError(f"call is {call.name!r}; allowed: {', '.join(calls)}")
@@ -33,18 +33,18 @@ def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:
 
 
 class ControlError(RuntimeError):
-    """A control call was refused or failed, for the reason in the message. The engine continues."""
+    """Raised if a control call was refused or failed. The message has the reason. The engine continues."""
 
 
 class FatalError(RuntimeError):
-    """The engine cannot continue: its requests are lost, and a new engine is needed."""
+    """Raised if the engine cannot continue. Its requests are lost, and a new engine is needed."""
 
 
 KINDS = ValueError | TypeError | OSError | RuntimeError | MemoryError
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An exception that ended another process, or kept it from starting."""
+    """Describes an exception that ended another process or kept it from starting, as plain data."""
 
     kind: str  # name of the exception's type
     text: str
@@ -55,9 +55,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def as_exception(self, place: str, prefix: str = "") -> Exception:
-        """Return the exception, as a RuntimeError unless its type is one of KINDS.
+        """Return an exception to raise in this process. It has the original's type if KINDS has it, else RuntimeError.
 
-        place: name of the other process, for a note with its traceback. prefix: put before the message.
+        A note has the original's traceback. place: name of the other process, for the note. prefix: put before the
+        message.
         """
         kind = getattr(builtins, self.kind, None)
         error: Exception

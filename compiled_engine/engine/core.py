@@ -1,7 +1,7 @@
 """The engine core: takes requests, alternates between scheduling and executing steps, and returns new tokens.
 
-`EngineCore.step` is the engine's main loop body. What comes in and goes out is plain data (messages.py), so that a core
-can run in the caller's process or in its own.
+`EngineCore.step` is the body of the engine's main loop. Requests and outputs are plain data (messages.py), so that a
+core can run in the caller's process or in another one.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Pause(NamedTuple):
 
 
 class EngineCore:
-    """Schedules requests, has steps executed and returns outputs. Not thread-safe: one caller adds, aborts and steps.
+    """Schedules requests, has their steps executed, and returns outputs. Not thread-safe: one thread calls it.
 
-    clock: used by benchmarks; its laps are schedule, prepare, launch, late, wait and output. start_s: duration of the
-    engine's start in seconds. features: the planning parts of the enabled features.
+    clock: measures the parts of a step for benchmarks: schedule, prepare, launch, late, wait and output. start_s:
+    duration of the engine's start in seconds. features: the planning parts of the enabled features.
     """
 
     # A file descriptor that is readable when an event needs a step; None here, as no event arrives between steps.
@@ -110,7 +110,7 @@ class EngineCore:
 
         A feature may hold a request back, for example until its grammar is compiled. A later step then queues it, or
         ends it with finish_reason "error" if its preparation failed. A request without a seed gets one here, so that
-        recomputing it after a preemption repeats its tokens.
+        it gets the same tokens if it is preempted and computed again.
 
         Raises ValueError if the request can never fit, its id is in use, or a feature does not support it.
         """
@@ -128,9 +128,9 @@ class EngineCore:
         self._scheduler.add(request)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request now and return its last output, with finish_reason "abort"; None if it has already ended.
+        """End a request now, and return its last output, with finish_reason "abort"; None if it has already ended.
 
-        stopped: count it as finished, because a stop string completed its output; the reason is "abort" all the same.
+        stopped: a stop string has completed the request's output, so the metrics count it as finished, not as aborted.
         """
         if request_id in self._held_back:
             self._withdraw(request_id)
@@ -140,14 +140,14 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
-        With async scheduling the device already has the next step while a result is processed; every pipeline stage
-        adds a further step. If requests of the newest step sample late, their late inputs are computed as soon
-        as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs are
-        returned and the next step is scheduled. Then the sampling is launched, and after it the next step.
+        With async scheduling, the device already has the next step while a step's result is processed; with pipeline
+        stages it has one more step per further stage. If requests of the newest step sample late, their late inputs are
+        computed as soon as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs
+        are returned and the next step is scheduled. Then the sampling is launched, and after it the next step.
 
-        A step whose requests have all ended may remain pending; a later call processes it, without outputs. A request
-        that a feature fails ends with finish_reason "error", and the others continue. If a step fails, running requests
-        are aborted and the error is raised; waiting requests continue.
+        A step whose requests have all ended may remain pending; a later call processes it, without outputs. If a
+        feature fails a request, the request ends with finish_reason "error", and the others continue. If a step fails,
+        running requests are aborted and the error is raised; waiting requests continue.
         """
         if self._held_back:
             self._add_ready()
@@ -198,7 +198,7 @@ class EngineCore:
         self.clock.lap("late")
 
     def _add_ready(self) -> None:
-        """Queue requests that are no longer held back, and keep the outputs of those that cannot be queued."""
+        """Queue held-back requests that are ready. The outputs of those that failed are kept for `_take_failed`."""
         assert self._hooks.take_ready is not None
         busy = self._submitted or self._ended_apart or self._scheduler.has_unfinished()
         ready, failed = self._hooks.take_ready(0 if busy else PATIENCE_S)
@@ -228,7 +228,7 @@ class EngineCore:
             withdrawn(request_id)
 
     def _drain(self) -> None:
-        """Wait for the launched steps, ignoring their results and failures."""
+        """Wait for all launched steps, and ignore their results and errors."""
         self._late = None
         if self._late_begun:
             with suppress(Exception):
@@ -239,7 +239,7 @@ class EngineCore:
                 pending.result()
 
     def call(self, call: ControlCall) -> Any:
-        """Serve a control call, one of CALLS or a feature's; returns plain data. Raises ControlError."""
+        """Serve a control call, one of CALLS or of a feature. Returns its result, plain data. Raises ControlError."""
         calls = {name: getattr(self, name) for name in CALLS}
         try:
             return apply(call, calls | {name: getattr(each, name) for name, each in self._hooks.answering.items()})
@@ -248,14 +248,14 @@ class EngineCore:
             self._scheduler.forget_stale(of_running=self._pause is None or self._pause.clear_cache)
 
     def tell(self, call: ControlCall) -> None:
-        """Serve a control call whose caller awaits no answer; log why if it fails."""
+        """Serve a control call whose caller awaits no answer. An error is logged."""
         try:
             self.call(call)
         except ControlError as error:
             log.warning("a control call has failed: %s", error)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every KV block is accounted for; takes time proportional to the pool."""
+        """Raise RuntimeError unless requests, rows and KV blocks are consistent. Takes time for each block."""
         self._scheduler.check_integrity()
 
     def reset_prefix_cache(self, of_running: bool = False) -> None:
@@ -299,7 +299,7 @@ class EngineCore:
         self.held = next(filter(None, reasons), "")
 
     def can_step(self) -> bool:
-        """Return whether `step` would have work to do.
+        """Return whether `step` has work to do: whether a request is unfinished.
 
         A core can while a request is unfinished, unless steps are held; replicas, which have the same methods, only if
         a message has come.
@@ -310,9 +310,9 @@ class EngineCore:
         return self._scheduler.has_unfinished() or bool(self._held_back or self._ended_apart)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of scheduler, features and runner, with `start_s`, `generated_tokens` and `paused`.
+        """Return the metrics of scheduler, features and runner by name, with `start_s`, `generated_tokens` and `paused`.
 
-        generated_tokens includes the tokens of running requests.
+        generated_tokens counts the output tokens of all requests since the start, running ones included.
         """
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens, "paused": int(self.is_paused())}
         scheduler = self._scheduler.metrics()
@@ -322,7 +322,7 @@ class EngineCore:
         return own | self.executor.metrics() | scheduler
 
     def close(self) -> None:
-        """Wait for the device and free it. Dropping the last reference does the same."""
+        """Wait for the device and free its memory. This also happens when the last reference to the core is dropped."""
         self._drain()
         for close in self._hooks.close:
             close()

@@ -1,6 +1,7 @@
-"""The executor: the engine core's interface to the runners, one per rank, that compute each step.
+"""The executor: the engine core's interface to the runners, one per rank, which compute each step.
 
-`Executor` is the interface, `InProcessExecutor` the one for a single rank in this process; processes/ has the others.
+`Executor` is the interface, `InProcessExecutor` its implementation for a single rank in this process. The package
+`processes` has the implementations for ranks in other processes.
 """
 
 from __future__ import annotations
@@ -29,27 +30,33 @@ from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsPro
 
 
 class Executor(Protocol):
-    """Has each step executed by the runners of all ranks."""
+    """Interface that lets the runners of all ranks execute steps. num_blocks: number of KV cache blocks."""
 
     num_blocks: int
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
-        """Submit a step, to run after the steps submitted before. Raises what fails before the launch."""
+        """Submit a step, which runs after the steps submitted before, and return its pending result.
+
+        Does not wait for the device. Raises errors that occur before or during the launch.
+        """
         ...
 
     def sample(self, late: LateInputs) -> None:
-        """Launch the sampling of the last submitted step, which samples late. Call it before the next `submit`."""
+        """Launch the sampling of the last submitted step, one that samples late, with its late inputs.
+
+        Call it before the next `submit`.
+        """
         ...
 
     def call(self, call: ControlCall) -> list[Any]:
-        """Have all ranks serve a call, one of Runner.calls, after the submitted steps; returns the result of each rank.
+        """Let all ranks serve a control call, one of Runner.calls, after the submitted steps. Returns their results.
 
-        Raises ControlError if a rank does.
+        Raises ControlError if a rank raises it.
         """
         ...
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the rank that samples."""
+        """Return the runner's metrics, by name, of the rank that samples."""
         ...
 
     def close(self) -> None: ...
@@ -59,7 +66,7 @@ class PendingOutput(Protocol):
     """The result of a submitted step."""
 
     def result(self) -> RunnerOutput:
-        """Wait for the step to end, and return its result. Call it once. Raises what the execution raised."""
+        """Wait for the step to end, and return its result. Call it once. Raises errors of the execution."""
         ...
 
 
@@ -112,7 +119,10 @@ class InProcessExecutor:
             self.runner.close()
 
     def _own_context(self) -> AbstractContextManager[object]:
-        """Enter a context with the engine's device and no autocast, whatever the caller has set; leave it by `with`."""
+        """Return a context, already entered, in which the engine's device is current and autocast is off.
+
+        Use it in a `with` statement, which leaves it.
+        """
         kind = self._device.type
         with ExitStack() as contexts:
             if kind == "cuda":

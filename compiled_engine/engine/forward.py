@@ -1,9 +1,10 @@
 """Runs a rank's model on batches.
 
-`ModelForward` has a table of functions, made at the start, from which each batch takes one. A forward has variants: the
+`ModelForward` has a table of functions, made at the start, of which each batch calls one. A forward has variants: the
 usual one, "", and others that features choose for a step. Each variant can run whole, or in parts between attention
-ops, which then are not captured in a CUDA graph; and with all layers, or with one of each kind. A compiled forward of
-few tokens ends at logits; another ends at hidden states, and the logits of some tokens follow.
+ops, so that attention is not captured in a CUDA graph; and with all layers, or with one of each kind. A compiled
+forward of few tokens returns the logits of all tokens. Any other forward returns hidden states, from which the logits
+of some tokens are then computed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ LEAST_WORK = 2_500_000
 
 @contextmanager
 def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device) -> Iterator[None]:
-    """Limit the CPU threads to the number that a step of num_tokens tokens justifies; restore the number afterwards."""
+    """Limit PyTorch's CPU threads within a block, for a step of `num_tokens` tokens; then restore their number.
+
+    A small step gets few threads, see LEAST_WORK. Does nothing on a GPU.
+    """
     before = torch.get_num_threads() if device.type == "cpu" else 1
     worth = max(1, num_tokens * num_parameters // LEAST_WORK)
     if worth >= before:
@@ -53,7 +57,7 @@ def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device)
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or logits of all tokens."""
+    """The result of a forward: the hidden states or the logits of all tokens."""
 
     tensor: torch.Tensor  # hidden states [T, D], or logits [T, V] of the rank's part of the vocabulary
     is_logits: bool
@@ -64,13 +68,13 @@ class ForwardOutput:
     logits_inputs: tuple[torch.Tensor, ...] = ()
 
     def of_tokens(self, tokens: slice | torch.Tensor) -> ForwardOutput:
-        """Return the output of some tokens, without `further`. tokens: a slice, or int64 indices."""
+        """Return the output for some tokens, without `further`. tokens: a slice, or an int64 tensor of indices."""
         inputs = () if self.is_logits else tuple(each_T[tokens] for each_T in self.logits_inputs)
         return ForwardOutput(self.tensor[tokens], self.is_logits, variant=self.variant, logits_inputs=inputs)
 
 
 class Way(NamedTuple):
-    """A way to run the model."""
+    """A way to run the model; the key of a function in the table of ModelForward."""
 
     variant: str = ""
     around_attention: bool = False  # in parts, with attention ops passed to on_attention
@@ -80,11 +84,11 @@ class Way(NamedTuple):
 class ModelForward:
     """Runs a model, compiled or eager, on batches.
 
-    on_attention: called by `run(..., around_attention=True)` in place of attention ops; None if never used. layers: the
-    layers that the model has; None for all.
+    on_attention: called in place of attention ops by `run(..., around_attention=True)`; None if that is never used.
+    layers: the layers of the model that this rank has; None: all.
 
-    kv_caches: a tensor per layer, of one block until `allocate`. ends: the callables that follow a forward, by name:
-    the logits of hidden states, and what features call. variants: of the forward, starting with the usual one, "".
+    kv_caches: a tensor per layer, of one block until `allocate`. ends: the callables that run after a forward, by name:
+    logits, and those that features call. variants: the names of the forward's variants, the usual one, "", first.
     """
 
     def __init__(
@@ -120,11 +124,11 @@ class ModelForward:
             self._table |= {Way(): usual, Way(distinct=True): usual}
 
     def work_length(self, num_tokens: int, num_rows: int) -> int:
-        """Return the length of AttentionInputs.work_W for batches up to these sizes."""
+        """Return the length of AttentionInputs.work_W for batches of up to these sizes. 0: no work is planned."""
         return 0 if self._case is None else self._backend.work_length(num_tokens, num_rows, self._case)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the KV cache by one of num_blocks blocks."""
+        """Replace the tensors in kv_caches by new ones of `num_blocks` blocks."""
         self.kv_caches[:] = cache_memory.allocate(self._config, num_blocks, self._layers)
 
     def forward(
@@ -136,9 +140,9 @@ class ModelForward:
         around_attention: bool = False,
         distinct: bool = False,
     ) -> ForwardOutput:
-        """Run a batch whose inputs are in the buffers, see `run`.
+        """Run the forward of a batch whose inputs are in the buffers, and return its output; see `run`.
 
-        With around_attention, its attention must have been planned.
+        The batch's attention is planned first, except with around_attention: then it must have been planned already.
         """
         step = step_of_batch(batch, buffers)
         inputs = attention_inputs_of(step, self._config.attention_backend)
@@ -165,10 +169,11 @@ class ModelForward:
         variant: str = "",
         logits_inputs: tuple[torch.Tensor, ...] = (),
     ) -> ForwardOutput:
-        """Run the forward of a batch of num_tokens tokens on these arguments.
+        """Run the forward of a batch of `num_tokens` tokens on these arguments.
 
-        hidden_wanted: return hidden states, not logits. around_attention, distinct, variant: see Way; with `distinct`
-        the values mean nothing. logits_inputs: see ForwardOutput; these tensors must also be among the arguments.
+        hidden_wanted: return hidden states even if the forward could return logits. around_attention, distinct,
+        variant: see Way; with `distinct`, the returned values are meaningless. logits_inputs: see ForwardOutput; these
+        tensors must also be among the arguments.
         """
         bound = self._bound(num_tokens, Way(variant, around_attention, distinct), hidden_wanted)
         result = bound.call(*arguments)
@@ -183,7 +188,7 @@ class ModelForward:
         return every
 
     def ends_at_logits(self, num_tokens: int, variant: str = "") -> bool:
-        """Return whether the forward for this number of tokens returns logits, unless hidden states are wanted."""
+        """Return whether the forward for this number of tokens returns logits if `hidden_wanted` is False."""
         return self._bound(num_tokens, Way(variant)).ends_at_logits
 
     def logits_of(self, output: ForwardOutput) -> torch.Tensor:
@@ -193,19 +198,22 @@ class ModelForward:
         return logits
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
-        """Return the tensor for values that `run` reads from another part of the model, uint8; None without any."""
+        """Return the tensor into which the previous pipeline stage's values must be written before `run`, uint8.
+
+        Its length is that of the values for `num_tokens` tokens. Returns None if there is no previous stage.
+        """
         if self._received is None:
             return None
         return self._received[: num_tokens * self._bound(num_tokens, Way(), hidden_wanted).received_row_bytes]
 
     def planned_inputs(self, batch: InputBatch, buffers: InputBuffers) -> AttentionInputs:
-        """Plan the batch's attention, and return its inputs."""
+        """Plan the batch's attention, and return its attention inputs."""
         inputs = attention_inputs_of(step_of_batch(batch, buffers), self._config.attention_backend)
         self.plan(inputs)
         return inputs
 
     def plan(self, inputs: AttentionInputs) -> None:
-        """Plan the attention of all layers together, if it is planned so."""
+        """Plan the attention of all layers at once. Does nothing if each layer plans its own, or none is planned."""
         if self._case is not None:
             self._backend.plan(inputs, self._case)
 
@@ -213,7 +221,7 @@ class ModelForward:
         return [each.call.counts for each in self._table.get(Way(), ()) if isinstance(each.call, RecordedForward)]
 
     def close(self) -> None:
-        """Drop the last references to the weights and the KV cache."""
+        """Drop this object's references to the weights and the KV cache, so that their memory can be freed."""
         self._table.clear()
         self.ends.clear()
         self.kv_caches.clear()

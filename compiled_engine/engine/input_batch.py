@@ -1,12 +1,12 @@
-"""The inputs of one step: the batch (`InputBatch`), and the fixed buffers on the device that hold its tensors.
+"""Makes the inputs of a step: the batch (`InputBatch`), and its tensors in fixed device buffers (`InputBuffers`).
 
 `make_batch` orders and pads the step's rows, and stages them for the device. `prepare` then fills the buffers from the
-request states, with numpy on a CPU and a kernel elsewhere. Captured graphs read only the buffers.
+request states, with numpy on a CPU and with a kernel on a GPU. Captured graphs read only the buffers.
 
-A batch row is a run of consecutive tokens of one request, and usually begins with the first token that is not computed.
-Rows may also begin at an *offset* from it, so that a request has several: the row at offset k begins with the k-th
-guess of the tokens ahead (see RequestStates), the row at offset -1 with the token before. A batch has offsets for all
-of its rows or for none.
+A batch row is a run of consecutive tokens of one request. It usually begins with the request's first token that is not
+computed. In some batches a request has several rows, which begin at different *offsets* from this token: the row at
+offset k begins with the k-th guess of the tokens ahead (see RequestStates), the row at offset -1 with the token before.
+Either all rows of a batch have an offset, or none has.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ NO_GENERATION = -1
 
 @dataclass(frozen=True)
 class InputBatch:
-    """The rows of a step, padded. Host arrays and lists have an entry for each real row, in batch order.
+    """The rows of a step's batch, padded. Arrays and lists have an entry for each row but padding, in batch order.
 
-    Unless `combine` is set, each request has one row, and `step_starts` is in the step's order. Example: a step decodes
-    requests a, b and c from tokens 5, 9 and 7 on. Then request_of_row is [b, c, a], order [2, 0, 1] (a has batch row
-    2), step_starts [5, 9, 7], and num_computed [9, 7, 5].
+    Unless `combine` is set, each request has one row, and `step_starts` is in the order of SchedulerOutput instead.
+    Example: a step decodes the requests a, b and c from tokens 5, 9 and 7 on. Then request_of_row is [b, c, a], order
+    [2, 0, 1] (a has batch row 2), step_starts [5, 9, 7], and num_computed [9, 7, 5].
     """
 
     request_of_row: list[str]  # ids; an id occurs several times if `combine` is set
@@ -72,13 +72,13 @@ class InputBatch:
 
     @cached_property
     def num_computed(self) -> np.ndarray:
-        """The number of each row's tokens with K and V in the cache before the step, int32 [R]."""
+        """For each row, the number of tokens before it, whose K and V are in the cache before the step: int32 [R]."""
         num_computed_R = np.array(self.step_starts, np.int32)
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
 
 class CombineRows(Protocol):
-    """Combines the results of a batch's rows into those of requests that may have several rows."""
+    """A function that combines the results of a batch's rows into those of its requests, which may have several."""
 
     def __call__(
         self,
@@ -87,19 +87,20 @@ class CombineRows(Protocol):
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """Return the step's output.
+        """Return the step's output, with the results of each request.
 
-        request_of_row, tokens_R: one per row, in batch order. extras: see RunnerOutput.
+        request_of_row, tokens_R: the request id and the sampled token of each row, in batch order. extras: see
+        RunnerOutput.
         """
         ...
 
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """Make the batch of a step, padded to `key`, and stage its inputs on the device.
+    """Return the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
 
-    Padding tokens have no slot and belong to rows with an empty context: they write and read nothing. Attention outside
-    of a graph gets only the real rows; padding tokens follow them. Decodes are ordered by descending context, as the
-    longest attention should not start last.
+    Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If attention
+    is not captured, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes, rows are
+    ordered by descending context, so that the longest attention does not start last.
     """
     count, lens = len(step.request_ids), step.counts
     request_of_row, order = step.request_ids, None
@@ -150,14 +151,17 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
 
 
 def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """Return a batch's AttentionInputs.host_3: the captured values if its graph holds attention, else these values."""
+    """Return a batch's AttentionInputs.host_3: the given values, or those of the capture if attention is captured."""
     if key is not None and key.kind is GraphKind.FULL:
         return key.num_decodes, key.max_query_len, key.max_seq_len
     return num_decodes, longest_query, longest_context
 
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """Order a step's decodes by descending context. All contexts grow equally, so the order holds for later steps."""
+    """Return a step's decodes in the order of descending contexts, padded to `num_rows`.
+
+    All contexts grow by one token per step, so the order stays valid in later steps.
+    """
     contexts_R = np.array(step.starts, np.int32)
     request_of_row, order = step.request_ids, None
     if (contexts_R[:-1] < contexts_R[1:]).any():
@@ -170,7 +174,7 @@ def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) 
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Permute a step's values into the batch's order."""
+    """Return values in the batch's order, given in the step's. order: the batch row of each request of the step."""
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R
@@ -185,9 +189,9 @@ def empty_batch(
     *,
     variant: str = "",
 ) -> InputBatch:
-    """Return a batch of padding, which has no side effects. variant: used unless the key has one.
+    """Return a batch that consists of padding, so that running it has no side effects. See `stage_empty`.
 
-    `stage_empty` stages it.
+    num_rows, num_tokens: of padding. host: AttentionInputs.host_3. variant: of the forward, unless `key` has one.
     """
     nothing = np.empty(0, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
@@ -199,7 +203,7 @@ def empty_batch(
 
 
 def stage_empty(batch: InputBatch, buffers: InputBuffers) -> None:
-    """Stage the rows of an empty batch."""
+    """Stage the rows of a batch from `empty_batch`."""
     if batch.decodes_only:
         buffers.stage_decodes(StagedDecodes.padding(batch.num_rows))
     else:
@@ -208,11 +212,12 @@ def stage_empty(batch: InputBatch, buffers: InputBuffers) -> None:
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Return where padding rows begin among num_tokens tokens, int32 [rows + 1].
+    """Return query_start_loc_R1 for a batch of padding: the offsets of `num_rows` rows, int32 [num_rows + 1].
 
-    All rows have one token, or all have the same larger number. If there are too few tokens, the last rows are empty;
-    tokens left over belong to no row. The lengths must be equal, because for requests without keys flash-attn 2 assumes
-    that each has the largest length, at least two, and writes out of bounds if the total exceeds the tokens.
+    If there are as many tokens as rows, each row has one. Otherwise rows have an equal number of tokens, at least two;
+    if there are too few tokens, the last rows are empty, and remaining tokens belong to no row. The lengths must be
+    equal because of flash-attn 2: for requests without keys it assumes that each has the largest length, at least two,
+    and writes out of bounds if the total exceeds the tokens.
     """
     each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
     return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
@@ -220,7 +225,7 @@ def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StagedDecodes:
-    """A batch of decodes, reused by later steps with the same requests while the states' generation is unchanged."""
+    """The rows of a batch of decodes that were staged. Later steps with the same requests and rows reuse them."""
 
     step_ids: list[str]  # the requests, in the step's order
     generation: int  # RequestStates.generation when the batch was made
@@ -239,11 +244,11 @@ class StagedDecodes:
 
 
 class InputBuffers:
-    """Device buffers for the largest step: max_num_tokens tokens, and max_num_rows rows, one of them for padding.
+    """Device buffers for the inputs of a step of up to max_num_tokens tokens and max_num_rows rows, padding included.
 
-    The host writes rows_R, query_start_loc_R1 and offsets_R, through staged writes. Kernels compute all others from
-    these and the states. work_length: length of work_W. asked: step tensors that passes declare. has_offsets: batches
-    may have offsets.
+    The host writes rows_R, query_start_loc_R1 and offsets_R, by staged writes. Kernels compute all other buffers from
+    these and the request states. max_blocks: most blocks of a request. work_length: length of AttentionInputs.work_W.
+    asked: step tensors that passes declare. has_offsets: whether batches may have offsets.
     """
 
     def __init__(
@@ -308,7 +313,7 @@ class InputBuffers:
         self.staged_offsets: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def stage_decodes(self, decodes: StagedDecodes) -> None:
-        """Stage the rows of decodes, unless the buffers have them already."""
+        """Stage the rows of a batch of decodes, unless the buffers already have the same rows."""
         there, self.decodes, self.staged_offsets = self.decodes, decodes, None
         if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
             return
@@ -317,7 +322,7 @@ class InputBuffers:
         self._rows.stage(0, padded_rows_R)
 
     def stage_batch(self, rows_R: np.ndarray, query_starts_R1: np.ndarray, offsets_R: np.ndarray | None = None) -> None:
-        """Stage the rows of any batch, padding included. offsets_R: for a batch with offsets."""
+        """Stage the rows of a batch, padding included. offsets_R: the row's offsets, for a batch that has them."""
         self.decodes, there = None, self.staged_offsets
         self.staged_offsets = None
         if offsets_R is not None:
@@ -330,16 +335,19 @@ class InputBuffers:
         self._query_start_loc.stage(0, query_starts_R1)
 
     def of_variant(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return the step tensors that only this variant of the forward reads, cut to the step's tokens."""
+        """Return the step tensors that only this variant of the forward reads, for the first `num_tokens` tokens."""
         return tuple(tensor_T[:num_tokens] for tensor_T in self._of_variant[variant])
 
     def forget_staged(self) -> None:
-        """Forget which batch was staged, because it did not reach the device."""
+        """Forget which batch was staged last, so that the next one is staged in any case.
+
+        Call it if the staged rows did not reach the device.
+        """
         self.decodes = self.staged_offsets = None
 
 
 def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
-    """Return a batch's step tensors by name, padding included, as views of the buffers."""
+    """Return the step tensors of a batch by name, padding included. All but host_3 are views of the buffers."""
     sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
     starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
     step = {
@@ -352,7 +360,7 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
 
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
-    """Compute the batch's inputs on the device. Its staged writes must have been applied."""
+    """Fill the buffers with the batch's inputs, on the device. Its staged writes must have been applied."""
     fill = prepare_reference if buffers.rows_R.device.type == "cpu" else launch_prepare
     fill(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only, has_offsets=batch.has_offsets)
     if asked := buffers.asked[batch.variant]:
@@ -360,7 +368,10 @@ def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> 
 
 
 def _fill_asked(batch: InputBatch, states: RequestStates, buffers: InputBuffers, asked: Sequence[StepTensor]) -> None:
-    """Fill the step tensors that passes declare. Raises ValueError if a pass returns values of the wrong shape."""
+    """Fill the step tensors that passes declare, by their `fill` functions.
+
+    Raises ValueError if a function returns values of the wrong shape.
+    """
     step = step_of_batch(batch, buffers)
     step["rows_R"] = buffers.rows_R[: batch.num_rows]
     real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
@@ -383,11 +394,11 @@ def launch_prepare(
     decodes_only: bool,
     has_offsets: bool = False,
 ) -> None:
-    """Fill the buffers for the batch whose rows were staged.
+    """Launch the kernel that fills the buffers for the batch whose rows were staged.
 
-    num_rows, num_tokens: numbers to fill, padding included. A padding row (-1) gets an empty context; padding tokens
-    get id 0 and slot -1. decodes_only: each row has one token, so query_start_loc_R1 is not read. has_offsets: see the
-    module's docstring; otherwise offsets_R is not read.
+    num_rows, num_tokens: how many rows and tokens to fill, padding included. A padding row (-1) gets an empty context;
+    padding tokens get id 0 and slot -1. decodes_only: each row has one token; query_start_loc_R1 is not read.
+    has_offsets: rows have offsets, see the module's docstring; otherwise offsets_R is not read.
     """
     from compiled_engine.engine.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
 
@@ -433,7 +444,7 @@ def prepare_reference(
     decodes_only: bool,
     has_offsets: bool = False,
 ) -> None:
-    """Do the work of step_kernels.prepare_kernel on a CPU."""
+    """Do the work of `launch_prepare` on a CPU, with numpy."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
     starts_R1 = np.arange(num_rows + 1) if decodes_only else buffers.query_start_loc_R1.numpy()[: num_rows + 1]
     lens_R = np.diff(starts_R1)

@@ -2,15 +2,15 @@
 
 Only full blocks are shared. A block can be found once the step that fills it is scheduled and its tokens are known.
 Requests admitted to that same step (copies of one prompt, for example) only find blocks filled by chunks longer than a
-decode: a step with such a chunk writes K and V of all tokens before any query attends, whereas a step of decodes may
-write and attend in one kernel, in any order of requests. A block completed by a decode, or a chunk as short, can
-therefore be found from the next step on; `Scheduler.schedule` keeps this rule.
+decode. The reason is that a step with such a chunk writes K and V of all tokens before any query attends, whereas a
+step of decodes may write and attend in one kernel, in any order of requests. A block completed by a decode, or by a
+chunk as short as one, can therefore be found only from the next step on; `Scheduler.schedule` keeps this rule.
 
-Blocks are released at once, although steps in flight may still write to them. Steps run in the order they were
-scheduled in, so a block's next holder writes later and reads only its own writes. A write in flight cannot spoil a
-registered block either: all its tokens are known, so the token written is the one that its hash covers. Unknown tokens
-lie beyond all registered blocks of their request; if the request ends before they are known, their block is never
-registered.
+Blocks are released at once, although steps in flight may still write to them. This is safe. Steps run in the order in
+which they were scheduled, so the next request that holds a block writes later, and reads only its own writes. If a
+block is registered, all its tokens are known, so a write in flight to it writes the K and V that its hash stands for.
+Unknown tokens come after all registered blocks of their request; if the request ends before they are known, their block
+is never registered.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class KVCacheManager:
-    """Gives a request its part of every resource or of none: the KV groups, and the resources of features.
+    """Gives a request its part of every resource, or of none. The resources are the KV groups and `others`.
 
-    Features' resources are taken first, because taking blocks may evict cached ones; only groups grow later. A prefix
-    is cached if every resource has it.
+    The others are taken first, because taking blocks may evict cached blocks. Only blocks are added to a running
+    request later. A prefix is cached if every resource has it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """The number of tokens that the whole cache can hold for a single request; NO_CACHE without groups."""
+        """The number of tokens that the cache can hold if one request has all blocks; NO_CACHE without KV groups."""
         return min((group.num_slots for group in self.groups), default=NO_CACHE)
 
     @property
@@ -67,10 +67,11 @@ class KVCacheManager:
         return sum(group.pool.num_free for group in self.groups)
 
     def admit(self, request: Request, reserve: int) -> bool:
-        """Give a request that holds nothing the resources for all its tokens, sharing the blocks of a cached prefix.
+        """Give a request its part of every resource, for all its known tokens, and return True.
 
-        Returns False, without changes, if a resource has no room, or if fewer than `reserve` blocks of a group would
-        stay free. Sets `num_computed_tokens` to the number of cached tokens; at least one token remains to be computed.
+        The blocks of a cached prefix are shared, and `num_computed_tokens` is set to the prefix's length; at least one
+        token remains to be computed. Returns False, without changes, if a resource has no room, or if fewer than
+        `reserve` blocks of a group would stay free.
         """
         num_tokens = len(request.token_ids)
         reads_prefix = self.enable_prefix_caching and not request.computes_every_token
@@ -96,9 +97,9 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_tokens: int) -> BlockIds | None:
-        """Give the request blocks for `num_tokens` more tokens and return the new ones, () if it has enough.
+        """Give a running request the blocks that it lacks for `num_tokens` more tokens. Returns their ids by KV group.
 
-        Returns None, without changes, if a group has too few free blocks.
+        Returns () if it has enough blocks, and None, without changes, if a group has too few free blocks.
         """
         end = request.num_computed_tokens + num_tokens
         if end <= request.num_slots:
@@ -117,9 +118,10 @@ class KVCacheManager:
         return tuple(tuple(group.block_ids(request)) for group in self.groups)
 
     def register(self, request: Request) -> None:
-        """Add the request's blocks that are full of known tokens, computed or scheduled, to the prefix cache.
+        """Add the request's blocks that are full of known tokens to the prefix cache.
 
-        Adds nothing for a request that holds no blocks, as `free` has set its `num_computed_tokens` to 0.
+        The tokens must be computed or scheduled. Does nothing for a request that holds no blocks, since `free` has set
+        its `num_computed_tokens` to 0.
         """
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         if num_tokens < request.next_block_end:
@@ -130,19 +132,19 @@ class KVCacheManager:
         request.next_block_end = next_block_end
 
     def take_registered(self) -> list[list[int]]:
-        """Return the places added to the prefix cache since the last call: blocks by group, then other resources'.
+        """Return the places added to the prefix cache since the last call: each group's blocks, then other resources'.
 
-        Steps in flight may still have to fill them.
+        Steps in flight may still have to fill these places.
         """
         return [findable.take_registered() for findable in self._findable]
 
     def unregister(self, registered: Sequence[Sequence[int]]) -> None:
-        """Remove places that `take_registered` returned from the prefix cache, because they were not written."""
+        """Remove places that were not written from the prefix cache. registered: from `take_registered`."""
         for findable, places in zip(self._findable, registered, strict=True):
             findable.unregister(places)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; requests keep their blocks."""
+        """Empty the prefix cache. Requests keep their blocks."""
         for findable in self._findable:
             findable.unregister_all()
 
@@ -153,25 +155,25 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Release everything that the request holds. Raises RuntimeError if it holds nothing.
 
-        Sets `num_computed_tokens` to 0: a preempted request is computed again, and `register` adds none of its blocks
-        when its tokens in flight come.
+        Sets `num_computed_tokens` to 0, because a preempted request is computed again. `register` then adds none of its
+        blocks when its tokens in flight arrive.
         """
         for resource in self.resources:
             resource.free(request)
         request.num_slots = request.num_computed_tokens = 0
 
     def check_all_free(self) -> None:
-        """Raise RuntimeError if anything is held. Call it when no request is left."""
+        """Raise RuntimeError if a part of any resource is held. Call it when no request is left."""
         for resource in self.resources:
             resource.check_all_free()
 
     def check_integrity(self, holders: Collection[Request]) -> None:
-        """Raise RuntimeError unless exactly `holders` hold something, and everything is accounted for."""
+        """Raise RuntimeError unless exactly `holders` hold a part of each resource, and resources are consistent."""
         for resource in self.resources:
             resource.check_integrity(holders)
 
     def _common_prefix(self, request: Request, most: int) -> int:
-        """Return the length of the longest prefix of at most this many tokens that all resources have cached."""
+        """Return the length of the longest prefix, of at most `most` tokens, that all resources have cached."""
         found, num_agreeing = most, 0
         for resource in cycle(self.resources):
             shorter = resource.longest_prefix(request, found)

@@ -1,7 +1,8 @@
-"""Loads a rank's model: compiles it or not, and reads the rank's slices of the checkpoint.
+"""Loads a rank's model: compiles it unless it runs eagerly, and reads the rank's slices of the checkpoint.
 
-A compiled model and an eager one have the same callables under the same names (graphs/compiler/signature.py). Passes
-add to a compiled model what features need; for an eager one, features do it themselves (`EagerFeature`).
+A compiled model and an eager one have the same callables under the same names (graphs/compiler/signature.py). What
+features need in the model is added by passes to a compiled model, and by the features themselves to an eager one
+(`EagerFeature`).
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ EVERY_BATCH = CompileRange(1, 1 << 31)
 
 
 class EagerFeature(Protocol):
-    """The part of a feature in an eager model, where it does with module hooks what passes do in a compiled one."""
+    """The part of a feature in an eager model. It changes the model by module hooks, as passes do in a compiled one."""
 
     def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
-        """Describe the tensors to allocate for the feature; the model's may be among them."""
+        """Return descriptions of the tensors to allocate for the feature. Tensors of the model may be among them."""
         ...
 
     def callables(
         self, model: nn.Module, callables: Mapping[str, Forward], tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Forward]:
-        """Return the model's callables, some of them changed, and others that the feature adds.
+        """Return the model's callables, by name, with the feature's changes and additions.
 
-        tensors: all parameters by name, those of `parameters` included.
+        tensors: all parameters by name, including those that `parameters` describes.
         """
         ...
 
@@ -65,7 +66,7 @@ class EagerModel:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The callables besides the forwards."""
+        """The names of the callables that are neither the forward nor a variant of it, such as the logits."""
         return tuple(name for name in self.callables if name not in (FORWARD, *VARIANTS))
 
     def bind(
@@ -76,7 +77,11 @@ class EagerModel:
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:
-        """Return the callable, which has its parameters and all layers. on_attention: see `stitch`."""
+        """Return the callable `name` as a single range for every batch.
+
+        on_attention: called in place of attention ops. parameters, distinct: ignored; the callable has its parameters
+        and always runs all layers.
+        """
         call = self.callables[name]
         return (BoundRange(EVERY_BATCH, call if on_attention is None else _in_parts(call, on_attention)),)
 
@@ -132,10 +137,10 @@ def compile_in_turn(
     progress: Progress,
     timeline: Timeline,
 ) -> CompiledModel | None:
-    """Compile the model with compile_model, on the first rank before the others; None if it is to run eagerly.
+    """Return the compiled model, see `compile_model`; None if the model runs eagerly.
 
-    The first rank builds a missing cache entry, compiling kernels in parallel; then the others load it. Without a
-    cache, all ranks compile at the same time.
+    With a compile cache, the first rank compiles before the others, which then load its cache entry. Without a cache,
+    all ranks compile at the same time. All ranks must call this function.
     """
     if not config.compile.enabled:
         return None
@@ -156,11 +161,11 @@ def load_model(
     shared: Mapping[str, torch.Tensor] | None = None,
     features: Sequence[EagerFeature] = (),
 ) -> LoadedModel:
-    """Load the model's weights onto the device.
+    """Load the weights of a rank's model onto the device, and return the model.
 
-    compiled: the compiled model of this rank's stage; None if the model runs eagerly. Tensors that the compiled model
-    does not take stay on the meta device. shared: another model's tensors to use as parameters, by name. features: the
-    parts of features in an eager model. Raises what materialize and load_weights raise.
+    compiled: the compiled model of this rank's stage; parameters that it does not read stay on the meta device. None:
+    the model runs eagerly. shared: tensors of another model to use as parameters, by name. features: the parts of
+    features in an eager model. Raises what materialize and load_weights raise.
     """
     cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(local_model(config), cache_dir) if compiled else build_model(local_model(config))

@@ -64,7 +64,7 @@ Stale = Literal["", "cached", "all"]
 
 
 class PlanFeature:
-    """The planning part of a feature. Methods do nothing unless overridden."""
+    """The planning part of a feature. Its methods are hooks, which do nothing unless overridden."""
 
     calls: tuple[str, ...] = ()  # names of the methods that serve control calls
     num_parts = 1  # number of parts into which `divide` divides the running requests
@@ -80,9 +80,10 @@ class PlanFeature:
         """
 
     def holds_back(self, request: EngineRequest, given: Any) -> bool:
-        """Return whether to hold a request back until `take_ready` returns it. At most one feature overrides these two.
+        """Return whether to hold a request back until `take_ready` returns it. At most one feature overrides the two.
 
-        given: see EngineCore.add; None if nothing came with the request. Raises ValueError if the two do not match.
+        given: see EngineCore.add; None if nothing came with the request. Raises ValueError if `given` does not match
+        the request.
         """
         return False
 
@@ -140,7 +141,10 @@ class PlanFeature:
         raise NotImplementedError
 
     def built(self, builder: StepBuilder) -> None:
-        """Note a built step, and adjust the builder's settings for the whole step. `planned` follows unless empty."""
+        """Note a step that was built, and adjust its builder's settings for the whole step.
+
+        `planned` follows unless the step is empty.
+        """
 
     def admitted(self, request: Request, extras: dict[str, Any]) -> None:
         """Add to the extras of an admitted request's NewRequest. The request already holds its resources.

@@ -1,4 +1,4 @@
-"""A request in the scheduler: its tokens, how many of them are computed, its limits, and when it ends."""
+"""Request, the scheduler's data about a request: its tokens, how many are computed, its limits, and when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = Finish("length", None)
 
 
 class StopRule(msgspec.Struct, frozen=True):
-    """Conditions that end a request; they count output tokens."""
+    """The conditions that end a request. min_tokens and max_tokens count output tokens."""
 
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
@@ -46,9 +46,9 @@ class StopRule(msgspec.Struct, frozen=True):
 
 
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
-    """Return how a request ends with `token_id`, its newest output token; None if it continues.
+    """Return how a request ends with its newest output token, `token_id`; None if it continues.
 
-    A stop token before `min_tokens` is ignored; the limit on length always applies.
+    Before `min_tokens` output tokens, a stop token does not end it. The limit on length always does.
     """
     if num_output_tokens >= rule.min_tokens:
         if token_id in rule.eos_token_ids:
@@ -61,7 +61,7 @@ def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish 
 
 
 class RequestStatus(Enum):
-    """The state of a request. WAITING and PREEMPTED ones are in the waiting queue; only RUNNING ones hold blocks."""
+    """The state of a request. The waiting queue has WAITING and PREEMPTED requests. Only RUNNING ones hold blocks."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -118,10 +118,10 @@ class Request:
         max_total_tokens: int,
         max_new_tokens_per_step: int = 1,
     ) -> Request:
-        """Make a request. max_total_tokens: most tokens of prompt and output together.
+        """Make a waiting request. max_total_tokens: most tokens of prompt and output together.
 
-        max_new_tokens_per_step: the engine's value. Requests that ask for it, or whose logits depend on the tokens
-        generated so far, get 1.
+        max_new_tokens_per_step: most tokens that a step of this engine yields per request. The request gets 1 instead
+        if its parameters ask for it, or if its logits depend on the tokens generated so far.
         """
         params = request.sampling_params
         gets_one = max_new_tokens_per_step > 1 and (params.edits_by_output or params.disable_spec_decode)
@@ -150,14 +150,14 @@ class Request:
         return made
 
     def start(self) -> None:
-        """Set the request running: it is admitted to a step, for the first time or again."""
+        """Set the status to RUNNING, when the request is admitted for the first time or after a preemption."""
         self.status = RequestStatus.RUNNING
         self.max_new_tokens_per_step = self.most_when_admitted
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
     def limit_to_single_tokens(self) -> None:
-        """Yield at most one token a step until the next admission."""
+        """Let steps yield at most one token for this request, until it is admitted the next time."""
         self.max_new_tokens_per_step = 1
         self.set_steady_limits()
 
@@ -167,12 +167,12 @@ class Request:
         return self.max_new_tokens_per_step < self.most_when_admitted
 
     def set_steady_limits(self) -> None:
-        """Recompute the fast-path limits. Below them, one integer comparison replaces the scheduler's other checks.
+        """Recompute the limits of the scheduler's fast path, where one integer comparison replaces all other checks.
 
-        While fewer than `steady_until_computed` tokens are computed, the request's next share is an ordinary decode: it
-        yields up to max_new_tokens_per_step tokens, fits the request's blocks, follows an earlier decode, and cannot
-        reach the length limit. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it
-        is not the first, and ends the request only if it is one of ending_ids.
+        While fewer than `steady_until_computed` tokens are computed, the next step is an ordinary decode for this
+        request: it yields up to max_new_tokens_per_step tokens, fits the request's blocks, is not the first to sample a
+        token, and cannot reach the length limit. While fewer than `steady_until_known` tokens are known, the next token
+        is ordinary: it is not the first output token, and ends the request only if it is one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
@@ -188,19 +188,22 @@ class Request:
         return until_computed, last if generates else 0
 
     def correct_counts(self, bound: int, count: int) -> None:
-        """Correct the counts after a step that could yield `bound` tokens and yielded `count`."""
+        """Correct the token counts, which assume `bound` tokens of a step, once the step has yielded `count`."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:
             self.num_computed_tokens -= bound - count
 
     @property
     def may_decode(self) -> bool:
-        """Whether one known token is left to compute, and the length limit not reached: the next share is a decode."""
+        """Whether the next step is a decode: one token is left to compute, and the length limit is not reached.
+
+        The token may be one that a step in flight samples.
+        """
         return self.num_computed_tokens + 1 == self.num_tokens < self.max_num_tokens
 
     @property
     def step_limit(self) -> int:
-        """Most known tokens that the next step may compute."""
+        """Most known tokens that the next step may compute for the request."""
         if not self.step_ends:
             return self.max_step_tokens
         return min(self.max_step_tokens, self.step_ends[0] - self.num_computed_tokens)
@@ -216,7 +219,10 @@ class Request:
         return self.num_tokens > len(self.token_ids)
 
     def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
-        """Return the request as sent to the runner. block_ids: its block table in each KV group."""
+        """Return the message that tells the runner of the request. block_ids: its block table in each KV group.
+
+        extras: see NewRequest.
+        """
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
@@ -230,10 +236,10 @@ class Request:
 
 
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
-    """Raise RuntimeError unless requests are consistent.
+    """Raise RuntimeError unless all requests are consistent.
 
-    Running requests must be in order, each request must run, wait or await its last token, and the fast-path limits
-    must be up to date.
+    The running ones must be in order. Each request must be running, waiting, or awaiting its last token. The limits of
+    the fast path must be up to date.
     """
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")

@@ -1,8 +1,7 @@
-"""Request states on the device: each request has a fixed row, from admission until removal, that steps read.
+"""Holds the state of running requests on the device. Each request has a fixed row, from admission until removal.
 
-A preempted request is removed like a finished one and returns as a new one, so rows never move and nothing is stored
-twice. Steps advance the states on the device; the host only writes them when a request arrives or gets blocks
-(rows/row_fields.py).
+A preempted request is removed like a finished one, and added again as a new one, so rows never move. Steps update the
+states on the device. The host writes to them only when a request arrives or gets blocks (rows/row_fields.py).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from compiled_engine.rows.row_fields import RowField, RowFields
 class RequestStates:
     """Assigns rows to requests, and holds the state of each row. Other modules may declare further `fields`.
 
-    In an engine whose steps may yield several tokens per request, a row has up to num_ahead guesses of the tokens
-    *ahead* of (that is, following) its newest token. has_history: keep each row's tokens on the device, see history_SL.
-    Dimension S: rows.
+    In an engine whose steps may yield several tokens per request, a row has up to `num_ahead` guesses of the tokens
+    *ahead* of its newest token, which are the tokens that follow it. has_history: keep each row's tokens on the device,
+    see history_SL. S in names of tensors: rows.
     """
 
     def __init__(
@@ -87,7 +86,10 @@ class RequestStates:
         return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int32, len(request_ids))
 
     def add(self, request: NewRequest, num_computed: int) -> int:
-        """Give a request a row, fill it, and return its index. num_computed: number of tokens in the cache."""
+        """Assign a row to a request, stage the row's state, and return the row.
+
+        num_computed: number of the request's tokens whose K and V are in the cache.
+        """
         row = self._free_rows.pop()
         self.generation += 1
         self._row_of[request.request_id] = row
@@ -108,7 +110,7 @@ class RequestStates:
         return row
 
     def all_token_ids(self, row: int) -> np.ndarray:
-        """Return the known tokens of the row's request, int32 [max_model_len + 1]."""
+        """Return the known tokens of the row's request, int32 [max_model_len + 1]; arbitrary values follow them."""
         all_token_ids_L: np.ndarray = self._all_token_ids_KL[self._token_rows[row]]
         return all_token_ids_L
 
@@ -118,7 +120,7 @@ class RequestStates:
         self._num_blocks[row] = start + len(block_ids)
 
     def remove(self, request_id: str) -> int | None:
-        """Free the request's row and return its index; None if its step failed before it got a row."""
+        """Free the request's row and return it. Returns None if the request never got one because its step failed."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return None

@@ -1,4 +1,4 @@
-"""The requests that have not ended: the running ones and the waiting queue, and how they move between the two."""
+"""Keeps the requests that have not ended, running and waiting, and moves requests between the two states."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from compiled_engine.engine.request import Request, RequestStatus, check_request
 
 
 class WaitingQueue:
-    """Waiting requests, sorted by `Request.order`.
+    """The waiting requests, in the order of `Request.order`.
 
-    A request that a feature does not let start is skipped, so that others need not wait for it.
+    If a feature does not let a request start, the request is skipped, so that others need not wait for it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, request.order)
 
     def peek(self) -> Request | None:
-        """Return the next request that is not skipped."""
+        """Return the first request that is not skipped, without removing it; None if there is none."""
         while self._heap and self._heap[0] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0]] if self._heap else None
@@ -41,15 +41,15 @@ class WaitingQueue:
         del self._requests[heapq.heappop(self._heap)]
 
     def remove(self, request: Request) -> None:
-        """Remove a request that will not come back."""
+        """Remove a request that has ended, wherever it is in the queue."""
         del self._requests[request.order]
 
     def skip(self) -> None:
-        """Skip the next request until `restore`."""
+        """Skip the request that `peek` has just returned, until `restore`."""
         self._skipped.append(heapq.heappop(self._heap))
 
     def restore(self) -> None:
-        """Put all skipped requests back in their places."""
+        """Put all skipped requests back to their places in the order."""
         for order in self._skipped:
             if order in self._requests:
                 heapq.heappush(self._heap, order)
@@ -62,7 +62,7 @@ class WaitingQueue:
 
 
 class RequestTable:
-    """The requests of a scheduler."""
+    """The requests of a scheduler that have not ended, and their changes of state."""
 
     def __init__(self, kv_cache: KVCacheManager, hooks: PlanHooks) -> None:
         self._kv_cache, self._hooks = kv_cache, hooks
@@ -80,20 +80,23 @@ class RequestTable:
         self.num_late += request.samples_late
 
     def start(self, request: Request) -> None:
-        """Move the next waiting request, which has its blocks, to the running ones."""
+        """Move the first waiting request, which has taken its resources, to the running ones."""
         self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))
 
     def preempt_last(self) -> Request:
-        """Preempt the last running request: release its blocks, and queue it in its old place to be recomputed."""
+        """Preempt the last running request in order, and return it.
+
+        Its resources are freed, and it waits in its old place in the order, to be computed again.
+        """
         request = self.running.pop()
         self._release(request, RequestStatus.PREEMPTED)
         self.waiting.push(request)
         return request
 
     def retire(self, requests: Sequence[Request]) -> None:
-        """Release running requests whose last token is in flight."""
+        """Free the resources of requests whose last token is in flight; those that no longer run are ignored."""
         retired = [request for request in requests if request.status is RequestStatus.RUNNING]
         for request in retired:
             self._release(request, RequestStatus.ENDING)
@@ -101,13 +104,13 @@ class RequestTable:
             self.sweep()
 
     def drop(self, request: Request) -> None:
-        """End a request in any state."""
+        """End a request in any state, and remove it from its queue."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         self.end(request)
 
     def end(self, request: Request) -> None:
-        """Forget a request and free its resources; `sweep` then removes it from the running ones."""
+        """End a request: free its resources and forget it. `sweep` must remove it from `running` afterwards."""
         if request.status is RequestStatus.RUNNING:
             self._release(request, RequestStatus.FINISHED)
         else:
@@ -121,11 +124,11 @@ class RequestTable:
             ended(request)
 
     def sweep(self) -> None:
-        """Remove requests that do not run from `running`."""
+        """Remove the requests that no longer run from `running`."""
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def _release(self, request: Request, status: RequestStatus) -> None:
-        """Free a running request's resources at once; kv_cache.py explains why that is safe."""
+        """Free a running request's resources at once, and set its status. kv_cache.py explains why this is safe."""
         self._kv_cache.free(request)
         request.status, request.has_sampled = status, False
         request.set_steady_limits()
@@ -136,6 +139,6 @@ class RequestTable:
         return tuple(removed)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, naming the fault, unless requests and the resources that they hold are consistent."""
+        """Raise RuntimeError that names the fault unless requests and the resources that they hold are consistent."""
         check_requests(self.by_id.values(), self.running, len(self.waiting))
         self._kv_cache.check_integrity(self.running)

@@ -1,8 +1,8 @@
-"""The runner: loads and compiles a rank's model, owns its KV cache and request rows, and executes steps.
+"""The runner: loads and compiles a rank's model, owns its KV cache and the rows of requests, and executes steps.
 
-A step goes through `submit`: it updates the rows (`update_rows`), chooses the graph and makes the batch (`_launch`),
-and launches the model and the sampling (`run`). None of these waits for the device. The sampling of a step that samples
-late is launched later, by `sample`.
+`submit` executes a step: it updates the rows (`update_rows`), chooses the graph and makes the batch (`_launch`), and
+launches the model and the sampling (`run`). None of these waits for the device. If a step samples late, its sampling is
+launched afterwards, by `sample`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from compiled_engine.sampling.sampler import Sampler, StepEdits
 
 
 class Runner:
-    """Executes steps on a rank's device, by `submit`, `sample` and `calls`, until `close`. Not thread-safe."""
+    """Executes steps on a rank's device (`submit`, `sample`), and serves control calls (`calls`). Not thread-safe."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Runner:
         group: Group | None = None,
         share: LayerShare | None = None,
     ):
-        """Load and compile the model, size the KV cache, capture graphs.
+        """Load and compile the model, size the KV cache, and capture the graphs.
 
         All ranks construct their runners at the same time, and submit the same steps. make_features: makes the
-        features' parts and the tail from this runner's parts. group: the tensor-parallel ranks, which must be the
-        caller's current group. share: this rank's layers; None for all. Raises what build_processors, the loader, the
-        compiler and size_cache raise.
+        features' parts on the device, and the tail. group: the tensor-parallel ranks, which must be the caller's
+        current group; None: a single rank. share: this rank's layers; None: all. Raises what build_processors, the
+        loader, the compiler and size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or FakeGroup()
@@ -189,7 +189,7 @@ class Runner:
         )
 
     def _make_step(self, made: RunnerFeatures) -> None:
-        """Make the launches of a step from those of the features."""
+        """Make the launches of a step, with the hooks and the tail that the features have made."""
         self._hooks = StepHooks(made.features)
         self.ring = TokenRing(self.buffers, self._config.device, self._clock)
         self._sampling: StepSampling | None = None
@@ -202,7 +202,7 @@ class Runner:
         self.step = ModelStep(self.model, self.buffers, tail, self.states, length, self._hooks)
 
     def _stamp(self, kernels: Path) -> Path | None:
-        """Return the stamp of this start, see `stamp_of_start`; None if the model is not compiled or not cached."""
+        """Return the path of this start's stamp, see `stamp_of_start`; None without a cache entry of the model."""
         if self._compiled is None or self._compiled.lookup.status == "off":
             return None
         return stamp_of_start(kernels, self._compiled.lookup.key, self._config, self._share.index)
@@ -251,7 +251,7 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep | LateStep:
         """Launch a step without waiting for the device: update the rows, prepare the inputs, run the model, sample.
 
-        For a step that samples late, call `sample` before the next `submit`.
+        Returns the pending step. For a step that samples late, call `sample` before the next `submit`.
         """
         if self._late is not None:  # its late inputs did not come: the step failed
             self._late = None
@@ -274,7 +274,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, late: LateInputs) -> None:
-        """Sample the last submitted step, which samples late, without waiting for the device."""
+        """Launch the sampling of the last submitted step, one that samples late, without waiting for the device."""
         step, self._late = self._late, None
         assert step is not None
         try:
@@ -324,11 +324,11 @@ class Runner:
         return pending
 
     def run(self, batch: InputBatch, hidden_wanted: bool, *, samples_late: bool = False) -> PendingStep | LateStep:
-        """Launch a step's work on the device: staged writes, the forward, and sampling. `_launch` makes the batch.
+        """Launch a step's work on the device: staged writes, forward and sampling. Returns the pending step.
 
-        samples_late: return a LateStep without sampling, which is launched later. Every row is sampled by temperature
-        and seed, and rows with further parameters are sampled again (step_sampling.py), so that one set of decode
-        graphs serves all.
+        Every row is sampled by temperature and seed. Rows with further parameters are then sampled again
+        (step_sampling.py), so that the same decode graphs serve all requests. samples_late: do not sample again; return
+        a LateStep, whose sampling `sample` launches.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -357,7 +357,10 @@ class Runner:
     def _sample(
         self, batch: InputBatch, logits_RV: torch.Tensor, results: dict[str, Deferred], edits: StepEdits | None = None
     ) -> PendingStep:
-        """Launch parts 2 and 3 of sampling, see step_sampling.py. edits: see StepFeature.edits."""
+        """Launch parts 2 and 3 of sampling, see step_sampling.py, and return the pending step.
+
+        edits: see StepFeature.edits.
+        """
         assert self._sampling is not None
         logprobs = self._sampling.complete(batch, logits_RV, edits)
         for after_sample in self._hooks.after_sample:
@@ -372,14 +375,18 @@ class Runner:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """The control calls that a rank serves, by name: `metrics`, and features' calls such as `adapters.load`."""
+        """The functions that serve control calls, by name: `metrics`, and features' ones such as `adapters.load`."""
         own: dict[str, Callable[..., Any]] = {"metrics": self.metrics}
         return own | {
             f"{each.name}.{call}": getattr(each, call) for each in self._hooks.features for call in each.calls
         }
 
     def metrics(self) -> dict[str, Any]:
-        """Return counts of traces, compilations, captures and replays, cache status, start-up times, and memory use."""
+        """Return the runner's metrics by name.
+
+        They are counts of traces, compilations, captures and replays, the status of the compile cache, times of the
+        start-up, memory use, and the features' metrics.
+        """
         compiled, step_graphs, cache_size = self._compiled, self.step_graphs, self._cache_size
         graphs, models = step_graphs.graphs, (FeatureModel("", compiled, self.model), *self._hooks.models)
         counts = [each.compiled.counts for each in models if each.compiled]
@@ -412,7 +419,7 @@ class Runner:
         }
 
     def close(self) -> None:
-        """Release the device's memory."""
+        """Wait for the device, and free all of its memory that the runner uses."""
         for feature in self._hooks.features:
             feature.close()
         if self.step_graphs.graphs:
@@ -426,9 +433,10 @@ class Runner:
 
 
 def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None, hooks: StepHooks) -> None:
-    """Free the rows of removed requests, fill those of new ones, and append new blocks to block tables.
+    """Free the rows of removed requests, assign rows to new ones, and append new blocks to the block tables.
 
-    sampler: None in a runner that does not sample. Raises what Sampler.add_row raises.
+    The changes are staged, see RowFields. sampler: None in a runner that does not sample. Raises what Sampler.add_row
+    raises.
     """
     for request_id in step.removed:
         row = states.remove(request_id)
@@ -449,7 +457,7 @@ def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler |
 
 
 def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> int:
-    """Add a row to the states and the sampler, or to neither."""
+    """Assign a row to a request in the states and the sampler, and return it. After an error, neither has it."""
     row = states.add(request, num_computed)
     if sampler is None:
         return row
@@ -472,7 +480,10 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
 
 
 def _pass_counts(model: FeatureModel) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to match, by compiled range (prefixed by the model) and by pass."""
+    """Return how often each pass matched and had to match: {compiled range: {pass: {"matches", "contract"}}}.
+
+    The range's name is prefixed by that of the model.
+    """
     if model.compiled is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""The scheduler decides which tokens of which requests the next step computes, and processes the step's result.
+"""The scheduler: decides which tokens of which requests the next step computes, and processes the step's result.
 
 Prefill and decode are treated alike: every request has known tokens that are not computed, and each step divides a
 token budget among requests (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests
@@ -200,10 +200,10 @@ class Scheduler:
         self._reaching_limit = []
 
     def _build_step(self, of_step: Sequence[Request], room: int, preemptions_before: int) -> StepBuilder:
-        """Build a step of these running requests and at most `room` waiting ones; it may be empty.
+        """Build a step of the running requests `of_step` and at most `room` waiting ones. The step may be empty.
 
-        preemptions_before: their count before the step was planned. Once it is exceeded, blocks have run out
-        and no request is admitted, as it would be preempted next.
+        preemptions_before: the number of preemptions before this step was planned. If it has grown, blocks have run
+        out, and no request is admitted, as it would be preempted next.
         """
         num_waiting, decode_tokens = len(self._requests.waiting), self._max_new_tokens_per_step
         if self.hooks.decode_tokens is not None:
@@ -225,7 +225,7 @@ class Scheduler:
         return builder
 
     def _schedule_running(self, builder: StepBuilder, running: Sequence[Request]) -> int:
-        """Schedule running requests; returns the budget left for waiting ones."""
+        """Schedule running requests. Returns the tokens of the budget that are left for waiting requests."""
         budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
         for index, request in enumerate(running, 1):
@@ -291,7 +291,7 @@ class Scheduler:
             self._schedule_tokens(builder, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, builder: StepBuilder, request: Request, num_tokens: int, bound: int) -> None:
-        """Let the step compute the request's next num_tokens tokens, guesses included, and advance its counts.
+        """Let the step compute the request's next `num_tokens` tokens, guesses included, and advance its token counts.
 
         bound: most new tokens that the step yields for the request if it reaches the last known token.
         """
@@ -341,7 +341,10 @@ class Scheduler:
             begin_late(late)
 
     def finish_late(self) -> LateInputs:
-        """Wait for the late inputs of the last `begin_late`. A request whose input fails ends in `update`."""
+        """Wait for the late inputs of the last `begin_late`, and return them.
+
+        A request whose input fails ends in `update`.
+        """
         extras: dict[str, Any] = {}
         for finish_late in self.hooks.finish_late:
             extras |= finish_late()
@@ -368,7 +371,10 @@ class Scheduler:
     def _add_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
-        """Process a step with one token per request. On the fast path a request only gets its token and logprobs."""
+        """Process a step with one token per request, and return its outputs.
+
+        Requests on the fast path only get a token and log-probabilities; they are not in `others`.
+        """
         if result.lengths is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.extras)
@@ -391,7 +397,10 @@ class Scheduler:
     def _add_several_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
-        """Process a step with 0 to `max_new_tokens_per_step` tokens per request, correcting the counts of requests."""
+        """Process a step with 0 to `max_new_tokens_per_step` tokens per request, and return its outputs.
+
+        The requests' token counts, which assume the maximum, are corrected.
+        """
         lengths = result.lengths if result.lengths is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.extras)
         places: list[int] = []
@@ -417,7 +426,10 @@ class Scheduler:
         return every.part(places, others)
 
     def _add_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
-        """Append a step's tokens to a request, up to the token that ends it. Returns None if there is no output."""
+        """Append a step's tokens to a request, up to the token that ends it, and return its output.
+
+        tokens: the request's part of `result.token_ids`. Returns None if there is nothing to tell the caller.
+        """
         if request.status is RequestStatus.FINISHED:
             return None
         end, num_known = tokens.start, len(request.token_ids)
@@ -448,7 +460,10 @@ class Scheduler:
         return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
-        """Drop the steps in flight after a failure. Running requests end; the next step removes their rows again."""
+        """Drop the steps in flight after a failure, and end all running requests.
+
+        The next step frees the rows of all requests that ended, also of those that a dropped step was to free.
+        """
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
@@ -487,7 +502,7 @@ class Scheduler:
                     self._kv_cache.keep_apart(request)
 
     def metrics(self) -> dict[str, Any]:
-        """Return SchedulerCounts.metrics and the features' metrics."""
+        """Return the scheduler's and the features' metrics by name, see SchedulerCounts.metrics."""
         waiting = len(self._requests.waiting)
         found: dict[str, Any] = self._counts.metrics(
             self._kv_cache, running=len(self._requests.by_id) - waiting, waiting=waiting
@@ -498,10 +513,10 @@ class Scheduler:
         return found
 
     def _waiting_by_reason(self) -> dict[str, int]:
-        """Return the numbers of waiting requests: those that a feature does not let start, and the others.
+        """Return the numbers of waiting requests by the reason why they wait.
 
-        The others wait in order, for what the first of them lacked when it was tried last: a kind of resource, or else
-        its turn.
+        "feature": a feature does not let them start. All others wait in order, and have the reason of the first one:
+        the kind of resource that it lacked when it was tried last, or else "turn".
         """
         found = dict.fromkeys(("feature", *(each.kind for each in self._kv_cache.resources), "turn"), 0)
         found["feature"] = self._requests.waiting.num_skipped
@@ -520,7 +535,7 @@ class Scheduler:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counts of a scheduler since the start."""
+    """Counts of requests, steps, preemptions and free blocks since the start of a scheduler, for its metrics."""
 
     least_free: int  # fewest free blocks after scheduling a step
     arrived: int = 0
@@ -530,9 +545,9 @@ class SchedulerCounts:
     aborted: int = 0
 
     def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, Any]:
-        """Return current values and counts since the start.
+        """Return current values and counts since the start, as metrics by name.
 
-        Current values are running and waiting requests, kv_usage (share of blocks held, 0 to 1) and blocks_free.
+        Current values are running and waiting requests, kv_usage (fraction of blocks held, 0 to 1) and blocks_free.
         prefix_queries and prefix_hits count prompt tokens; finished counts requests that ended by a stop condition or
         their length.
         """

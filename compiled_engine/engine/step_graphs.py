@@ -1,7 +1,7 @@
-"""CUDA graphs of steps: what is captured (`ModelStep`), which graph serves a batch, and its replay (`StepGraphs`).
+"""Captures steps as CUDA graphs (`ModelStep`), chooses the graph that serves a batch, and replays it (`StepGraphs`).
 
 A decode graph holds the whole step: input preparation, forward, and sampling by temperature. Any other full graph holds
-input preparation and forward; a piecewise or breakable one, the forward between attention ops. Features may add
+input preparation and forward; a piecewise or breakable graph holds the forward between attention ops. Features may add
 launches to these graphs, and have further graphs.
 """
 
@@ -30,7 +30,7 @@ POOL_SHARE = 0.125
 class ModelStep:
     """The launches of a step, as a `Capturable`.
 
-    model: its list of kv_caches may be refilled until the first capture. hooks: features' launches within the step.
+    model: the tensors in its kv_caches may be replaced until the first capture. hooks: features' launches in the step.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class ModelStep:
         self.prepared_inputs(batch)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """Run the part of a step that the key's graph holds; see the module's docstring.
+        """Run the part of a step that the key's graph holds, see the module's docstring, and return its result.
 
-        Unless the key is full, the inputs must have been prepared.
+        Unless the key is FULL, the inputs must have been prepared.
         """
         return self._run(key, distinct=False)
 
     def warm_up(self, key: GraphKey) -> None:
-        """Run like `run`, but only one layer of each kind, as layers of a kind run the same kernels."""
+        """Do the work of `run` with only one layer of each kind, since layers of the same kind run the same kernels."""
         self._run(key, distinct=True)
 
     def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
@@ -79,7 +79,7 @@ class ModelStep:
         prepare(batch, self.states, self.buffers)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Compute the batch's inputs, plan its attention work, and return the inputs of attention."""
+        """Compute the batch's inputs on the device, plan its attention, and return the attention inputs."""
         self.prepare(batch)
         return self.model.planned_inputs(batch, self.buffers)
 
@@ -90,7 +90,10 @@ class ModelStep:
         return ForwardOutput(result, is_logits, (), variant, logits_inputs)
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """See Capturable. KV caches are only replaced all together, so the first and the last one stand for all."""
+        """Return the `id` of each tensor that a graph reads, see Capturable.
+
+        Of the KV caches, only the first and the last are included, since all are replaced together.
+        """
         buffers, caches = self.buffers, self.model.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(map(id, (*read, *caches[:1], *caches[-1:])))
@@ -106,11 +109,11 @@ class ModelStep:
 def affordable(
     config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Return the token_sizes of the graphs to capture, without those for which some rank lacks the memory.
+    """Return the sizes of config.graph.token_sizes for which every rank has the memory to capture a graph.
 
-    activation_bytes: peak memory of a step of max_num_batched_tokens; a graph's pool is assumed proportional to its
-    tokens. left_bytes: memory for activations and KV cache, without graphs; None if it is no limit. all_reduce_min:
-    takes the minimum over all ranks.
+    A graph's memory is assumed to be proportional to its tokens. activation_bytes: peak memory of a step of
+    max_num_batched_tokens. left_bytes: memory for activations and KV cache, without graphs; None: no limit.
+    all_reduce_min: returns the minimum of a number over all ranks.
     """
     sizes = config.graph.token_sizes
     if left_bytes is None:
@@ -130,8 +133,8 @@ def affordable(
 class StepGraphs:
     """Chooses the graph of each step and replays it, or runs the step without a graph.
 
-    token_sizes: the sizes of config.graph.token_sizes that are captured. graphs: the features' and the steps' captured
-    graphs; None if nothing is captured.
+    token_sizes: the sizes of config.graph.token_sizes that are captured. graphs: all captured graphs, of steps and of
+    features; None if nothing is captured.
     """
 
     def __init__(
@@ -176,10 +179,11 @@ class StepGraphs:
         variant: str = "",
         query_len: int | None = None,
     ) -> GraphKey | None:
-        """Return the key of the graph to replay for a batch; None, counting the reason, if it runs without a graph.
+        """Return the key of the graph to replay for a batch; None if the batch runs without a graph.
 
-        longest: the longest context, this step's tokens included. variant: the forward's variant. query_len: rows per
-        request if it is uniform and each row has one token; None otherwise.
+        Counts the batch, and the reason if it has no graph. longest: the longest context, this step's tokens included.
+        hidden_wanted: the step needs hidden states. variant: the forward's variant. query_len: rows per request, if all
+        requests have the same number and each row has one token; None otherwise.
         """
         if query_len is None and num_tokens == num_requests:
             query_len = 1
@@ -196,10 +200,10 @@ class StepGraphs:
         return None
 
     def run(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Prepare the batch's inputs and run the forward, as a replay if the batch has a graph.
+        """Prepare the batch's inputs and run the forward, by a replay if the batch has a graph. Returns the output.
 
-        A decode graph also samples and advances, see `Tail.launch_first`. The staged inputs must have been applied.
-        hidden_wanted: return hidden states, not logits.
+        A decode graph also samples and advances the states, see `Tail.launch_first`. The staged writes must have been
+        applied. hidden_wanted: return hidden states rather than logits.
         """
         if (key := batch.key) is not None:
             assert self.graphs is not None
@@ -215,7 +219,7 @@ class StepGraphs:
         return output
 
     def _replay(self, key: GraphKey, num_tokens: int) -> torch.Tensor:
-        """Replay a feature's graph for a batch of num_tokens tokens."""
+        """Replay a feature's graph for a batch of `num_tokens` tokens, and return the graph's result."""
         assert self.graphs is not None
         result = self.graphs.replay(key, None)
         self.counters.replay(key, num_tokens)

@@ -56,18 +56,18 @@ class Tail(Protocol):
     advance: Advance
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Launch the part that a decode graph holds; returns the graph's result.
+        """Launch the part of the tail that a decode graph holds, for the first `num_rows` rows. Returns its result.
 
-        For batches without a decode graph, `launch_rest` includes this part.
+        If a batch has no decode graph, `launch_rest` includes this part.
         """
         ...
 
     def launch_rest(
         self, batch: InputBatch, output: ForwardOutput, results: dict[str, Deferred]
     ) -> torch.Tensor | None:
-        """Launch the rest, except for sampling that may await late inputs.
+        """Launch the rest of the tail, except for sampling that may await late inputs.
 
-        Returns the logits [R, V] of rows that sample; None if none does. Other results are put into `results`, by
+        Returns the logits [R, V] of the batch's rows; None if no row samples. Other results are put into `results`, by
         feature name.
         """
         ...
@@ -96,7 +96,7 @@ class RunnerParts:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The rows of a step whose requests may have several rows each."""
+    """The batch rows of a step whose requests may have several rows each."""
 
     num_tokens: int
     longest: int  # bound of the contexts
@@ -122,7 +122,7 @@ class FeatureModel(NamedTuple):
 
 
 class StepFeature:
-    """The part of a feature on a rank's device. Methods do nothing unless overridden."""
+    """The part of a feature on a rank's device. Its methods are hooks, which do nothing unless overridden."""
 
     name = ""  # of its results in RunnerOutput, and of its data in messages' extras
     calls: tuple[str, ...] = ()  # names of the methods that serve control calls
@@ -173,11 +173,11 @@ class StepFeature:
         return ""
 
     def wants_hidden(self, step: SchedulerOutput) -> bool:
-        """Return whether `read_hidden` needs hidden states, so that the forward must not end at logits."""
+        """Return whether `read_hidden` needs hidden states, so that the forward must return them, not logits."""
         return False
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
-        """Return the rows of a step; without this hook each request has one. At most one feature overrides it."""
+        """Return the batch rows of a step. At most one feature overrides this; otherwise each request has one row."""
         raise NotImplementedError
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:

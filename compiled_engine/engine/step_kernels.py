@@ -1,4 +1,4 @@
-"""Triton kernels that gather a step's inputs from the request states, and store its tokens there afterwards."""
+"""Triton kernels that compute a step's inputs from the request states, and store the step's tokens in the states."""
 
 from __future__ import annotations
 
@@ -45,16 +45,18 @@ def prepare_kernel(
 ) -> None:
     """Fill the buffers of a batch from the request states, see input_batch.launch_prepare.
 
-    One program per row of the batch; unless DECODES_ONLY, another for tokens without a row. S are rows of the states.
+    Program (batch row); unless DECODES_ONLY, one more program fills the tokens after the last row. R: rows of the
+    batch, S: rows of the states, L: most tokens of a request.
 
-    rows_ptr: int32 [R], the state row of each row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read with
-        DECODES_ONLY.
-    num_computed_ptr to token_row_ptr: int32 [S]; all_token_ids_ptr: int32 [., L]; state_table_ptr: int32 [S,
-        MAX_BLOCKS]; see RequestStates.
+    rows_ptr: int32 [R], the state row of each batch row, -1 for padding; query_start_loc_ptr: int32 [R + 1], not read
+        with DECODES_ONLY.
+    num_computed_ptr to token_row_ptr: int32 [S]; all_token_ids_ptr: int32 [rows of tokens, L]; state_table_ptr: int32
+        [S, MAX_BLOCKS]; see RequestStates.
     input_ids_ptr to sample_positions_ptr: the buffers that are filled, see InputBuffers. table_ptr: int32 [R,
         MAX_BLOCKS].
     offsets_ptr: int32 [R], see input_batch.py; ahead_ptr: int32 [S, NUM_AHEAD]; history_ptr: int32 [S, L]. All three
         are None unless the batch has offsets. A row whose guess does not exist is treated as padding.
+    num_rows, num_tokens: how many rows and tokens to fill, padding included. TILE: tokens or blocks handled at a time.
     """
     # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
     # wait, and kernels between the two may all let their dependents start before they have waited.
@@ -152,14 +154,15 @@ def advance_kernel(
 ) -> None:
     """Store a step's tokens in the request states and in the ring buffer, see step_sampling.advance.
 
-    A single program handles all rows, since they share the step's number. S are rows of the states.
+    A single program handles all rows, since they share the step's number. R: rows of the batch, S: rows of the states.
 
-    rows_ptr, query_start_loc_ptr: see prepare_kernel; token_ids_ptr: int64 [R], the sampled tokens.
-    num_computed_ptr, prefill_len_ptr, last_token_ptr: int32 [S]. num_steps_ptr: int32 [1], the step's number, which is
-        increased.
-    ring_ptr: int32 [RING, 1 + R], whose entry of the step receives its number, and a token, error code, or -1 for none
-        per row.
-    AGAIN: num_computed has advanced already. LAST_NUMBER: step numbers wrap around after it.
+    rows_ptr, query_start_loc_ptr: see prepare_kernel; token_ids_ptr: int64 [R], the sampled tokens or error codes.
+    num_computed_ptr, prefill_len_ptr, last_token_ptr: int32 [S], see RequestStates. num_steps_ptr: int32 [1], the
+        number of the last step, which is increased.
+    ring_ptr: int32 [RING, 1 + R]. The step's entry receives the step's number, and for each row the token, the error
+        code, or -1 if the row does not sample. ring_stride: elements from one entry to the next.
+    AGAIN: num_computed has advanced already. LAST_NUMBER: step numbers wrap around after it. TILE_R: R rounded up to a
+        power of two.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -56,7 +56,10 @@ class StepSampling:
         return output.tensor if batch.has_decode_graph else self.sample(batch, output)
 
     def sample(self, batch: InputBatch, output: ForwardOutput) -> torch.Tensor | None:
-        """Launch part 1 for a batch without a decode graph; returns its logits [R, V], None if nothing samples."""
+        """Launch part 1 for a batch without a decode graph.
+
+        Returns the logits [R, V] of all rows but padding; None if no row samples.
+        """
         count = batch.num_real_rows  # padding rows need no logits here
         if not batch.samples.any():
             self.advance(batch, None, count)
@@ -67,9 +70,9 @@ class StepSampling:
         return self.launch_first(batch, output, count)
 
     def launch_first(self, batch: InputBatch, output: ForwardOutput, num_rows: int) -> torch.Tensor:
-        """Sample a token for each of num_rows rows by temperature and seed, and advance; returns the rows' logits.
+        """Sample a token for each of `num_rows` rows by temperature and seed, and advance the states.
 
-        May be captured. output: one entry per row.
+        Returns the rows' logits. May be captured. output: with one entry per row.
         """
         logits_RV = self._model.logits_of(output)
         rows = slice(0, num_rows)
@@ -83,9 +86,9 @@ class StepSampling:
     def complete(
         self, batch: InputBatch, logits_RV: torch.Tensor, edits: StepEdits | None = None
     ) -> BatchLogprobs | None:
-        """Launch parts 2 and 3 after part 1; returns the log-probabilities, None if no request asks for any.
+        """Launch parts 2 and 3, after part 1. Returns the log-probabilities; None if no request asks for any.
 
-        edits: see StepFeature.edits.
+        logits_RV: the logits from part 1. edits: see StepFeature.edits.
         """
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
@@ -111,25 +114,28 @@ class StepSampling:
 
 
 class Advance(Protocol):
-    """Advances the states by a step: stores its tokens there and in the ring buffer. May be captured."""
+    """Interface that advances the states by a step: stores the step's tokens there and in the ring buffer.
+
+    Its launches may be captured.
+    """
 
     def __call__(
         self, batch: InputBatch, token_ids_R: torch.Tensor | None, num_rows: int, *, again: bool = False
     ) -> None:
-        """Advance the first num_rows rows.
+        """Advance the states of the batch's first `num_rows` rows.
 
-        token_ids_R: int64; None if the step samples nothing. again: replace the tokens with which the states have
-        already advanced.
+        token_ids_R: the sampled tokens, int64; None if the step samples nothing. again: the states have already
+        advanced by this step; only replace its tokens.
         """
         ...
 
     def tokens(self, batch: InputBatch, num_rows: int) -> torch.Tensor:
-        """Return the token that each of the first num_rows rows got, int32; any value for rows that got none."""
+        """Return the token that each of the first `num_rows` rows got, int32; an arbitrary value if it got none."""
         ...
 
 
 class StepAdvance:
-    """The `Advance` of steps without drafts: each request has one row of logits, and gets at most one token."""
+    """The `Advance` of steps in which a request has one row, and gets at most one token."""
 
     def __init__(self, states: RequestStates, buffers: InputBuffers) -> None:
         self._states, self._buffers = states, buffers
@@ -158,7 +164,8 @@ def advance(
     """Store a step's tokens in the states, and write them to the ring buffer that the host reads.
 
     token_ids_R: int64, for all rows but padding; negative values are error codes. A row gets its token only if the step
-    has reached its last known token. again: replace the tokens with which the states have already advanced.
+    has computed the last known token of the row's request. again: the states have already advanced by this step; only
+    replace its tokens.
     """
     if buffers.rows_R.device.type == "cpu":
         advance_reference(states, buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
@@ -206,7 +213,7 @@ def advance_reference(
     decodes_only: bool,
     again: bool,
 ) -> None:
-    """Do the work of step_kernels.advance_kernel on a CPU."""
+    """Do the work of step_kernels.advance_kernel on a CPU, with numpy."""
     rows_R = buffers.rows_R.numpy()[:num_rows]
     real_R = rows_R >= 0
     rows = rows_R[real_R]
@@ -229,10 +236,11 @@ def advance_reference(
 
 
 class TokenRing:
-    """The host's side of the ring buffer of tokens: counts the device's writes, each of which has a number.
+    """The host's side of the ring buffer of tokens: knows in which entry a step's tokens will be.
 
-    A step's tokens are in the entry that it wrote last. The ring has room for two entries per pending step, as
-    resampling writes a second one.
+    The device numbers its writes to the ring buffer, and the host counts the launches that write. A step that is
+    sampled again writes a second entry; its tokens are in the last one. The ring has room for two entries per pending
+    step.
     """
 
     def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):
@@ -242,15 +250,15 @@ class TokenRing:
         self._is_known = False  # _number equals the device's number
 
     def launched(self) -> None:
-        """Count a launch that writes tokens into the ring."""
+        """Count a launch that writes an entry of the ring buffer."""
         self._number = (self._number + 1) & LAST_NUMBER
 
     def lose_count(self) -> None:
-        """Note that the device may have counted steps that the host has not."""
+        """Note that the host's count may differ from the device's, after a failure."""
         self._is_known = False
 
     def catch_up(self) -> None:
-        """Read the number from the device if it is unknown; this waits for the device."""
+        """Read the count from the device if the host's may differ. This waits for the device."""
         if not self._is_known:
             self._number = int(self._buffers.num_steps_1)
             self._is_known = True
@@ -258,7 +266,10 @@ class TokenRing:
     def pending_step(
         self, batch: InputBatch, logprobs: BatchLogprobs | None, results: Mapping[str, Deferred]
     ) -> PendingStep:
-        """Return the step whose tokens were launched last. results: the features' results, by name."""
+        """Return the pending step whose tokens the last counted launch writes.
+
+        logprobs: its log-probabilities; None if no request asks for any. results: the features' results, by name.
+        """
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -268,7 +279,7 @@ class TokenRing:
 
 @dataclass(slots=True)
 class PendingStep:
-    """A launched step. `result` waits for it."""
+    """A launched step, whose result is read when it has ended on the device."""
 
     _ring_KR1: np.ndarray  # the ring buffer, with the step's tokens under `_number`
     _number: int  # see TokenRing
@@ -279,7 +290,10 @@ class PendingStep:
     _clock: StepClock
 
     def result(self) -> RunnerOutput:
-        """Wait for the step and return its output. Raises RuntimeError if later steps overwrote its tokens."""
+        """Wait for the step to end, and return its output.
+
+        Raises RuntimeError if later steps have overwritten its tokens in the ring buffer.
+        """
         if self._event is not None:
             self._event.synchronize()
         self._clock.lap("wait")
@@ -308,7 +322,7 @@ class PendingStep:
 
 @dataclass
 class LateStep:
-    """A launched step that samples late."""
+    """A launched step that samples late: its logits are computed, and its sampling awaits late inputs."""
 
     batch: InputBatch
     logits_RV: torch.Tensor  # valid until the next step is launched
@@ -316,15 +330,15 @@ class LateStep:
     sampled: PendingStep | None = None  # the pending step, after sampling
 
     def result(self) -> RunnerOutput:
-        """Wait for the step and return its output. Raises RuntimeError if a failure kept it from being sampled."""
+        """Wait for the step to end, and return its output. Raises RuntimeError if a failure prevented its sampling."""
         if self.sampled is None:
             raise RuntimeError("the step was not sampled: its late inputs did not come")
         return self.sampled.result()
 
 
 class Deferred(Protocol):
-    """A feature's result of a step, which is being copied to the host."""
+    """Interface of a feature's result of a step that is being copied to the host."""
 
     def by_request(self) -> dict[str, Any]:
-        """Return plain data by request id; called once the step has ended on the device."""
+        """Return each request's result, as plain data by request id. Called once the step has ended on the device."""
         ...

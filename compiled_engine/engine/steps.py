@@ -1,4 +1,4 @@
-"""A step in the scheduler: under construction (StepBuilder), in flight (StepInFlight), and turned into outputs.
+"""The scheduler's data about a step: while it is built (StepBuilder) and in flight (StepInFlight), and its outputs.
 
 A request's share of a step is the range of its tokens that the step computes.
 """
@@ -31,7 +31,7 @@ class Shares:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step under construction."""
+    """A step that is being built: the scheduler adds the shares of requests one by one."""
 
     max_prefill_tokens: int | None = None  # most prompt tokens of this step; None: as many as the budget allows
     decode_tokens: int = 1
@@ -69,14 +69,14 @@ class StepBuilder:
         return not (self.decodes or self.others.requests)
 
     def room_for_prompts(self, budget: int) -> int:
-        """Return the part of `budget` that prompts may still use."""
+        """Return how many prompt tokens the step may still get, of a budget of `budget` tokens."""
         most = self.max_prefill_tokens
         return budget if most is None else min(budget, most - self.num_prefill_tokens)
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step sent to the runner, with the scheduler's data about it."""
+    """A step that was sent to the runner and whose result is not processed yet."""
 
     output: SchedulerOutput
     requests: list[Request]  # in the step's order, ended ones included
@@ -98,7 +98,11 @@ class StepInFlight:
         *,
         any_late: bool,
     ) -> StepInFlight:
-        """Make a step from its builder. any_late: whether any request, of any step, samples late."""
+        """Return the step that was built.
+
+        number: of the step. removed: see SchedulerOutput. any_late: whether any unfinished request samples late; if
+        not, the step's requests are not searched for such ones.
+        """
         others, num_decodes = builder.others, len(builder.decodes)
         requests = builder.decodes + others.requests
         samples = all_but(builder.unsampled, num_decodes) + others.samples
@@ -123,7 +127,7 @@ class StepInFlight:
 
 
 class StepsInFlight(deque[StepInFlight]):
-    """A queue of at most `most` steps, oldest first."""
+    """A queue of the steps in flight, at most `most`, the oldest first."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -135,14 +139,14 @@ class StepsInFlight(deque[StepInFlight]):
             raise RuntimeError(f"step {self[0].output.step} is in flight: its result must be passed to update() first")
 
     def find(self, step: SchedulerOutput) -> StepInFlight:
-        """Find a step. Raises RuntimeError if it is not in flight."""
+        """Return the step in flight that was sent as `step`. Raises RuntimeError if it is not in flight."""
         for found in self:
             if found.output is step:
                 return found
         raise RuntimeError(f"step {step.step} is not in flight")
 
     def oldest(self, step: SchedulerOutput) -> StepInFlight:
-        """Return the oldest step. Raises RuntimeError if it is not `step`."""
+        """Return the oldest step in flight. Raises RuntimeError if it was not sent as `step`."""
         if not self or self[0].output is not step:
             raise RuntimeError(f"step {step.step} is not the oldest one in flight")
         return self[0]
@@ -153,7 +157,8 @@ def step_outputs(
 ) -> StepOutputs:
     """Return the outputs of a step with one token per request.
 
-    not_steady: indices of tokens to leave out, because their requests are among `others` or have ended.
+    not_steady: indices of tokens to leave out of the columns, because their requests have an output in `others` or have
+    ended.
     """
     request_ids, token_ids, logprobs, columns = step.sampling_ids, result.token_ids, result.logprobs, result.columns
     if not_steady:
@@ -166,7 +171,10 @@ def step_outputs(
 
 
 def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[OutputExtras]) -> list[EngineOutput]:
-    """Return the outputs that features make for requests still in prefill. hooks: PlanHooks.output_extras."""
+    """Return outputs without tokens for the step's requests that do not sample but for which a feature has extras.
+
+    hooks: PlanHooks.output_extras.
+    """
     outputs = []
     for request, samples in zip(step.requests, step.output.samples, strict=True):
         if samples or request.status is RequestStatus.FINISHED:
@@ -183,7 +191,7 @@ def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[Outp
 def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
-    """Return the output of a request for these tokens of the step.
+    """Return the output of a request for a step. tokens: its part of `result.token_ids`.
 
     finish: how the request ends; None if it continues. extras: see EngineOutput.
     """
@@ -225,7 +233,7 @@ def no_token(
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
-    """Return a mask of `count` entries, False at `indices`."""
+    """Return a list of `count` booleans that are False at `indices` and True elsewhere."""
     chosen = [True] * count
     for index in indices:
         chosen[index] = False

@@ -1,12 +1,13 @@
-"""Warm-up: runs every kind of batch before serving, so that no request waits for a kernel, and measures memory.
+"""Warms the engine up: runs every kind of batch, so that no request waits for a kernel, and measures a step's memory.
 
-Warm-up batches are ordinary batches without slots and with empty contexts, so they have no side effects. Sampling is
-warmed up in every way that a request may ask for (sampling/ways.py). Batches that differ only in attention and have a
-graph are left to the capture, which first runs each batch.
+Warm-up batches consist of padding, without slots and with empty contexts, so they have no side effects. Sampling is
+run in every way that a request may ask for (sampling/ways.py). Batches that have a graph and differ from others only in
+attention are left to the graph's capture, which runs the batch first.
 
-If a start may need new Triton kernels, it first compiles them in parallel (`compile_kernels`), because the warm-up
-would wait for each in turn. A dry run goes through the launches of a step without launching kernels, and collects
-them. Kernels that do not depend on the model's code are compiled while the model is traced (`compile_kernels_ahead`).
+If a start may need new Triton kernels, they are first compiled in parallel (`compile_kernels`), because the warm-up
+would compile one after another. For this, a dry run makes the launches of a step without launching kernels, and
+collects the kernels. Kernels that do not depend on the model's code are compiled while the model is traced
+(`compile_kernels_ahead`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from compiled_engine.sampling.ways import MOST_MEMORY, sample_once, ways_of_samp
 
 
 def warm_up(config: EngineConfig, step: ModelStep, progress: Progress) -> int:
-    """Run the start-up batches; returns the peak memory of a step in bytes, without memory allocated before."""
+    """Run the warm-up batches. Returns the peak of the memory that a step allocates on a GPU, in bytes; 0 on a CPU."""
     on_gpu = config.device.type == "cuda"
     shapes = not_captured(config, start_up_batches(config))
     if on_gpu:
@@ -106,7 +107,7 @@ PROMPT_TOKENS = 16
 
 
 class BatchShape(NamedTuple):
-    """The shape of a warm-up batch, whose tokens `padding_starts` divides among its rows."""
+    """The shape of a warm-up batch. See `padding_starts` for how its tokens are divided among its rows."""
 
     num_tokens: int
     num_requests: int  # rows, see `query_len`
@@ -122,11 +123,12 @@ class BatchShape(NamedTuple):
 
 
 def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> list[BatchShape]:
-    """Return batches that run every kernel of a step: the largest, then prompts, then, on a GPU, decodes of many sizes.
+    """Return the shapes of batches that together run every kernel of a step.
 
-    Attention kernels depend on the number of decodes (powers of two cover them), on the bound of the contexts, and on
-    whether prompt tokens are few or many. Kernels of passes depend on the token counts that the passes declare.
-    query_lens: numbers of rows that a decoding request may have; by default the engine's.
+    On a GPU these are the largest batch, prompts, and decodes of many sizes; on a CPU one decode and one batch of
+    prompts. Attention kernels depend on the number of decodes (powers of two cover all), on the bound of the contexts,
+    and on whether prompt tokens are few or many. Kernels of passes depend on the token counts that the passes declare.
+    query_lens: numbers of rows that a decoding request may have; empty: config.query_lens.
     """
     scheduler, graph, query_lens = config.scheduler, config.graph, query_lens or config.query_lens
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -165,10 +167,11 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
 
 
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
-    """Return the batches that the warm-up runs: all but decodes with a graph and several rows or short contexts.
+    """Return the batches that the warm-up must run, since the capture of graphs does not.
 
-    Other decodes are warmed up although they have graphs, because a step with prompts computes the logits of equally
-    many rows without a graph.
+    Left out are decodes that have a graph and either several rows per request or short contexts. Other decodes are
+    warmed up although they have graphs, because a step with prompts computes the logits of as many rows without a
+    graph.
     """
     longest = config.scheduler.max_model_len
     dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
@@ -191,7 +194,10 @@ def compile_kernels(
     progress: Progress,
     features: Sequence[StepFeature] = (),
 ) -> None:
-    """Compile the kernels of every part of a step, by dry runs. Raises what a part raises."""
+    """Compile the kernels of every part of a step in parallel, by dry runs. Raises errors of the parts.
+
+    features: those whose kernels are compiled too.
+    """
     with _asked(config, workers) as kernels:
         tail = step.tail
         sampling = _sampling(config, tail.sampler.vocabulary, kernels) if isinstance(tail, StepSampling) else []
@@ -210,7 +216,7 @@ def compile_kernels(
 
 
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
-    """Compile the kernels of sampling and attention while the model is traced. Raises what a part raises."""
+    """Compile the kernels of sampling and attention, in a thread beside the trace of the model. Raises their errors."""
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []
@@ -225,7 +231,10 @@ def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWor
 
 @contextmanager
 def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
-    """Collect the kernels launched in this context, and compile them in parallel. An exception cancels the rest."""
+    """Let `workers` compile the kernels that are launched in this context, see `compiled_by`; yields the collector.
+
+    After an exception, kernels whose compilation has not started are dropped.
+    """
     with ThreadPoolExecutor(initializer=_prepare_thread, initargs=(config,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
@@ -236,21 +245,27 @@ def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelColle
 
 
 def _prepare_thread(config: EngineConfig) -> None:
-    """Set this thread's GPU, and keep the kernels that it loads apart from those of other threads."""
+    """Make the engine's GPU this thread's current device, and keep the thread's Triton kernels in the kernel folder.
+
+    Does nothing on a CPU.
+    """
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)
         keep_kernels_of_this_thread(kernel_folder(config.compile.cache_dir))
 
 
 def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:
-    """Run each way of sampling in a thread. It cannot be dry-run, because it indexes with its kernels' results."""
+    """Start to run each way of sampling in a thread; return a future for each.
+
+    Sampling cannot be dry-run, because it indexes with the results of its kernels.
+    """
     alone = replace(vocabulary, group=fake_group_for(vocabulary.group))  # other ranks do not take part
     return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
 
 
 @torch.inference_mode()
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
-    """Dry-run the attention of each kind of layer, on separate tensors."""
+    """Call the attention of each kind of layer on newly allocated tensors, in a dry run."""
     model, backend, block_size = local_model(config), get_backend(config.attention_backend), config.cache.block_size
     num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
@@ -273,7 +288,7 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
 
 @torch.inference_mode()
 def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuffers, shape: BatchShape) -> None:
-    """Dry-run a batch's forwards: to hidden states, and to logits if the forward for few tokens ends there."""
+    """Call the forwards of a batch, in a dry run: to hidden states and, if the batch has few tokens, also to logits."""
     for variant in model.variants:
         asked = buffers.asked[variant]
         empty = _empty_step(config, shape, buffers.block_table_RB.shape[1], asked)
@@ -292,7 +307,7 @@ def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuf
 def _empty_step(
     config: EngineConfig, shape: BatchShape, num_blocks: int, asked: Sequence[StepTensor] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return the step tensors of a batch of padding, without planned attention work."""
+    """Return the step tensors of a batch of padding, by name. Its attention is not planned. asked: further tensors."""
     num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
     sizes = {"tokens": num_tokens, "requests": num_requests, "blocks_per_request": num_blocks, "work": 0}
     step = padding_of((*STEP_TENSORS, *asked), sizes | {"request_borders": num_requests + 1}, device)
@@ -304,7 +319,10 @@ def _empty_step(
 
 @torch.inference_mode()
 def _inputs(config: EngineConfig, step: ModelStep) -> None:
-    """Run the kernels of a step's inputs and tokens, in a dry run or in the warm-up. Only they use rows and buffers."""
+    """Run the kernels that prepare a step's inputs and that advance the states, on batches of padding.
+
+    In a dry run, they are only compiled.
+    """
     states, buffers = step.states, step.buffers
     counts = (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,)
     for num_tokens, has_offsets in product(counts, config.offset_choices):
@@ -321,9 +339,10 @@ def _inputs(config: EngineConfig, step: ModelStep) -> None:
 
 
 def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: int = 0) -> Path:
-    """Return the file that exists if an earlier start with these kernels has succeeded.
+    """Return the path of a file in the kernel folder that exists if an earlier start with the same kernels succeeded.
 
-    entry_key: the compiled model's key in the compile cache. share: index of the rank's LayerShare.
+    entry_key: the compiled model's key in the compile cache. share: index of the rank's LayerShare, its part of the
+    layers.
     """
     fields = {name: value for name, value in effective_fields(config).items() if name.startswith(KERNEL_FIELDS)}
     profiles = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(PROFILES.glob("*.json"))}
@@ -332,6 +351,9 @@ def stamp_of_start(kernels: Path, entry_key: str, config: EngineConfig, share: i
 
 
 def write_stamp(stamp: Path) -> None:
-    """Record that the start has succeeded. If the file cannot be written, the next start uses workers again."""
+    """Create the file `stamp`, which tells later starts that all kernels are compiled. Errors are ignored.
+
+    Without the file, the next start uses worker processes again.
+    """
     with suppress(OSError):
         stamp.touch(mode=0o600)

@@ -1,7 +1,7 @@
-"""TMA tiles ("boxes") of tensors, and their descriptors for launches of Hopper's kernels.
+"""Makes TMA descriptors for launches of Hopper's kernels. A Box is the tile ("box") that a TMA copy transfers.
 
-Triton validates each new descriptor and formats its type at each launch, which together cost the host more than the
-launch itself. A Box is validated once, on first use, and quick launches identify the type by the box.
+Triton validates each new descriptor, and formats its type for each launch; together this costs the host more than the
+launch itself. A Box validates only its first descriptor, and quick launches (launcher.py) identify the type by the Box.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 
 class Box:
-    """The shape of a tensor's tile, and its layout in shared memory.
+    """The shape of the tile that a TMA copy transfers, and the tile's layout in shared memory.
 
-    Create each box once, since launches compare boxes by identity.
+    Create each box once and keep it, since quick launches compare boxes by identity.
     """
 
     def __init__(self, shape: Sequence[int], layout: Any):
@@ -31,9 +31,10 @@ class Box:
         return TensorDescriptor
 
     def of(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
-        """Return a TensorDescriptor of `base` with this tile. The descriptor's attribute `box` is this Box.
+        """Return a TensorDescriptor for copies of this tile from or to `base`. Its attribute `box` is this Box.
 
-        The first call validates the sizes, and raises AssertionError if they do not fit. Later calls check nothing.
+        shape, strides: those of the view of `base` that is copied, in elements. The first call validates them and
+        raises AssertionError if TMA does not support them. Later calls validate nothing.
         """
         if self._checked:
             found = object.__new__(self._descriptor)  # skips validation; other fields keep their defaults

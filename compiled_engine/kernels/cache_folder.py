@@ -1,7 +1,7 @@
-"""Folder of the engine's kernel binaries in the compile cache, each stored with its digest.
+"""The folder of compiled kernels in the compile cache, where each binary is stored with its digest.
 
-A file without a digest, or with a wrong one, is reported and built again. The folder belongs to this user, and no other
-user can write to it.
+A binary without a digest, or with a wrong one, is reported and built again. The folder belongs to this user, and no
+other user can write to it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _THREAD = threading.local()
 
 
 def kernel_folder(cache_dir: Path | None) -> Path | None:
-    """Return the folder `cache_dir`/kernels, created if it does not exist; None if kernels cannot be kept.
+    """Return the folder `cache_dir`/kernels, created if it does not exist; None if kernels cannot be stored there.
 
-    Kernels are not kept without a cache_dir, or if this user cannot write to the folder. They are also not kept, and a
-    warning is logged, if the folder cannot be created or if other users can write to it. Triton then uses the folder of
-    its own setting, and C++ libraries are compiled in every process.
+    Returns None if cache_dir is None or if this user cannot write to the folder. Also returns None, and logs a warning,
+    if the folder cannot be created or if other users can write to it. Triton then uses its default folder
+    ($TRITON_CACHE_DIR or ~/.triton/cache), and C++ libraries are compiled in every process.
 
     All models share the folder: Triton names files by a digest of source, options and versions.
     """
@@ -55,23 +55,26 @@ def _warn(text: str) -> None:
 
 
 def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
-    """Make Triton use `folder` and `CheckedFiles` within this context; see `kernel_variables`.
+    """Return a context in which Triton keeps its files in `folder`, and checks them, see `kernel_variables`.
 
-    The context lasts while the engine starts, since all kernels are compiled or loaded then.
+    It sets environment variables. An engine starts in this context, since all kernels are compiled or loaded then.
     """
     return environment_variables(kernel_variables(folder))
 
 
 def kernel_variables(folder: Path | None) -> dict[str, str]:
-    """Return environment variables that make Triton use `CheckedFiles`, and `folder` unless it is None."""
+    """Return environment variables that make Triton check its files by `CheckedFiles` and keep them in `folder`.
+
+    None: Triton keeps its files where its own settings say.
+    """
     return MANAGER | ({} if folder is None else {VARIABLE: str(folder)})
 
 
 def keep_kernels_of_this_thread(folder: Path | None) -> None:
-    """Make the kernels that this thread compiles go to `folder`, whatever the environment variables say.
+    """Let Triton read and write the files of kernels that this thread compiles in `folder`, not in $TRITON_CACHE_DIR.
 
-    The variables are process-wide: while this thread compiles kernels, they may name a compiled piece's folder, because
-    another thread loads that piece. None: the variables apply again.
+    None: the environment variable applies to this thread again. It is process-wide: while this thread compiles kernels,
+    it may name the folder of a compiled piece that another thread is loading.
     """
     _THREAD.folder = folder
 
@@ -83,9 +86,10 @@ def folder_of_this_thread() -> Path | None:
 
 
 def is_checked(name: str) -> bool:
-    """Return whether a file of this name is stored with a digest.
+    """Return whether a file of this name is stored with a digest, and checked before it is used.
 
-    Triton's file lists (__grp__) have no digest: they only name other files, so that a damaged list finds nothing.
+    Triton's lists of a kernel's files (__grp__) have no digest. They only contain names, so with a damaged list Triton
+    finds no files.
     """
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 
@@ -100,7 +104,7 @@ def keep_digest(path: Path, content: bytes) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file matches one of its digests. Logs a warning if it does not."""
+    """Return whether the content of a file matches one of its digests. Logs a warning if it does not."""
     if matches_digest(path):
         return True
     log.warning("%s is damaged, or has no digest; it is built again", path)
@@ -108,7 +112,10 @@ def is_whole(path: Path) -> bool:
 
 
 def damaged_kernels(cache_dir: Path) -> list[str]:
-    """Return the damaged files below `cache_dir`/kernels, relative to that folder. They will be built again."""
+    """Return the paths of files in `cache_dir`/kernels that match none of their digests, relative to that folder.
+
+    The engine will build them again.
+    """
     folder = cache_dir / FOLDER
     files = sorted(path for path in folder.rglob("*") if path.is_file() and is_checked(path.name))
     return [str(path.relative_to(folder)) for path in files if not matches_digest(path)]

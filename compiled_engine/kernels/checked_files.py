@@ -1,4 +1,4 @@
-"""Cache manager for Triton that checks binaries against their digests before they are loaded."""
+"""CheckedFiles, a cache manager for Triton that checks binaries against their digests before they are loaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOADS = itertools.count(1)
 
 
 class CheckedFiles(FileCacheManager):
-    """Treats damaged files as missing, so that Triton compiles and overwrites them.
+    """A cache manager that reports damaged files as missing, so that Triton compiles the kernel and writes them again.
 
-    Threads may load launchers concurrently, see `_to_load`. Files of compiled pieces are in other folders and are not
-    checked here: the manifest of a piece's cache entry has their digests.
+    Only files in the engine's kernel folder are checked. Kernels of compiled pieces are in other folders: the manifest
+    of a piece's cache entry has their digests. Threads may load launchers concurrently, see `_to_load`.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -82,11 +82,11 @@ class CheckedFiles(FileCacheManager):
 
 
 def _to_load(path: str) -> str:
-    """Return a library's path in a spelling that no other call returns. Return other files' paths unchanged.
+    """Return the path of a shared library, spelled with "/./" and "//" as no other call spells it.
 
-    All of Triton's launchers are modules of the same name. When Python loads a module from the same path a second time,
-    it takes the module of that name that was loaded last, from any path, and fills it with this path's functions.
-    Threads that load launchers at the same time would get each other's launchers.
+    Paths of other files are returned unchanged. Triton's launchers are extension modules that all have the same name.
+    When Python loads such a module from a path that it has loaded before, it reuses the module object of that name that
+    was loaded last, from any path. Threads that load launchers at the same time would get each other's launchers.
     """
     folder, name = os.path.split(path)
     if not name.endswith(".so"):

@@ -1,11 +1,11 @@
 """Compiles Triton kernels in parallel worker processes before they are launched.
 
-The workers import their modules while this process traces the model. Threads would not help much: they share an
-interpreter, and most of the work is Python.
+The workers import their modules while this process traces the model. Threads would help little, since they share the
+GIL and most of the work is in Python.
 
-Triton names a kernel's binary by a digest of Triton's own files, some hundred megabytes, and by the version of its
-assembler, which it runs to find out. Both are computed once per process and release the GIL, so a thread computes them
-while the engine prepares its first kernel.
+The name of a kernel's binary depends on a digest of Triton's own files, some hundred megabytes, and on the version of
+Triton's assembler, which Triton has to run to find the version. Both are computed once per process and release the GIL,
+so a thread computes them while the engine prepares its first kernel.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nu
 
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
-    """Return the computation of Triton's digests, which the first call starts in a thread.
+    """Start to compute Triton's digests in a thread; later calls return the same object.
 
-    The computation's `result` waits for the digests and never raises.
+    The digests are those of Triton's files and of its compiler for `device`. Its `result` waits for them and never
+    raises.
     """
     return InBackground(lambda: _digest(device))
 
@@ -62,13 +63,13 @@ def _digest(device: torch.device) -> None:
 
 
 class KernelWorkers:
-    """Worker processes that compile kernels. They end with the context.
+    """Worker processes that compile kernels. As a context manager, ends them on exit.
 
     count: number of processes, possibly 0.
-    folder: where Triton's binaries are stored; None: the folder of Triton's own setting.
+    folder: where Triton's binaries are stored; None: where Triton's own settings say.
     modules: imported by the workers when they start, so that the first kernels need not wait for them.
 
-    No method raises: the caller compiles the kernels that no worker has compiled.
+    If a worker fails, no method raises: the caller compiles the kernels that no worker has compiled.
     """
 
     def __init__(self, count: int, folder: Path | None, modules: Sequence[str] = ()):
@@ -83,7 +84,7 @@ class KernelWorkers:
         return self._pool is not None
 
     def start(self) -> None:
-        """Start the processes unless they run already."""
+        """Start the processes, unless they have been started before."""
         if self._pool is None:
             self._pool = WorkerPool("compiled_engine.kernels.worker", self._count, self._environment)
             self._pool.begin({"modules": self._modules})
@@ -93,9 +94,10 @@ class KernelWorkers:
         self._target = [target.backend, target.arch, target.warp_size]
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
-        """Compile a kernel in a worker, which stores it in Triton's folder.
+        """Compile the kernel `module`.`name` in a worker, wait for it, and return whether it is compiled.
 
-        Returns False if the compilation failed, or if no workers run.
+        specialization: as Triton passes it to its jit_cache_hook. The worker stores the binary in the folder. Returns
+        False if the compilation failed or if there is no worker.
         """
         if self._pool is None or self.closed:
             return False
@@ -106,7 +108,7 @@ class KernelWorkers:
         return answer is not None and "error" not in answer
 
     def close(self) -> None:
-        """End the processes; pending compilations are dropped."""
+        """End the processes. Pending and later calls of `compile` return False."""
         self.closed = True
         if self._pool is not None:
             self._pool.close()
@@ -122,12 +124,12 @@ class KernelWorkers:
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
-    """Within this context, the calling thread's launches of the engine's kernels only compile them.
+    """Make the calling thread's launches of the engine's kernels only compile them, within this context.
 
-    `workers` compile the kernels, and `threads` wait for the workers. The calling thread's launches of kernels that are
-    already compiled are skipped as well, since the skipped launches have not written their inputs. In other threads, a
-    launch waits until a worker has compiled the kernel, and is then made. Kernels of other packages are launched as
-    usual. Only one engine at a time can be in this context.
+    `workers` compile the kernels in parallel, and `threads` wait for the workers. The calling thread launches none of
+    the engine's kernels, not even compiled ones, since skipped launches have not written their inputs. In other
+    threads, a kernel is launched once a worker has compiled it. Kernels of other packages are launched as usual. Yields
+    the hook that does this. A second engine that enters this context waits until the first has left it.
     """
     import triton  # not installed everywhere
 
@@ -143,10 +145,10 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
 
 
 class KernelCollector:
-    """Hook that Triton calls when a kernel is about to be compiled (jit_cache_hook).
+    """A hook that Triton calls when it is about to compile a kernel (jit_cache_hook).
 
-    It collects the engine's kernels that the creating thread launches, so that workers compile them. Other kernels are
-    passed to `before`, the previous hook.
+    Lets workers compile the engine's kernels that the thread which created the hook launches, and collects them for
+    `load`. Other kernels are passed to `before`, the previous hook; None: there was none.
     """
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
@@ -157,9 +159,10 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run `part` in one of the threads, where its kernels are launched, and return its future.
+        """Run `part` in one of `threads`, and return a future that is done when it has ended. Its kernels are launched.
 
-        If the workers are closed because the start has failed, the part's next compilation raises CancelledError.
+        If the workers are closed because the engine's start has failed, the next kernel that `part` would compile
+        raises CancelledError.
         """
 
         def run() -> None:
@@ -169,13 +172,16 @@ class KernelCollector:
         return self._threads.submit(run)
 
     def leaves_out_launches(self) -> bool:
-        """Return whether launches of the calling thread are skipped."""
+        """Return whether the calling thread's launches are skipped: it is the thread that created the hook."""
         return threading.get_ident() == self._caller
 
     def __call__(
         self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any
     ) -> bool | None:
-        """Handle a kernel that Triton is about to compile. Returns True to prevent the compilation and the launch."""
+        """Handle a kernel that Triton is about to compile.
+
+        Returns True to prevent the compilation and the launch; otherwise the previous hook's result, None without one.
+        """
         specialization = compile["specialization_data"]
         asks = self.leaves_out_launches()
         if fn.module.startswith(PACKAGE) and (asks or not is_manual_warmup):
@@ -196,9 +202,10 @@ class KernelCollector:
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Start loading the collected kernels in the threads; return a future for each kernel.
+        """Start to load the collected kernels in `threads`; return a future for each kernel.
 
-        A kernel that no worker could compile is compiled by its thread. Nothing is loaded once the workers are closed.
+        A kernel that no worker could compile is compiled by the thread that loads it. Once the workers are closed, no
+        further kernel is loaded.
         """
         return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 

@@ -1,6 +1,6 @@
-"""C++ kernels for CPUs: compiled once per machine with the compiler that Inductor uses, and called by ctypes.
+"""Compiles C++ kernels for CPUs, once per machine, with the compiler that Inductor uses, and calls them by ctypes.
 
-Calls can be recorded and replayed.
+Calls can be recorded, to replay them without Python (graphs/cpu_graphs).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ recorder: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)
 
 
 class CannotCompile(RuntimeError):
-    """There is no C++ compiler, or it failed; the message has the reason."""
+    """Raised if there is no C++ compiler, or if it failed. The message has the reason."""
 
 
 @cache
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the shared library of a C++ file. It is loaded from the kernel folder, or compiled if it is not there.
+    """Load the shared library of a C++ file from the kernel folder. Compile it first if it is not there or damaged.
 
-    The library's name has a digest of source, flags, compiler and processor, so a library of another machine is never
-    loaded. Without a folder that only this user can write to, every process compiles the library. Raises CannotCompile.
+    The library's file name contains a digest of sources, flags, compiler and processor, so a library of another machine
+    is never loaded. If `kernel_folder` returns None, every process compiles the library. Raises CannotCompile.
     """
     torch.get_num_threads()  # loads torch's OpenMP first, so that the library uses its threads
     program = shutil.which(os.environ.get("CXX", "g++"))
@@ -73,23 +73,23 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's model and features, on which -march=native depends, as text."""
+    """Return the processor's model and instruction set extensions, which -march=native depends on, as text."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
     told = {line.split(":")[0].strip(): line for line in lines}
     return "".join(told.get(key, "") for key in ("model name", "flags", "Features")) or platform.processor()
 
 
 class CallRecorder(Protocol):
-    """Records calls of C++ functions while the context variable `recorder` holds it."""
+    """Protocol of objects that record calls. While the context variable `recorder` holds one, it records each call."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 
 
 class CppFunction:
-    """Function `name` of the C++ file `source`, with the ctypes `types` of its arguments.
+    """A callable that calls the function `name` of the C++ file `source`, which returns nothing.
 
-    Arguments of type POINTER are addresses or None; NUMBER is float32. The function must have a packed entry, see
-    cpp_packed.h. Raises CannotCompile, see load_library.
+    types: the types of its arguments. POINTER: an address or None. INTEGER: int64. NUMBER: float32. The C++ file must
+    also define the function `name`_packed, see cpp_packed.h. Raises CannotCompile, see load_library.
     """
 
     def __init__(self, source: Path, name: str, types: Sequence[type[Any]]) -> None:
@@ -107,5 +107,5 @@ class CppFunction:
         self._function(*arguments)
 
     def pack(self, arguments: tuple[Any, ...]) -> bytes:
-        """Return the arguments as bytes in the layout that the packed entry reads, 64 bits each."""
+        """Return the arguments as bytes, 64 bits each, as the function `name`_packed (`packed_entry`) reads them."""
         return struct.pack(self._packing, *(0 if argument is None else argument for argument in arguments))

@@ -1,14 +1,14 @@
 """Gluon kernel of a linear with 8-bit codes for many tokens on Hopper: one warp copies, two groups of warps compute.
 
-Unlike in hopper_product_kernel, tokens are the left operand of the tensor cores' products, and rows of the weight the
-right one. A thread then holds results of two tokens. So for 128 columns it needs two token scales, and one weight scale
-if the weight's tile spans all rows of the product. With gate and up, whose rows are interleaved in blocks of eight, it
-needs two weight scales.
+Unlike in hopper_product_kernel, tokens are the left operand of the tensor-core instruction, and rows of the weight the
+right one. Each thread then holds results of two tokens. For a product over 128 columns it needs their two scales and,
+if all rows of the product share a scale, one scale of the weight. With gate and up, whose rows are interleaved in
+blocks of eight, it needs two scales of the weight.
 
-Each group of four warps handles 64 or 128 tokens. One product of 128 columns at a time is added to the sums by other
-instructions, since the tensor cores accumulate with fewer bits than fp32.
+Each group of four warps handles 64 or 128 tokens. The tensor cores accumulate products of codes with fewer bits than
+fp32, so they multiply 128 columns at a time, and ordinary instructions add the product to the sums in fp32.
 
-The promotion of sums, and tiles of 256 tokens by 128 rows, are those of DeepGEMM.
+Adding up products outside the tensor cores, and tiles of 256 tokens by 128 rows, are methods of DeepGEMM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GROUPS = gl.constexpr(2)
 
 
 class Form(NamedTuple):
-    """Sizes and options that a kernel is compiled for."""
+    """Compile-time sizes and options of the kernel."""
 
     steps: Any  # steps along K
     tokens: Any  # per group of warps
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Ring buffer of stages in shared memory, each with two barriers."""
+    """Ring buffer in shared memory. A stage holds the weight and tokens of one step along K, and has two barriers."""
 
     weight: Any  # [stages, rows, STEP]
     tokens: Any  # [stages * GROUPS, tokens, STEP]
@@ -65,7 +65,7 @@ class Stages(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Pointers to the scales of codes, see hopper_codes_kernel, and sizes."""
+    """Arguments of hopper_codes_kernel that are needed to apply scales: pointers to the scales, and sizes."""
 
     of_weight_ptr: Any
     of_inputs_ptr: Any
@@ -75,7 +75,7 @@ class Scales(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Sizes of the tiles of the weight that share a scale."""
+    """Sizes of the weight's quantisation tiles, whose codes share a scale."""
 
     rows: Any
     by_step: Any  # tiles, also those of inputs, are 128 columns wide; otherwise whole rows
@@ -93,9 +93,9 @@ def tiling_of(rows: int, columns: int) -> Tiling:
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of a tile's rows into a stage. With FORM.gated, blocks of gate and up alternate.
+    """Start to copy one step of a tile's weight rows into a stage. With FORM.gated, blocks of gate and up alternate.
 
-    The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
+    The stage's barrier is told to expect the bytes of the step's tokens too, which _load_tokens copies.
     """
     blocks: gl.constexpr = FORM.rows // (2 * BLOCK)
     gated_shared: gl.constexpr = shared_layout(8, 4)
@@ -111,7 +111,7 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
 
 @gluon.jit
 def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of each group's tokens into a stage."""
+    """Start to copy one step of a tile's tokens into a stage, for each group of warps its own tokens."""
     full = stages.full.index(stage)
     for i in gl.static_range(GROUPS):
         first = (token_tile * GROUPS + i) * FORM.tokens
@@ -120,10 +120,10 @@ def _load_tokens(desc, token_tile, step, stage, stages, FORM: gl.constexpr):  # 
 
 @gluon.jit
 def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run the copying warp: load all steps of the program's tiles, in order.
+    """Run the copying warp: copy all steps of the program's tiles into the ring buffer, in order.
 
-    For the first tile, the weight's first stages are loaded before the wait for earlier kernels, which may write the
-    tokens.
+    The weight's first stages are copied before the wait for earlier kernels. The tokens, which an earlier kernel may
+    have written, are copied after it.
     """
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
@@ -152,9 +152,10 @@ def copy(w_desc, x_desc, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-
 def _scales_of_step(  # type: ignore[no-untyped-def]
     scales, first, step, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return the scales [rows] of a tile's rows in one step: one scale for all, or one for gate and one for up.
+    """Return the scale of each row of a tile in one step, [rows].
 
-    first: the tile's first output.
+    All rows have the same scale, or with gate and up all rows of gate one scale and all rows of up another. first:
+    index of the tile's first output.
     """
     row_N = gl.arange(0, FORM.rows, layout=layout)
     if FORM.gated:
@@ -170,7 +171,10 @@ def _scales_of_step(  # type: ignore[no-untyped-def]
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, layout: gl.constexpr, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return the scales [rows] of a tile's rows, which hold for all columns. first: the tile's first output."""
+    """Return the scale of each row of a tile, [rows], for scales that hold for all columns.
+
+    first: index of the tile's first output.
+    """
     row_N = gl.arange(0, FORM.rows, layout=layout)
     output_N = first + row_N
     row_N = output_N
@@ -185,9 +189,10 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     acc, x, w, scales, token, first, step, FORM: gl.constexpr, TILING: gl.constexpr
 ):
-    """Return acc plus the product of 64 tokens and a tile's rows over one step, scaled if scales are per step.
+    """Return acc [64, rows] plus the product of 64 tokens and a tile's rows over one step.
 
-    token, first: first token and first output. The scales are loaded while the product runs.
+    The product is multiplied by its scales if TILING.by_step; they are loaded while it is computed. token, first:
+    indices of the first token and the first output.
     """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
@@ -213,7 +218,11 @@ def _product(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     acc, desc, place, scales, token, first, FORM: gl.constexpr, TILING: gl.constexpr, ACTIVATION: gl.constexpr
 ):
-    """Apply scales of whole rows and the gate, if any, and write the results of 64 tokens."""
+    """Write the results of 64 tokens, from their sums acc [64, rows].
+
+    First the sums are multiplied by their scales unless TILING.by_step, and with FORM.gated replaced by
+    activation(gate) * up. place: shared memory for the results. token, first: see _product.
+    """
     layout: gl.constexpr = acc.type.layout
     if not TILING.by_step:
         token_T = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
@@ -241,7 +250,7 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps: for each tile, multiply its tokens by the rows of the weight, and write the results."""
+    """Run a computing group of warps: for each tile, multiply its tokens by the tile's rows, and write the results."""
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
@@ -297,22 +306,22 @@ def hopper_codes_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: gl.constexpr,
     TILE_COLUMNS: gl.constexpr,
 ):
-    """Linear of codes, or activation(gate) * up of its halves: a program computes every num_programs-th tile.
+    """Compute a linear of codes, y = x @ weight^T, or with GATED activation(gate) * up, where y is gate and up.
 
-    A tile is 2 * GROUP_TOKENS (64 or 128) tokens and ROWS rows of the weight, gate and up counted together. A step
-    takes STEP columns.
+    Program p computes the tiles p, p + num_programs, ... of the result. A tile is 2 * GROUP_TOKENS (64 or 128 each)
+    tokens and ROWS rows of the weight, rows of gate and up counted together. A step along K takes STEP columns.
 
-    w_desc: the weight's codes [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of [ROWS
-        / 2 / BLOCK, 2, BLOCK, STEP].
-    x_desc: the codes of x [T, K] in boxes of [GROUP_TOKENS, STEP].
-    y_desc: the results [T, outputs] in boxes of [64, outputs of ROWS].
-    scales_ptr: fp32 [N / TILE_ROWS, K / 128] with TILE_COLUMNS 128, or [N / TILE_ROWS] for whole rows with TILE_COLUMNS
-        0.
-    input_scales_ptr: fp32 [K / 128, T] with rows input_stride apart, or [T].
-    token_tiles, row_tiles: number of tiles in each direction. TOGETHER: see tile_at.
-    REGISTERS: per computing thread.
+    w_desc: TMA descriptor of the weight's codes [N, K], with boxes [ROWS, STEP]; if GATED, of [N / 2 / BLOCK, 2, BLOCK,
+        K], with boxes [ROWS / 2 / BLOCK, 2, BLOCK, STEP].
+    x_desc: TMA descriptor of the codes of x [T, K], with boxes [GROUP_TOKENS, STEP].
+    y_desc: TMA descriptor of the results [T, outputs], with boxes [64, outputs of ROWS].
+    scales_ptr: fp32 [N / TILE_ROWS, K / 128] if TILE_COLUMNS is 128; [N / TILE_ROWS] if it is 0, for scales of whole
+        rows.
+    input_scales_ptr: fp32 [K / 128, T] with rows input_stride elements apart; [T] if TILE_COLUMNS is 0.
+    num_tokens: T. num_outputs: N, or N / 2 if GATED. token_tiles, row_tiles: number of tiles of tokens and of rows.
+    STAGES: number of stages of the ring buffer. TOGETHER: see tile_at. REGISTERS: per computing thread.
 
-    With TILE_COLUMNS 128, TILE_ROWS is a multiple of a tile's rows, or with GATED of half of them.
+    If TILE_COLUMNS is 128, TILE_ROWS must be a multiple of a tile's rows, or with GATED of half of them.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

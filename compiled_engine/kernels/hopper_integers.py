@@ -1,11 +1,11 @@
-"""Gluon steps of Hopper's linear for integer codes of four bits, which are decoded in registers.
+"""Gluon functions that decode integer codes of four bits in registers, for Hopper's linear kernel.
 
-A tensor-core product takes its left operand from registers: the differences of 128 columns of codes and their zero
-point, which 16-bit types hold exactly. The product is scaled and added to the sum in fp32.
+A tensor-core instruction takes its left operand from registers: for 128 columns, the codes minus their zero point,
+which 16-bit types represent exactly. The product is then scaled, and added to the sum in fp32.
 
-Codes are stored in blocks of 128 columns, 16 words of 32 bits a block: word w holds columns w, 16 + w, ..., 112 + w,
-the first in the lowest bits. The words that a thread reads thus become its elements of the left operand without an
-exchange between threads.
+A row of codes is stored in blocks of 128 columns, 16 words of 32 bits per block. Word w has the codes of the columns w,
+16 + w, ..., 112 + w, the first in the lowest bits. In this order a thread reads the words that contain its own elements
+of the left operand, so threads exchange nothing.
 """
 
 from __future__ import annotations
@@ -23,27 +23,31 @@ _BASES = {"bf16": (0x4300, "bf16x2"), "fp16": (0x6400, "f16x2")}
 
 @gluon.constexpr_function
 def word_layout(rank: int) -> Any:
-    """Return the layout of boxes [..., rows, WORDS] of codes in shared memory."""
+    """Return the shared-memory layout of tiles [..., rows, WORDS] of codes. rank: number of dimensions of a tile."""
     return gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=rank)
 
 
 @gluon.constexpr_function
 def row_layout(bits: int, rank: int) -> Any:
-    """Return the layout of boxes [..., rows] of scales or zero points in shared memory."""
+    """Return the shared-memory layout of tiles [..., rows] of scales or zero points.
+
+    bits: of an element. rank: number of dimensions of a tile.
+    """
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=rank)
 
 
 @gluon.constexpr_function
 def base_of(dtype: Any) -> int:
-    """Return the bits of the number to which codes are added, twice."""
+    """Return a 32-bit word both of whose halves are the bits of the number that codes are added to, see _BASES."""
     return _BASES[dtype.name][0] * 0x10001
 
 
 @gluon.constexpr_function
 def _decoding(dtype: Any) -> str:
-    """Return PTX that decodes the 16 codes of two words, $8 and $9, to values of 16 bits, two in each of $0 to $7.
+    """Return PTX that decodes the 16 codes in the words $8 and $9 to 16-bit values, two in each of $0 to $7.
 
-    Both halves of $10 hold the base (see _BASES) plus the zero point, which is subtracted.
+    A code is or-ed into the lowest bits of the base (see _BASES). Then $10 is subtracted, both of whose halves hold the
+    base plus the zero point, which leaves the code minus its zero point.
     """
     base, kind = _BASES[dtype.name]
     lines = [".reg .b32 low, high, shifted;", "prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
@@ -64,7 +68,7 @@ def _eight(dtype: Any) -> list[Any]:
 
 @gluon.jit
 def _side_by_side(a, b, c, d, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [ROWS, 64] of four neighbouring [ROWS, 16]."""
+    """Return four tensors [ROWS, 16], concatenated along the columns to [ROWS, 64], in the layout `layout`."""
     rows: gl.constexpr = a.shape[0]
     joined = gl.join(gl.join(a, b), gl.join(c, d))
     return gl.convert_layout(joined.permute((0, 3, 2, 1)).reshape([rows, 64]), layout)
@@ -72,9 +76,10 @@ def _side_by_side(a, b, c, d, layout: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon.jit
 def decoded(words, zeros, dtype: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the values of a block's codes, its first and its last 64 columns, each [ROWS, 64] of a 16-bit type.
+    """Return a block's codes minus their zero points: (first 64 columns, last 64 columns), [ROWS, 64] in `dtype` each.
 
-    words: [ROWS, WORDS]. zeros: int32 [ROWS, 1]; both halves hold the base (see _BASES) plus the zero point.
+    words: [ROWS, WORDS], the block's codes. zeros: int32 [ROWS, 1]; both 16-bit halves hold the base (see _BASES) plus
+    the row's zero point. layout: of the results.
     """
     values = gl.inline_asm_elementwise(
         _decoding(dtype),

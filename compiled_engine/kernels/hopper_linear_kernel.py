@@ -1,18 +1,18 @@
 """Gluon kernel of a linear for up to 128 tokens on Hopper: one warp copies, groups of four warps compute.
 
-Rows of the weight, in blocks of 64, are the left operand of the tensor cores' products, and tokens the right one. The
-weight's first tiles are loaded before the kernel waits for earlier ones (programmatic dependent launch). With GATED,
-each eight rows of gate are followed by their eight of up, so that one thread holds both.
+64 rows of the weight are the left operand of a tensor-core product, and the tokens the right one. The copying warp
+fills a ring buffer of stages in shared memory. It copies the weight's first stages before it waits for earlier kernels
+(programmatic dependent launch). With GATED, eight rows of gate alternate with the corresponding eight rows of up, so
+that one thread holds both.
 
-If a linear has too few rows to use every multiprocessor, the 64 rows of a product are 64 / PARTS rows of the weight,
-stacked PARTS times, each time with another part of K; the tokens' parts are side by side. The diagonal blocks of the
-product are summed, and the others are discarded.
-
-Weights and tokens pass through a ring buffer of stages in shared memory, which the copying warp fills.
+If a linear has too few rows to use every multiprocessor, a product takes only 64 / PARTS rows of the weight. Their
+columns K are divided into PARTS parts, which are stacked to 64 rows; the corresponding parts of the tokens are side by
+side. In the product, the blocks on the diagonal belong to equal parts and are summed; the others are discarded.
 
 Elements have 16 bits, or are codes with scales. The tensor cores accumulate products of 8-bit codes with fewer bits
-than fp32, so the product of each 128 columns is scaled and added by other instructions. Four-bit codes are decoded in
-registers, see hopper_integers.py; their programs may also share the columns of the same rows, and write partial sums.
+than fp32. They therefore multiply 128 columns at a time, and ordinary instructions scale each product and add it to the
+sums. Four-bit codes are decoded in registers, see hopper_integers.py. With these, several programs may divide the
+columns of the same rows among themselves, and write partial sums.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Ring(NamedTuple):
-    """Ring buffer of stages in shared memory, each with two barriers."""
+    """Ring buffer in shared memory. A stage holds the weights and tokens of one step along K, and has two barriers."""
 
     weights: Any  # [stages * groups, products * ROWS, columns], or words of four-bit codes
     tokens: Any  # [stages, products * parts * tokens, columns], or for four-bit codes both halves of the columns
@@ -67,7 +67,7 @@ class Boxes(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Sizes and options that a kernel is compiled for."""
+    """Compile-time sizes and options of the kernel."""
 
     bits: Any  # of an element of the weight
     steps: Any  # steps along K
@@ -89,19 +89,22 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.constexpr_function
 def step_of(bits: int) -> int:
-    """Return the number of columns of a box. bits: of a weight's element."""
+    """Return the number of columns that a TMA copy or a product takes. bits: of an element of the weight."""
     return 64 if bits == 16 else 128
 
 
 @gluon.constexpr_function
 def shared_layout(bits: int, rank: int) -> Any:
-    """Return the layout of boxes [..., rows, columns] in shared memory. bits: of an element; rank: of the boxes."""
+    """Return the shared-memory layout of tiles [..., rows, columns].
+
+    bits: of an element. rank: number of dimensions of a tile.
+    """
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
 
 @gluon.jit
 def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return shared memory reinterpreted in another shape and layout."""
+    """Return the shared memory `place` reinterpreted in another shape and layout, with the same dtype."""
     if RENAMED:
         return place.reinterpret(place.dtype, SHAPE, LAYOUT)
     else:
@@ -110,7 +113,10 @@ def boxes_of(place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[
 
 @gluon.jit
 def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of each group's four-bit codes, with their scales and zero points, see _load_weight."""
+    """Start to copy one step of the four-bit codes of each group of warps, with scales and zero points, into a stage.
+
+    See _load_weight.
+    """
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
     boxes: gl.constexpr = parts * FORM.products
@@ -145,9 +151,10 @@ def _load_words(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[n
 
 @gluon.jit
 def _load_weight(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of each group's rows into a stage. With FORM.gated, blocks of gate and up alternate.
+    """Start to copy one step of the weight's rows into a stage, for each group of warps its own rows.
 
-    The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
+    With FORM.gated, blocks of gate and up alternate. The stage's barrier is told to expect the bytes of the step's
+    tokens too, which _load_tokens copies.
     """
     if FORM.bits == 4:
         _load_words(descs, step, stage, ring, FORM)
@@ -157,7 +164,7 @@ def _load_weight(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[
 
 @gluon.jit
 def _load_rows(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of elements of 8 or 16 bits."""
+    """Start to copy one step of the weight into a stage, for elements of 8 or 16 bits. See _load_weight."""
     groups: gl.constexpr = FORM.groups
     parts: gl.constexpr = FORM.parts
     boxes: gl.constexpr = parts * FORM.products
@@ -182,7 +189,7 @@ def _load_rows(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no
 
 @gluon.jit
 def _load_tokens(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of the tokens into a stage."""
+    """Start to copy one step of all tokens into a stage."""
     parts: gl.constexpr = FORM.parts
     products: gl.constexpr = FORM.products
     boxes: gl.constexpr = parts * products
@@ -200,9 +207,10 @@ def _load_tokens(descs, step, stage, ring, FORM: gl.constexpr):  # type: ignore[
 
 @gluon.jit
 def copy(descs, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run the copying warp: load all steps of the weight and the tokens, in order.
+    """Run the copying warp: copy all steps of the weight and the tokens into the ring buffer, in order.
 
-    The weight's first stages are loaded before the wait for earlier kernels, which may write the tokens.
+    The weight's first stages are copied before the wait for earlier kernels. The tokens, which an earlier kernel may
+    have written, are copied after it.
     """
     stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(stages, FORM.steps)
@@ -220,9 +228,9 @@ def copy(descs, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [ROWS / parts, tokens], the sum of the diagonal blocks of acc, [ROWS, parts * tokens].
+    """Return the sum [ROWS / parts, tokens] of the blocks on the diagonal of acc [ROWS, parts * tokens].
 
-    These are the blocks whose rows and tokens belong to the same part of K.
+    The rows and tokens of such a block belong to the same part of K.
     """
     parts: gl.constexpr = FORM.parts
     part_of_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout)) // (ROWS // parts)
@@ -233,7 +241,10 @@ def sum_of_parts(acc, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def gated(gate, up, dtype: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return activation(gate) * up in fp32, rounded to the dtype where the textbook model rounds, see silu_mul."""
+    """Return activation(gate) * up in fp32. gate, up: fp32.
+
+    gate, up and the activation's result are rounded to `dtype`, as in textbook models; the product is not.
+    """
     gate = gate.to(dtype).to(gl.float32)
     if ACTIVATION == "silu":
         activated = gate / (1 + gl.exp2(gate * -1.4426950408889634))
@@ -251,7 +262,7 @@ COPYING_REGISTERS = gl.constexpr(LINEAR_COPYING)
 
 
 class Arguments(NamedTuple):
-    """Arguments of hopper_linear_kernel that the computing groups of warps need, its consumers."""
+    """Arguments of hopper_linear_kernel that the computing groups of warps need."""
 
     out_ptr: Any
     bias_ptr: Any
@@ -264,7 +275,10 @@ class Arguments(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Tiles that share a scale: rows and columns of the weight, and columns of inputs. 0 columns: all columns."""
+    """Sizes of the quantisation tiles, whose codes share a scale. 0 columns: all columns.
+
+    A tile of the weight has `rows` rows and `columns` columns, one of the inputs a row and `input_columns` columns.
+    """
 
     rows: Any
     columns: Any
@@ -278,7 +292,7 @@ def scaling_of(rows: int, columns: int, input_columns: int) -> Scaling:
 
 @gluon.jit
 def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (row of the weight, whether it exists) for each of the ROWS rows of a group's product."""
+    """Return (index of the weight's row, whether it exists) for each of the ROWS rows of a product of group GROUP."""
     rows: gl.constexpr = ROWS // FORM.parts
     row_N = gl.arange(0, ROWS, layout=layout) % rows
     group = gl.program_id(0) * FORM.groups + GROUP
@@ -293,7 +307,11 @@ def weight_rows(given, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.const
 def _scales_at(  # type: ignore[no-untyped-def]
     given, row_N, there_N, token_T, block_N, block_T, K: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return (scales of rows, scales of tokens). block_N, block_T: the block of 128 columns of each row and token."""
+    """Return (the scales of weight rows, the scales of tokens).
+
+    row_N, there_N: see weight_rows. token_T: index of each token. block_N, block_T: index of the block of 128 columns
+    that each row or token has its codes from; ignored for scales that hold for all columns.
+    """
     blocks: gl.constexpr = (K + 127) // 128
     if SCALING.columns == 0:
         scale_N = gl.load(given.scales_ptr + row_N // SCALING.rows, mask=there_N, other=0.0)
@@ -309,7 +327,7 @@ def _scales_at(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [ROWS, parts * tokens]: the products of codes times their scales, summed over all steps."""
+    """Multiply 8-bit codes, apply their scales, and return the sums over all steps, [ROWS, parts * tokens]."""
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     parts: gl.constexpr = FORM.parts
@@ -356,7 +374,7 @@ def _scaled_products(given, ring, K: gl.constexpr, FORM: gl.constexpr, SCALING: 
 def _values_of(  # type: ignore[no-untyped-def]
     ring, stage, j: gl.constexpr, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Return the values of a group's four-bit codes for product j of a stage, see `decoded`."""
+    """Decode the group's four-bit codes for product j of a stage; return both halves of the columns, see `decoded`."""
     products: gl.constexpr = FORM.products
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.parts * FORM.tokens, 16])
     of_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -375,7 +393,7 @@ def _values_of(  # type: ignore[no-untyped-def]
 def _products_of_integers(  # type: ignore[no-untyped-def]
     ring, dtype: gl.constexpr, ZERO: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Return [ROWS, parts * tokens]: the products of four-bit codes times their scales, summed over all steps."""
+    """Multiply four-bit codes, apply their scales, and return the sums over all steps, [ROWS, parts * tokens]."""
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
     width: gl.constexpr = FORM.parts * FORM.tokens
@@ -410,9 +428,9 @@ def _products_of_integers(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [ROWS, parts * tokens]: the products of 16-bit elements, summed over all steps.
+    """Multiply 16-bit elements, and return the sums over all steps, [ROWS, parts * tokens].
 
-    A stage is released once the next step's products are under way.
+    A stage is marked as empty once the products of the next step have been started.
     """
     stages: gl.constexpr = FORM.stages
     products: gl.constexpr = FORM.products
@@ -436,7 +454,10 @@ def _products(ring, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no
 
 @gluon.jit
 def _store_partial(given, y_NT, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the sums over a program's share of K to [splits, num_tokens, N]."""
+    """Write the sums over this program's part of the columns to out_ptr, [splits, num_tokens, N].
+
+    y_NT: the sums, [rows of a group, tokens]. N: rows of the weight.
+    """
     rows: gl.constexpr = ROWS // FORM.parts
     num_rows = given.num_outputs * 2 if FORM.gated else given.num_outputs
     row_N = gl.arange(0, rows, layout=gl.SliceLayout(1, y_NT.type.layout))
@@ -466,9 +487,9 @@ def _compute(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps: multiply its rows of the weight by the tokens, and write the results.
+    """Run a computing group of warps: multiply its rows of the weight by the tokens, and write the results.
 
-    out_smem: [TOKENS, outputs], through which results are transposed.
+    out_smem: shared memory [TOKENS, outputs], to transpose the results.
     """
     tokens: gl.constexpr = FORM.tokens
     rows: gl.constexpr = ROWS // FORM.parts
@@ -545,30 +566,31 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
     ZERO: gl.constexpr = 0,
     SPLITS: gl.constexpr = 1,
 ):
-    """Linear, or activation(gate) * up of its halves, plus bias and residual, for all tokens: at most TOKENS.
+    """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up, where y is gate and up; add the residual.
 
-    A program computes GROUPS (1 to 3) times ROWS / PARTS rows of the weight. A step takes PARTS * PRODUCTS times STEP
-    columns, where STEP is 64, or 128 for codes. Program (rows, split) computes its share of K.
+    For at most TOKENS tokens. Program (i, split) computes rows of the weight: GROUPS (1 to 3) times ROWS / PARTS from
+    i times that number on. A step along K takes PARTS * PRODUCTS * STEP columns, where STEP is 64, or 128 for codes.
 
-    w_desc: PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous one: [PARTS *
-        PRODUCTS, N, K], in boxes of [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS, N / 2 / BLOCK,
-        2, BLOCK, K], in boxes of [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP].
-    x_desc: the same views of x: [PARTS * PRODUCTS, T, K], in boxes of [PARTS * PRODUCTS, TOKENS, STEP].
+    w_desc: TMA descriptor of PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous
+        one: [PARTS * PRODUCTS, N, K], with boxes [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS,
+        N / 2 / BLOCK, 2, BLOCK, K], with boxes [PARTS * PRODUCTS, BLOCKS / PARTS, 2, BLOCK, STEP].
+    x_desc: the same views of x: [PARTS * PRODUCTS, T, K], with boxes [PARTS * PRODUCTS, TOKENS, STEP].
     out_ptr, residual_ptr: [num_tokens, num_outputs], contiguous; residual_ptr may be None. bias_ptr: [N] or None.
-    REGISTERS: per computing thread.
-    scales_ptr: fp32 [R, C], scales of the weight's codes, one per TILE_ROWS rows times TILE_COLUMNS columns (128, or 0
-        for all).
-    input_scales_ptr: fp32 [C, input_stride], scales of the tokens' codes, one per INPUT_COLUMNS columns (128, or 0 for
-        all), with room for TOKENS tokens.
+    num_tokens: T. num_outputs: N, or N / 2 if GATED. STAGES: number of stages of the ring buffer. REGISTERS: per
+        computing thread.
+    scales_ptr: for 8-bit codes, fp32 [R, C], a scale of the weight for each TILE_ROWS rows by TILE_COLUMNS columns
+        (128; 0: all columns).
+    input_scales_ptr: for 8-bit codes, fp32 [C, input_stride], a scale of each token for each INPUT_COLUMNS columns
+        (128; 0: all columns). TOKENS scales must be readable in each row.
 
-    Of four-bit codes, K and N are multiples of 128 and 16, and views of w_desc have WORDS words in place of STEP
-    columns:
-    x_desc: the first and the last 64 columns of each STEP: [2, PARTS * PRODUCTS, T, K], in boxes of [2, PARTS *
+    For four-bit codes, K must be a multiple of 128 and N of 16, and these arguments differ:
+    w_desc: with WORDS words in place of STEP columns.
+    x_desc: the first and the last 64 columns of each STEP: [2, PARTS * PRODUCTS, T, K], with boxes [2, PARTS *
         PRODUCTS, TOKENS, 64].
-    s_desc, z_desc: scales fp32 and zero points int16, [K / 128, N], in boxes of the rows of w_desc; z_desc may be None
-        for the zero point ZERO.
-    SPLITS: programs that share K. With several, out_ptr is fp32 [SPLITS, num_tokens, N], bias and residual are None,
-        and the sums are before the activation.
+    s_desc, z_desc: TMA descriptors of scales (fp32) and zero points (int16), [K / 128, N], with boxes of the same rows
+        as w_desc. z_desc None: the zero point of all codes is ZERO.
+    SPLITS: number of programs among which K is divided. If it is more than 1, out_ptr is fp32 [SPLITS, num_tokens, N]
+        and receives the partial sums, without activation; bias_ptr and residual_ptr must be None.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

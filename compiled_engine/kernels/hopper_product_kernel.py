@@ -1,13 +1,13 @@
 """Gluon kernel of a linear for many tokens on Hopper: one warp copies, two or three groups of four warps compute.
 
-A program processes tiles of the result one after another. As in hopper_linear_kernel, rows of the weight are the left
-operand of the tensor cores' products and tokens the right one. Rows of gate and up are interleaved in blocks of eight,
-so that one thread holds both. A tile's tokens are split into up to three parts, each a power of two, which allows tiles
-of 144 and 192 tokens. While one group of warps finishes its tile, another still multiplies, and the next tile is
-copied.
+A program computes tiles of the result one after another. As in hopper_linear_kernel, rows of the weight are the left
+operand of the tensor-core products and tokens the right one. Blocks of eight rows of gate and of up alternate, so that
+one thread holds both. A tile's tokens are split into up to three parts, each a power of two, which allows tiles of 144
+and 192 tokens. While one group of warps writes its results, another still multiplies, and the next tile is copied.
 
-Elements have 16 bits, or are 8-bit codes with scales, applied as in hopper_linear_kernel. Tiles of codes have a single
-part of tokens. Their rows are multiplied 64 at a time, since each product needs registers besides the sums.
+Elements have 16 bits, or are 8-bit codes with scales, which are applied as in hopper_linear_kernel. With codes, a
+tile's tokens are a single part, and its rows are multiplied 64 at a time: a product needs registers besides those of
+the sums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 
 class Form(NamedTuple):
-    """Sizes and options that a kernel is compiled for."""
+    """Compile-time sizes and options of the kernel."""
 
     bits: Any  # of an element
     steps: Any  # steps along K
@@ -56,7 +56,10 @@ class Form(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors of the weight, and of the tokens and the results of each part; see hopper_product_kernel."""
+    """TMA descriptors of the weight, and for each part of the tokens those of inputs and results; None for no part.
+
+    See hopper_product_kernel.
+    """
 
     weight: Any
     tokens0: Any
@@ -68,7 +71,7 @@ class Descriptors(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Ring buffer of stages in shared memory, each with two barriers."""
+    """Ring buffer in shared memory. A stage holds the weight and tokens of one step along K, and has two barriers."""
 
     weight: Any  # [stages * groups, rows, STEP]
     tokens0: Any  # parts of the tokens, each [stages, part, STEP]
@@ -79,7 +82,7 @@ class Stages(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Pointers to the scales of codes, see hopper_linear_kernel, and sizes."""
+    """Arguments of hopper_product_kernel that are needed to apply scales: pointers to the scales, and sizes."""
 
     of_weight_ptr: Any
     of_inputs_ptr: Any
@@ -88,7 +91,7 @@ class Scales(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Number of tiles of tokens, and of rows of the weight."""
+    """The numbers of tiles into which the tokens and the rows of the weight are divided."""
 
     of_tokens: Any
     of_rows: Any
@@ -102,9 +105,10 @@ def form_of(bits: int, k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (token tile, row tile) of the tile with this number.
+    """Return (index of the tokens' tile, index of the rows' tile) for the tile of the result with this number.
 
-    FORM.together token tiles take the same rows one after another, so that these tokens stay in the L2 cache.
+    FORM.together tiles of tokens are multiplied by one tile of rows, then by the next, so that these tokens stay in the
+    L2 cache.
     """
     many = FORM.together * tiles.of_rows
     first = number // many * FORM.together
@@ -115,9 +119,10 @@ def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of each group's rows into a stage. With FORM.gated, blocks of gate and up alternate.
+    """Start to copy one step of a tile's weight rows into a stage, for each group of warps its own rows.
 
-    The stage's barrier is told to expect the bytes of the tokens too, see _load_tokens.
+    With FORM.gated, blocks of gate and up alternate. The stage's barrier is told to expect the bytes of the step's
+    tokens too, which _load_tokens copies.
     """
     groups: gl.constexpr = FORM.groups
     rows: gl.constexpr = FORM.rows
@@ -139,7 +144,7 @@ def _load_weight(desc, row_tile, step, stage, stages, FORM: gl.constexpr):  # ty
 
 @gluon.jit
 def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load one step of the tile's tokens into a stage, part by part."""
+    """Start to copy one step of a tile's tokens into a stage, part by part."""
     full = stages.full.index(stage)
     first = token_tile * (FORM.part0 + FORM.part1 + FORM.part2)
     column = step * step_of(FORM.bits)
@@ -152,10 +157,10 @@ def _load_tokens(descs, token_tile, step, stage, stages, FORM: gl.constexpr):  #
 
 @gluon.jit
 def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run the copying warp: load all steps of the program's tiles, in order.
+    """Run the copying warp: copy all steps of the program's tiles into the ring buffer, in order.
 
-    For the first tile, the weight's first stages are loaded before the wait for earlier kernels, which may write the
-    tokens.
+    The weight's first stages are copied before the wait for earlier kernels. The tokens, which an earlier kernel may
+    have written, are copied after it.
     """
     number_of_stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(number_of_stages, FORM.steps)
@@ -187,7 +192,10 @@ SMALL = gl.constexpr(32)
 
 
 class Places(NamedTuple):
-    """Shared memory for results, [groups, tokens, outputs] per part. Large parts share the first place in turn."""
+    """Shared memory through which results are written, [groups, tokens, outputs] for each part of the tokens.
+
+    Parts of more than SMALL tokens use the memory of the first part, one after another.
+    """
 
     part0: Any
     part1: Any
@@ -196,13 +204,13 @@ class Places(NamedTuple):
 
 @gluon.constexpr_function
 def chunk_of(rows: int, is_gated: bool) -> int:
-    """Return the largest number of tokens whose results are in shared memory at once."""
+    """Return the largest number of tokens whose results are written through shared memory at once."""
     return 64 if rows == 128 and not is_gated else 128
 
 
 @gluon.jit
 def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return [outputs, tokens], the results of sums [rows, tokens]: activation(gate) * up, or the sums themselves."""
+    """Return the results [outputs, tokens] of sums [rows, tokens]: activation(gate) * up if FORM.gated, or the sums."""
     tokens: gl.constexpr = acc.shape[1]
     rows: gl.constexpr = FORM.rows
     if FORM.gated:
@@ -213,7 +221,10 @@ def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexp
 
 @gluon.jit
 def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
-    """Begin to write y, [outputs, tokens], to the results from (token, output) on, transposed through `place`."""
+    """Start to write y [outputs, tokens], transposed, to the results from (token, output) on.
+
+    place: shared memory for y.
+    """
     place.permute((1, 0)).store(y.to(place.dtype))
     fence_async_shared()
     store_box(desc, [token, output], place)
@@ -223,7 +234,11 @@ def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
 def _write_all(  # type: ignore[no-untyped-def]
     acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Write all parts of a group's results of a tile. token, output: the first ones."""
+    """Write a group's results of a tile, one part of the tokens after another.
+
+    acc0, acc1, acc2: the sums [rows, tokens] of each part. token, output: indices of the group's first token and first
+    output.
+    """
     dtype: gl.constexpr = places.part0.dtype
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
@@ -252,9 +267,9 @@ def _write_all(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Run a group of warps: for each tile, multiply its rows of the weight by the tile's tokens, and write the results.
+    """Run a computing group of warps: for each tile, multiply the group's rows by the tile's tokens; write the results.
 
-    A stage is released once the next step's products are under way.
+    A stage is marked as empty once the products of the next step have been started.
     """
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
@@ -311,7 +326,11 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
 def _scales_of_rows(  # type: ignore[no-untyped-def]
     scales, first, block, layout: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return the scales [64] of rows first .. first + 63 of the weight, as loaded, in one block of 128 columns."""
+    """Return the scales [64] of the weight's rows first to first + 63 in one block of 128 columns.
+
+    With FORM.gated, rows are counted in the order in which blocks of gate and up alternate. `block` is ignored for
+    scales that hold for all columns.
+    """
     blocks: gl.constexpr = 1 if SCALING.columns == 0 else (K + 127) // 128
     row_N = first + gl.arange(0, 64, layout=layout)
     output_N = row_N
@@ -326,10 +345,10 @@ def _scales_of_rows(  # type: ignore[no-untyped-def]
 def _scaled_product(  # type: ignore[no-untyped-def]
     acc, w, x, scales, first, token, block, K: gl.constexpr, FORM: gl.constexpr, SCALING: gl.constexpr
 ):
-    """Return acc plus the product of 64 rows and the tokens over one step, times their scales.
+    """Return acc [64, tokens] plus the scaled product of 64 rows and the tile's tokens over one step.
 
-    first, token: first row and first token. block: number of the step. Token scales are read after the product: before,
-    they would occupy registers that it needs.
+    first, token: indices of the first row and the first token. block: index of the step. The tokens' scales are loaded
+    after the product: earlier, they would occupy registers that it needs.
     """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)
@@ -356,7 +375,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
     ACTIVATION: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Run a group of warps like `_compute`, for codes. Each step's product is scaled before it is added."""
+    """Do the work of `_compute` for 8-bit codes: multiply each step's product by its scales before adding it."""
     tokens: gl.constexpr = FORM.part0
     rows: gl.constexpr = FORM.rows
     outputs: gl.constexpr = rows // 2 if FORM.gated else rows
@@ -395,7 +414,7 @@ def _compute_scaled(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _ended64(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the results [outputs, tokens] of sums [64, tokens], like `_ended`."""
+    """Return the results [outputs, tokens] of the sums [64, tokens] of 64 rows, see `_ended`."""
     tokens: gl.constexpr = acc.shape[1]
     if FORM.gated:
         gate, up = gl.split(acc.reshape([64 // (2 * BLOCK), 2, BLOCK, tokens]).permute((0, 2, 3, 1)))
@@ -434,19 +453,20 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: gl.constexpr = 0,
     INPUT_COLUMNS: gl.constexpr = 0,
 ):
-    """Linear, or activation(gate) * up of its halves: a program computes every num_programs-th tile of the result.
+    """Compute a linear, y = x @ weight^T, or with GATED activation(gate) * up, where y is gate and up.
 
-    A tile is GROUPS (2 or 3) times ROWS rows of the weight, and PART0 + PART1 + PART2 tokens. A step takes STEP
-    columns: 64, or 128 of 8-bit codes.
+    Program p computes the tiles p, p + num_programs, ... of the result. A tile is GROUPS (2 or 3) times ROWS rows of
+    the weight, and PART0 + PART1 + PART2 tokens. A step along K takes STEP columns: 64, or 128 of 8-bit codes.
 
-    w_desc: the weight [N, K] in boxes of [ROWS, STEP]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of [ROWS / 2 /
-        BLOCK, 2, BLOCK, STEP].
-    x0_desc to x2_desc: x [T, K] in boxes of [part, STEP], one per part; None for parts of size 0.
-    y0_desc to y2_desc: the results [T, outputs] in boxes of [part, outputs of a group], with at most chunk_of tokens;
-        None for parts of size 0. For codes, boxes of y0_desc have the outputs of 64 rows.
-    token_tiles, row_tiles: number of tiles in each direction. TOGETHER: see tile_at.
-    REGISTERS: per computing thread.
-    scales_ptr and following: scales of codes, as in hopper_linear_kernel; codes have one part.
+    w_desc: TMA descriptor of the weight [N, K], with boxes [ROWS, STEP]; if GATED, of [N / 2 / BLOCK, 2, BLOCK, K],
+        with boxes [ROWS / 2 / BLOCK, 2, BLOCK, STEP].
+    x0_desc to x2_desc: TMA descriptors of x [T, K], with boxes [part, STEP], one per part; None for a part of size 0.
+    y0_desc to y2_desc: TMA descriptors of the results [T, outputs], with boxes [part, outputs of a group] of at most
+        `chunk_of` tokens; None for a part of size 0. For codes, boxes of y0_desc have the outputs of 64 rows.
+    token_tiles, row_tiles: number of tiles of tokens and of rows. STAGES: number of stages of the ring buffer.
+        TOGETHER: see tile_at. REGISTERS: per computing thread.
+    scales_ptr and the arguments after it: scales of 8-bit codes, see hopper_linear_kernel. With codes, PART1 and PART2
+        are 0.
     """
     gdc_launch_dependents()
     element: gl.constexpr = w_desc.dtype

@@ -1,8 +1,8 @@
-"""Digests of Triton kernels, by which Triton names their binaries.
+"""Computes the digests of Triton kernels, by which Triton names their binaries, in an order that gives stable names.
 
-Triton 3.6 includes the globals that a helper reads in a kernel's digest only if the helper was digested before. So
-equal kernels had different names in processes that digest them in a different order, and workers compiled kernels that
-no later start looked for. Here helpers are digested first; Triton does so itself from 3.9 on.
+Triton 3.6 includes a global that a helper function reads in the kernel's digest only if the helper was digested before
+the kernel. Processes that digest in different orders would name the same kernel differently, and would not find the
+binaries that workers have compiled. Helpers are therefore digested first; Triton does so itself from 3.9 on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 
 def digest_helpers_first(jit_function: Any) -> None:
-    """Digest the functions that a kernel calls, recursively, and then the kernel, unless it already has a digest.
+    """Compute the digests of the JIT functions that a kernel calls, recursively, and then the kernel's own.
 
-    Threads may call this function concurrently, if all digests are computed through it.
+    The digests are kept in the functions; existing ones stay. Threads may call this function concurrently if all
+    digests are computed through it.
     """
     _digest(jit_function, set())
 
@@ -30,7 +31,7 @@ def _digest(function: Any, seen: set[int]) -> None:
 
 
 def _helpers(function: Any) -> list[Any]:
-    """Return the JIT functions that a function refers to: globals, and attributes of modules."""
+    """Return the JIT functions that a function refers to, as globals, closure variables or attributes of modules."""
     from triton.runtime.jit import JITCallable  # not installed everywhere
 
     names, scope = function.fn.__code__.co_names, function.get_capture_scope()

@@ -1,6 +1,6 @@
-"""Arguments of kernel launches: sizes, options and registers, and the strides that kernels require.
+"""Computes arguments of kernel launches (grid sizes, options, registers), and checks the strides that kernels require.
 
-Does not import Triton: passes choose launches on machines without it.
+Does not import Triton, since passes choose launches on machines without it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def next_power_of_2(number: int) -> int:
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Return the options of a programmatic dependent launch, which starts a kernel before the previous one has ended.
+    """Return launch arguments for a programmatic dependent launch, if the device supports it (from Hopper on).
 
-    The kernel must call gdc_wait before it touches memory that other kernels read or write. Dependent launches exist
-    from Hopper on. On other devices DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
+    It starts a kernel before the previous one has ended. The kernel's argument DEPENDENT_LAUNCH is then True, and the
+    kernel must call gdc_wait before it touches memory that other kernels read or write. On other devices
+    DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9:
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}
@@ -43,10 +44,11 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 @cache
 def computing_registers(groups: int, copying: int, most: int = MOST) -> int:
-    """Return the registers per thread of the warps that compute, `groups` groups of four.
+    """Return the registers per thread of the computing warps, in a kernel with warps that compute and warps that copy.
 
-    Four more warps, three of them idle, are there for copying, with `copying` registers per thread. The computing warps
-    share the remaining registers. most: limit for any thread at the launch.
+    groups: number of groups of four warps that compute. A further group copies, with `copying` registers per thread;
+    three of its warps are idle. The computing warps share the remaining registers. most: the limit on the registers per
+    thread at the launch, when all warps still have the same number.
     """
     warps = WARPS * (groups + 1)
     each = min(most, REGISTERS // (warps * WARP)) // REGISTER_STEP * REGISTER_STEP

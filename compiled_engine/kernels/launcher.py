@@ -22,7 +22,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl
 
 
 def quick_launches(kernel: Any) -> Any:
-    """Decorate a @triton.jit function for quick launches, see Launcher.
+    """Return a Launcher of a @triton.jit or @gluon.jit function; use it as a decorator.
 
     Returns the function unchanged under Triton's interpreter, for versions not in TRITON_VERSIONS, and on AMD GPUs,
     where a specialization depends on more than Launcher considers.
@@ -33,17 +33,19 @@ def quick_launches(kernel: Any) -> Any:
 
 
 class Launcher:
-    """Launches kernel[grid](*arguments, **options) like a JIT function, with the same attributes.
+    """A JIT function that is launched with less host time. It is called as before: kernel[grid](*arguments, **options).
 
-    Triton makes the first launch of each specialization, which compiles or finds the kernel; later launches call the
-    compiled kernel on the current stream. A specialization is determined by the device, the tensors' dtypes and
+    Triton makes the first launch of each specialization, for which it compiles or loads the kernel. Later launches call
+    the loaded kernel on the current stream. A specialization is determined by the device, the tensors' dtypes and
     alignment, Triton's own classification of numbers, the constexprs, and the options. While launch hooks are set,
     Triton makes all launches.
 
-    grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None; their
-    device is only checked at the first launch. Parameters named ..._desc take results of Box.of, or None. Triton's
-    knobs and the globals that the kernel reads keep their values of the first launch. Nothing is launched for threads
-    whose launches KernelCollector skips.
+    - grid: a tuple of one to three numbers.
+    - Parameters named ..._ptr take tensors that the GPU can read, or None. Their device is checked only at the first
+      launch of a specialization.
+    - Parameters named ..._desc take results of Box.of, or None.
+    - Changes of Triton's knobs, and of globals that the kernel reads, have no effect after the first launch.
+    - A thread whose launches KernelCollector skips launches nothing.
     """
 
     def __init__(self, jit_function: Any):
@@ -87,10 +89,10 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
 
 
 def launch_source(jit_function: Any) -> str:
-    """Return Python source of launch(grid, <the kernel's parameters>, <options>).
+    """Return Python source of a function launch(grid, <the kernel's parameters>, <options>).
 
-    The source is generated, since a loop over parameters would take longer than the rest of a launch. It looks the
-    kernel up by a key; launches with equal keys have the same specialization in Triton.
+    The function looks the compiled kernel up by a key. Launches with equal keys have the same specialization in Triton.
+    The source is generated since a loop over the parameters would take longer than the rest of a launch.
     """
     names = [parameter.name for parameter in jit_function.params]
     parameters = [f"{p.name}=_default_{p.name}" if p.has_default else p.name for p in jit_function.params]
@@ -128,7 +130,7 @@ def launch_source(jit_function: Any) -> str:
 
 
 def _key_item(parameter: Any) -> str:
-    """Return Python source of an argument's item in the kernel cache key. A tensor's alignment is left out."""
+    """Return Python source of the part of the lookup key that stands for an argument, without a tensor's alignment."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
@@ -156,10 +158,10 @@ def _by_triton(
     options: tuple[Any, ...],
     others: dict[str, Any],
 ) -> tuple[Any, ...] | None:
-    """Launch through Triton. Returns what later launches need: (run function, CUDA function, packed metadata, kernel).
+    """Launch through Triton, and return (run function, CUDA function, packed metadata, kernel) for later launches.
 
-    Returns None if a hook prevented the compilation. The kernel is included since it would be unloaded without a
-    reference.
+    The kernel is returned to keep a reference to it, without which it would be unloaded. Returns None if a hook
+    prevented the compilation.
     """
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook

@@ -1,4 +1,4 @@
-"""Worker processes that compile Triton kernels into Triton's folder."""
+"""Main program of worker processes that compile Triton kernels and store the binaries in Triton's cache folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 def main() -> None:
     """Run the workers, see run_workers.
 
-    The order is {"modules": [modules to import]}. A message names the kernel to compile: {"target": [backend,
-    architecture, warp size], "module", "name", "specialization"}, with the specialization as Triton passes it to its
-    cache hook. An answer is {"seconds": s} or {"error": text}.
+    - The first message, for all workers, is {"modules": [modules to import]}.
+    - Each later message names a kernel to compile: {"target": [backend, architecture, warp size], "module", "name",
+      "specialization"}, with the specialization as Triton passes it to its jit_cache_hook.
+    - An answer is {"seconds": s} or {"error": text}.
     """
     run_workers(_prepare)
 
@@ -50,7 +51,10 @@ def _compile_kernels(messages: Messages, answer: Answer) -> None:
 
 
 class _CompileOnly:
-    """Triton driver that only names the GPU to compile for. A CUDA context would cost memory and a second."""
+    """A Triton driver for compiling only: it knows the GPU to compile for, and creates no CUDA context.
+
+    A context would take GPU memory and a second.
+    """
 
     def __init__(self, target: Any):
         self._target = target

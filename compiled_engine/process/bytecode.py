@@ -1,6 +1,6 @@
-"""Keep PyTorch's bytecode in the cache, if the installation has none and Python would not write any.
+"""Keeps PyTorch's bytecode in the engine's cache folder, if it was installed without bytecode and Python writes none.
 
-Packages without bytecode, in a read-only folder, are compiled by every process that imports them. Many container images
+Every process that imports a package without bytecode from a read-only folder has to compile it. Many container images
 are built this way. PyTorch and its compiler have some thousand files.
 """
 
@@ -22,7 +22,7 @@ FOLDER = "bytecode"
 
 
 class _Starts:
-    """Number of engine starts in progress in this process, and Python's settings before the first of them."""
+    """Counts the `bytecode_kept` blocks that are running, and has Python's bytecode settings from before the first."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -35,7 +35,10 @@ _starts = _Starts()
 
 @contextmanager
 def bytecode_kept() -> Iterator[None]:
-    """Apply `keep_bytecode` to all threads within a block, then restore the settings."""
+    """Apply `keep_bytecode` within a block, then restore Python's bytecode settings.
+
+    The settings are global, so other threads use them too. If blocks overlap, the last one to end restores them.
+    """
     with _starts.lock:
         if _starts.count == 0:
             _starts.before = sys.pycache_prefix, sys.dont_write_bytecode
@@ -51,9 +54,10 @@ def bytecode_kept() -> Iterator[None]:
 
 
 def keep_bytecode() -> None:
-    """Make Python read and write bytecode below `default_root`, unless PyTorch has its own.
+    """Make Python read and write bytecode in a folder below `default_root`.
 
-    For processes of this program. A folder set by the user (PYTHONPYCACHEPREFIX) stays.
+    Does nothing if PyTorch's bytecode is installed or will be written beside its files, if the user has set a folder
+    (PYTHONPYCACHEPREFIX), or if the folder cannot be created.
     """
     if sys.pycache_prefix is not None or (installed := _lacks_bytecode()) is None:
         return
@@ -63,14 +67,20 @@ def keep_bytecode() -> None:
 
 
 def bytecode_environment() -> dict[str, str]:
-    """Return environment variables that give a Python process this one's bytecode settings."""
+    """Return environment variables with which a Python process has this process's bytecode settings.
+
+    Empty unless a bytecode folder is set.
+    """
     if sys.pycache_prefix is None:
         return {}
     return {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": "1" * sys.dont_write_bytecode}
 
 
 def _lacks_bytecode() -> Path | None:
-    """Return the folder that contains the package, if it has no bytecode and none would be written beside its files."""
+    """Return the folder in which PyTorch is installed if it has no bytecode there and Python would write none.
+
+    Returns None otherwise, also if PyTorch is not installed.
+    """
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(PACKAGE)
         if spec is not None and spec.origin is not None and spec.has_location:
@@ -82,7 +92,10 @@ def _lacks_bytecode() -> Path | None:
 
 
 def _digest(folder: Path) -> str:
-    """Digest the names of installed packages: Python detects changed files by time and size, but images may set the
-    times."""
+    """Return a digest of the folder's path and of the names and versions of the packages installed in it.
+
+    It names the bytecode folder. Python alone would miss some changes: it compares the files' times and sizes, but a
+    container image may set all times to the same value.
+    """
     installed = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(folder), *installed]).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The engine's cache folder, and subfolders that no other user can change."""
+"""Locates the engine's cache folder, and creates subfolders in it that no other user can change."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_root() -> Path:
-    """Return $COMPILED_ENGINE_CACHE_DIR, or compiled_engine in the XDG cache folder. Raises RuntimeError if the user
-    has no home."""
+    """Return the cache folder: $COMPILED_ENGINE_CACHE_DIR, or else `compiled_engine` in the XDG cache folder.
+
+    The folder need not exist. Raises RuntimeError if the user has no home folder.
+    """
     if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compiled_engine"
 
 
 def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
-    """Return the folder `name` below a root, creating both if missing. uid: required owner; None for this process's
-    user.
+    """Return the folder `name` in `root`; create both if they do not exist. Only its owner can read or change it.
 
-    Raises OSError with the reason if it cannot be created or others could change it.
+    uid: the user who must own the folder; None: this process's user. Raises OSError with the reason if a folder cannot
+    be created or if other users could change it.
     """
     uid = os.geteuid() if uid is None else uid
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

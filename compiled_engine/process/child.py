@@ -1,6 +1,6 @@
-"""Start fresh processes of this program, and control what they inherit: import path, environment, standard streams.
+"""Starts child processes that run a function of this program, and sets their import path, environment and open files.
 
-They are not forks, so they inherit no threads and no CUDA context.
+The processes are not forks, so they inherit no threads and no CUDA context.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from compiled_engine.process.bytecode import bytecode_environment
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on the null device.
+    """Open the null device as each of the descriptors 0, 1 and 2 that is closed.
 
-    A daemon may have closed them; their numbers would then go to the next descriptors opened, which child processes are
-    meant to inherit.
+    A daemon may have closed them. Files opened later would then get these numbers, and a child process would take them
+    for its standard streams.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -28,8 +28,10 @@ def open_standard_streams() -> None:
 
 
 def replace_missing_streams() -> None:
-    """Open closed standard streams on the null device, also as Python's objects, which are None if closed at its
-    start."""
+    """Call `open_standard_streams`, and set sys.stdin, sys.stdout and sys.stderr where they are None.
+
+    Python sets them to None at its start if their descriptors are closed.
+    """
     open_standard_streams()
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -38,7 +40,10 @@ def replace_missing_streams() -> None:
 
 @contextmanager
 def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ()) -> Iterator[None]:
-    """Set environment variables within a block, then restore them; also restore `others`, which the block may set."""
+    """Set the environment variables `wanted` within a block, then restore their earlier values.
+
+    others: further variables to restore, which code in the block may set.
+    """
     before = {name: os.environ.get(name) for name in (*wanted, *others)}
     os.environ.update(wanted)
     try:
@@ -52,17 +57,15 @@ def environment_variables(wanted: Mapping[str, str], others: Sequence[str] = ())
 
 
 def import_path() -> str:
-    """Return sys.path as a PYTHONPATH for child processes with the same working directory.
+    """Return the value of PYTHONPATH with which a child process in the same working directory has this sys.path.
 
-    Interactive interpreters and notebooks have the working directory in sys.path as "". PYTHONPATH needs another name
-    for it.
+    In interactive interpreters and notebooks, sys.path contains "" for the working directory; here it becomes ".".
     """
     return os.pathsep.join(path or os.curdir for path in sys.path)
 
 
 def as_this_one() -> dict[str, str]:
-    """Return environment variables that make a Python process import the same modules, with the same bytecode
-    settings."""
+    """Return environment variables with which a child has this process's import path and bytecode settings."""
     return {"PYTHONPATH": import_path(), **bytecode_environment()}
 
 
@@ -76,10 +79,14 @@ def start_process(
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that runs a function of a module, with the caller's import path and these open descriptors.
+    """Start and return a process that imports a module and calls one of its functions, with the caller's import path.
 
-    It has its own session, so Ctrl-C only reaches the caller. Garbage collection is off while it imports the module,
-    see `compiled_engine`. has_input: its stdin is a pipe. output: for stdout and stderr; None for the caller's.
+    The process has its own session, so Ctrl-C reaches only the caller. Garbage collection is off while the module is
+    imported, see `compiled_engine`.
+
+    arguments: the process's sys.argv[1:]. descriptors: open file descriptors that the process inherits.
+    has_input: whether stdin is a pipe; otherwise it is the null device.
+    output: the file for stdout and stderr; None: those of the caller.
     environment: variables that are added to the caller's or replace them.
     """
     program = f"import gc; gc.disable(); from {module} import {function}; gc.enable(); {function}()"
@@ -95,7 +102,10 @@ def start_process(
 
 
 def how_it_ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
-    """Wait for the end of a process that has closed its connection, and describe it."""
+    """Wait up to `timeout_s` for the end of a process that has closed its connection, and describe the end.
+
+    Returns the rest of a sentence about the process, such as "has ended with status 1".
+    """
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:

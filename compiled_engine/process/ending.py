@@ -1,4 +1,4 @@
-"""End a process without Python's teardown of imported modules, which takes half a second for PyTorch."""
+"""Ends a process without Python's teardown of imported modules, which takes half a second for PyTorch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NoReturn
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once, after its exit handlers and after flushing output. For a program whose work is done.
+    """Run this process's exit handlers, flush stdout and stderr, and end the process with `status`.
 
-    If output cannot be written, ends normally, so that Python reports the error.
+    If the output cannot be written, raises SystemExit instead, so that Python reports the error.
     """
     atexit._run_exitfuncs()
     try:

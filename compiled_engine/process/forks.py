@@ -1,5 +1,7 @@
-"""Detect forks of a process that has an engine: they lack its threads, and must not use its device and child
-processes."""
+"""Detects that this process is a fork of one that has an engine.
+
+A fork lacks the engine's threads, and must not use its device and child processes.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _computing: set[int] = set()  # id of the process in which an engine has compute
 def begin_to_compute(*, leaves_threads: bool) -> None:
     """Raise RuntimeError if this process is a fork of one in which an engine has computed with threads or CUDA.
 
-    OpenMP, which PyTorch uses on a CPU, would wait in a fork for threads of the parent. CUDA does not work in a fork at
-    all.
+    In such a fork OpenMP, which PyTorch uses on CPUs, would wait for threads of the parent, and CUDA does not work.
+    leaves_threads: the caller is going to use threads or CUDA, so later forks of this process must raise.
     """
     if _computing - {os.getpid()}:
         raise RuntimeError(f"an engine cannot run in a fork of a process that has run one; {ADVICE}")
@@ -25,7 +27,7 @@ def begin_to_compute(*, leaves_threads: bool) -> None:
 
 
 class Owner:
-    """The process that created an engine. kind: the engine's class."""
+    """Remembers the process that created an engine object. kind: name of the object's class, for the error."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -36,7 +38,7 @@ class Owner:
         return self._process == os.getpid()
 
     def require_here(self) -> None:
-        """Raise RuntimeError in a fork of that process."""
+        """Raise RuntimeError if this process is not the one that created the engine object, but a fork of it."""
         if not self.is_here:
             raise RuntimeError(
                 f"this {self._kind} belongs to the process that this one is a fork of; {ADVICE}, and make one here"
@@ -44,7 +46,7 @@ class Owner:
 
 
 def unless_forked(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a function so that it does nothing in forks of this process; for finalizers."""
+    """Return a function that calls `function` in this process, and does nothing in a fork of it. For finalizers."""
     maker = os.getpid()
 
     def call(*arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Run work in a thread: a value computed while its owner continues, and imports of torch and its compiler."""
+"""Runs work in a new thread: computes a value while the caller continues, or imports a module."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Value = TypeVar("Value")
 
 
 class InBackground(Generic[Value]):
-    """Calls `make` at once, in a new thread.
+    """Calls `make` in a new thread, started at once; `result` waits for the value.
 
-    The threads share the GIL, so this only saves time while one of them waits for a file, a device or another process.
+    The threads share the GIL, so this saves time only while one of them waits for a file, a device or another process.
     """
 
     def __init__(self, make: Callable[[], Value]) -> None:
@@ -31,16 +31,16 @@ class InBackground(Generic[Value]):
             self._seconds = time.perf_counter() - self._start
 
     def result(self) -> Value:
-        """Wait for the value and return it. Raises as `make`."""
+        """Wait for the value and return it. Raises the exception that `make` raised."""
         return self._future.result()
 
     @property
     def seconds(self) -> float:
-        """Duration of the work, once the result is there."""
+        """Duration of `make` in seconds; 0 until it has ended."""
         return self._seconds
 
 
 def import_apart(name: str) -> Any:
-    """Import a module in a new thread and return it. Raises as the import."""
+    """Import a module in a new thread, wait for it, and return it. Raises the exception that the import raised."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(importlib.import_module, name).result()

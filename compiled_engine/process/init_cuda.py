@@ -1,8 +1,8 @@
-"""Initialise a GPU in threads while this process imports torch or reads files.
+"""Initialises a GPU in background threads while this process imports torch or reads files.
 
-This covers CUDA's driver, the GPU's primary context, and Triton's digest of its own files. Torch then finds and uses
-the primary context. Only a process that will run on the GPU may create one: a context takes some hundred megabytes of
-device memory, and a child forked afterwards cannot use CUDA.
+Initialised are CUDA's driver, the GPU's primary context, which torch then uses, and Triton's digest of its own files.
+Only a process that will run on the GPU may create a context: it takes some hundred megabytes of device memory, and a
+child forked afterwards cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ _ELSEWHERE = ("multiprocess", "mp", "ray")
 
 @cache
 def cuda_driver() -> InBackground[bool]:
-    """Initialise the driver without a context. The result tells whether that succeeded."""
+    """Start to initialise CUDA's driver, without a context; later calls return the same object.
+
+    Its result is True if the initialisation succeeded.
+    """
     return InBackground(lambda: _driver() is not None)
 
 
 @cache
 def cuda_context(index: int) -> InBackground[bool]:
-    """Create the primary context of the GPU `index`, in CUDA's numbering. The first call starts a thread; all calls
-    return the same one.
+    """Start to create the primary context of the GPU `index`; later calls return the same object.
 
-    The result tells whether there is a context; if not, torch will report the reason.
+    index: in CUDA's numbering. The result is True if the context exists; if it is False, torch will report the reason.
     """
     return InBackground(lambda: _make(index))
 
 
 def index_of(device: str | None) -> int | None:
-    """Return the GPU index for the option `device`, where "auto" is GPU 0; None for a CPU."""
+    """Return the GPU's index in the value of the option `device`: 0 for None, "auto" and "cuda", 1 for "cuda:1".
+
+    Returns None for any other value, such as "cpu".
+    """
     kind, _, index = (device or "auto").partition(":")
     if kind not in ("auto", "cuda") or (index and not (index.isdecimal() and len(index) < 3)):
         return None
@@ -46,7 +51,10 @@ def index_of(device: str | None) -> int | None:
 
 
 def gpu_name(index: int) -> str | None:
-    """Return a GPU's name as torch has it, by CUDA's numbering; None if it does not exist. Creates no context."""
+    """Return the name of the GPU `index`, the same as torch's; None if there is no such GPU. Creates no context.
+
+    index: in CUDA's numbering.
+    """
     driver, device, name = _driver(), ctypes.c_int(), ctypes.create_string_buffer(256)
     if (
         driver is None
@@ -58,7 +66,7 @@ def gpu_name(index: int) -> str | None:
 
 
 def _driver() -> ctypes.CDLL | None:
-    """Return the initialised driver, or None. Its calls release the GIL."""
+    """Initialise CUDA's driver and return its library; None if that fails. Calls of the library release the GIL."""
     try:
         driver = ctypes.CDLL(DRIVER)
         return driver if driver.cuInit(0) == 0 else None
@@ -79,11 +87,11 @@ def _make(index: int) -> bool:
 
 @cache
 def triton_digest(index: int) -> InBackground[bool]:
-    """Compute Triton's digest of its own files, hundreds of megabytes, which names every binary: the first kernel needs
-    it. Triton caches it for the process.
+    """Start to compute Triton's digest of its own files, after the GPU's context; later calls return the same object.
 
-    The first call starts a thread; all calls return the same one. For a process that will run on the GPU `index`, see
-    `cuda_context`. The result tells whether the digest was computed; without that GPU it is not.
+    Triton reads hundreds of megabytes for the digest when it compiles or loads the first kernel, and keeps it in the
+    process. index: a GPU that this process will run on, see `cuda_context`. The result is True if the digest was
+    computed; False without that GPU or if Triton fails.
     """
     context = cuda_context(index)
     return InBackground(lambda: context.result() and _make_digest())
@@ -101,8 +109,11 @@ def _make_digest() -> bool:
 
 
 def init_cuda(device: str, *, runs_here: bool) -> None:
-    """Start the initialisation for the option `device`. runs_here: this process runs on the GPU; otherwise it only
-    enumerates GPUs."""
+    """Start to initialise the GPU of the option `device`, in the background; do nothing for a CPU.
+
+    runs_here: this process will run on the GPU, so its context is created and Triton's digest computed. Otherwise only
+    the driver is initialised, to enumerate GPUs.
+    """
     index = index_of(device)
     if index is None:
         return
@@ -113,13 +124,15 @@ def init_cuda(device: str, *, runs_here: bool) -> None:
 
 
 def given_device(options: Mapping[str, Any]) -> str:
-    """Return the value of `device` in unchecked keywords of `LLM`, by default "auto"."""
+    """Return the option `device` as text, "auto" if it is missing. options: keywords of `LLM`, not yet validated."""
     return str(options.get("device", "auto"))
 
 
 def core_has_device(options: Mapping[str, Any]) -> bool:
-    """Return whether the core's process uses the device, given unchecked keywords of `LLM`; False if replicas or
-    workers use it."""
+    """Return whether the engine core's own process will use the GPU, rather than replicas or worker processes.
+
+    options: keywords of `LLM`, not yet validated.
+    """
     sizes = [options.get(name, 1) for name in _SIZES]
     is_alone = all(type(size) is int and size == 1 for size in sizes)
     return is_alone and not any(str(options.get(name)) in _ELSEWHERE for name in _EXECUTORS)

@@ -1,4 +1,4 @@
-"""Control this process's memory: suspend Python's garbage collector, and return freed memory to the system."""
+"""Controls this process's memory: restricts Python's garbage collector, and returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 
 
 def freeze_heap() -> None:
-    """Exclude all existing objects from later collections.
+    """Exclude all objects that exist now from later garbage collections, until the process ends.
 
-    For a process that has started, and serves or generates until it ends. With PyTorch and a tokenizer there are many
-    objects: a full collection takes a tenth of a second, in which no request gets a token. Existing garbage stays until
-    the process ends.
+    Call it once the process has started and is about to serve or generate. PyTorch and a tokenizer have so many objects
+    that a full collection takes a tenth of a second, in which no request gets a token. Garbage in reference cycles that
+    exists now is never freed.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)
@@ -34,10 +34,10 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def no_full_gc() -> Iterator[None]:
-    """Prevent full garbage collections within a block: a process with PyTorch has very many objects.
+    """Prevent full garbage collections within a block; young objects are collected as usual.
 
-    New objects are collected as usual. For work that creates many long-lived objects, which would trigger full
-    collections.
+    For work that creates many long-lived objects, which would trigger full collections. These are slow in a process
+    with PyTorch, which has very many objects.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
@@ -48,6 +48,6 @@ def no_full_gc() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Return glibc's cached free memory to the system; does nothing with another C library."""
+    """Return memory that glibc's allocator keeps for reuse to the system. Does nothing with another C library."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Find the methods that classes override, so that only these are called as hooks."""
+"""Finds which features override a hook of their base class, so that hooks are called only where they do something."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ R = TypeVar("R")
 
 
 def having(features: Sequence[F], hook: Callable[..., Any]) -> tuple[F, ...]:
-    """Return the features whose class overrides a hook, in the order of the features.
+    """Return the features whose class overrides a hook, in the order of `features`.
 
-    hook: a method of their base class, such as `StepFeature.begin`.
+    hook: a method of the features' base class, such as `StepFeature.begin`.
     """
     return tuple(each for each in features if getattr(type(each), hook.__name__) is not hook)
 
 
 def overriding(features: Sequence[F], hook: Callable[Concatenate[F, P], R]) -> tuple[Callable[P, R], ...]:
-    """Return the bound methods of the features that override a hook, in the order of the features."""
+    """Return the bound methods with which features override a hook, in the order of `features`. hook: see `having`."""
     return tuple(getattr(each, hook.__name__) for each in having(features, hook))
 
 
 def sole(features: Sequence[F], hook: Callable[..., Any]) -> F | None:
-    """Return the feature that overrides a hook that only one feature may override; None if there is none.
+    """Return the only feature that overrides a hook; None if no feature overrides it. hook: see `having`.
 
-    Raises ValueError, naming the classes, if there are several.
+    Raises ValueError that names the classes if several features override the hook.
     """
     found = having(features, hook)
     if len(found) > 1:
@@ -36,7 +36,10 @@ def sole(features: Sequence[F], hook: Callable[..., Any]) -> F | None:
 
 
 def by_name(named: Iterable[tuple[str, F]]) -> dict[str, F]:
-    """Return features by names. Raises ValueError, naming the classes, if two have the same."""
+    """Return a mapping from names to features. named: pairs of a name and a feature.
+
+    Raises ValueError that names the classes if two features have the same name.
+    """
     found: dict[str, F] = {}
     for name, feature in named:
         if name in found:
@@ -47,6 +50,9 @@ def by_name(named: Iterable[tuple[str, F]]) -> dict[str, F]:
 
 
 def sole_overriding(features: Sequence[F], hook: Callable[Concatenate[F, P], R]) -> Callable[P, R] | None:
-    """Return the bound method of `sole`; None if no feature overrides the hook. Raises ValueError as `sole` does."""
+    """Return the bound method with which the only feature overrides a hook; None if no feature overrides it.
+
+    Raises ValueError as `sole` does.
+    """
     feature = sole(features, hook)
     return None if feature is None else getattr(feature, hook.__name__)

@@ -1,4 +1,4 @@
-"""Measure the engine at work: times of the parts of its steps, and traces of every operator and kernel."""
+"""Measures a running engine: the time of each part of its steps, and traces of operators and kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepClock:
-    """Sums times over steps, from `start` to `stop`."""
+    """Sums the host time of each part of a step, and the device time, over all steps between `start` and `stop`."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -29,30 +29,33 @@ class StepClock:
         self._running = False
 
     def lap(self, name: str) -> None:
-        """Add the host time since the previous lap to this name."""
+        """Add the host time since the last `lap`, or since `start`, to the part `name`. Does nothing when stopped."""
         if self._running:
             now = time.perf_counter()
             self._laps[name] += now - self._last
             self._last = now
 
     def device_begins(self) -> None:
-        """Mark the start of a step's launches on the device."""
+        """Record an event on the device before a step's first launch. Does nothing when stopped, or on a CPU."""
         if self._running and self._on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             self._events.append(events)
 
     def device_ends(self) -> None:
-        """Mark the end of a step's launches."""
+        """Record an event on the device after a step's last launch. Does nothing when stopped, or on a CPU."""
         if self._running and self._on_gpu:
             self._events[-1][1].record()
 
     def host_seconds(self) -> dict[str, float]:
-        """Return seconds by lap, over all steps since the start."""
+        """Return the host time in seconds of each part, by name, summed over all steps since `start`."""
         return dict(self._laps)
 
     def device_seconds(self) -> float:
-        """Return the time from the first to the last kernel of each step, summed over steps; waits for the device."""
+        """Return the time in seconds from each step's first to its last kernel, summed over steps.
+
+        Waits for the device. 0 on a CPU.
+        """
         if self._events:
             self._events[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
@@ -74,10 +77,10 @@ class Profiler:
         return self._running is not None
 
     def start(self, prefix: str | None = None) -> None:
-        """Start a trace. prefix: beginning of its file name, "trace" if None.
+        """Start a trace. prefix: the beginning of the trace's file name, "trace" if None.
 
-        Raises RuntimeError if one is running, ValueError for a prefix that is not part of a file name, and OSError if
-        the folder cannot be created.
+        Raises RuntimeError if a trace is running, ValueError for a prefix that cannot be part of a file name, and
+        OSError if the folder cannot be created.
         """
         if self.running:
             raise RuntimeError("a profile is running; call stop_profile() first")
@@ -94,9 +97,9 @@ class Profiler:
         self._running = trace, path
 
     def stop(self) -> Path:
-        """Stop the trace, write it and return its file; all kernels launched so far are included.
+        """Wait for all launched kernels, stop the trace, write it and return the path of its file.
 
-        Raises RuntimeError if none is running.
+        Raises RuntimeError if no trace is running.
         """
         if self._running is None:
             raise RuntimeError("no profile is running; call start_profile() first")

@@ -1,4 +1,4 @@
-"""Progress of long work (load, compile, capture, generate): shown on stderr, or not at all."""
+"""Shows the progress of long work (load, compile, capture, generate) on stderr, or not at all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Note = Callable[[], str]
 
 
 class Progress(Protocol):
-    """Receives reports from long work. `stage` yields a function that adds to the number of finished units.
+    """Protocol of progress displays. Long work runs in a `stage` block and reports units of work as they are finished.
 
+    The block gets a function; a call with n reports n more finished units. total: the number of units; None: unknown.
     in_bytes: the units are bytes of a download, shown with its speed. note: returns a text to show after the count.
-    patience_s: show the stage only if it takes longer; 0 shows every stage.
+    patience_s: the stage is shown only once it has taken this long; 0: at once.
     """
 
     def stage(
@@ -35,7 +36,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """A progress display that shows nothing."""
 
     @contextmanager
     def stage(
@@ -51,7 +52,7 @@ class SilentProgress:
 
 
 class RichProgress:
-    """Shows one bar per stage on stderr: live on a terminal, one line at the end of the stage in a log."""
+    """Shows a progress bar for each stage on stderr: live on a terminal, otherwise one line when the stage ends."""
 
     @contextmanager
     def stage(
@@ -84,7 +85,7 @@ class RichProgress:
 
 
 class _Stderr:
-    """The current sys.stderr. Write errors are ignored: a full disk must not end the work."""
+    """A file that writes to the current sys.stderr, and ignores errors, since a full disk must not end the work."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)

@@ -1,4 +1,4 @@
-"""Two threads for work that may take long: the smallest is done first, and small work does not wait for large work."""
+"""Runs tasks in two threads, the smallest first. One thread takes only small tasks, which never wait for large ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stopped = Callable[[], bool]
 
 
 def never() -> bool:
-    """Never stop the work."""
+    """Return False: a `Stopped` function for work that is never stopped."""
     return False
 
 
@@ -28,7 +28,7 @@ class WorkStopped(RuntimeError):
 
 
 class TakesLong(Exception):
-    """Raised by work that turned out not to be small: submit it again as large work."""
+    """Raised by work that was submitted as small but is not; the caller submits it again with a large size."""
 
 
 @dataclass(order=True)
@@ -48,10 +48,10 @@ class _Waiting(Generic[Result]):
 
 
 class SmallestFirst:
-    """Runs work in two threads, started with the first work: one takes any work, the other only small work.
+    """Runs work in two threads, in the order of size: one thread takes any work, the other only small work.
 
-    small: the largest size that counts as small, in the unit of the sizes passed to `submit`. name: prefix of the
-    threads' names.
+    The threads start when work is first submitted for them. small: the largest size that counts as small, in the unit
+    of the sizes passed to `submit`. name: prefix of the threads' names.
     """
 
     def __init__(self, small: int, name: str) -> None:
@@ -63,7 +63,10 @@ class SmallestFirst:
         self._lock = threading.Lock()
 
     def submit(self, size: int, work: Callable[[], Result]) -> Future[Result]:
-        """Queue work; the future gets its result or error. Work cancelled before it starts is dropped."""
+        """Queue work of this size, and return a future for its result or exception.
+
+        If the future is cancelled before the work starts, the work never runs.
+        """
         done: Future[Result] = Future()
         waiting = _Waiting(size, next(self._numbers), work, done)
         with self._lock:
@@ -75,7 +78,7 @@ class SmallestFirst:
         return done
 
     def shutdown(self) -> None:
-        """Start nothing more; waiting work is cancelled."""
+        """Cancel all waiting work. Running work continues, and this method does not wait for it."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for each in waiting:

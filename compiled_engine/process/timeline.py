@@ -1,4 +1,4 @@
-"""Stages of the start-up: when each began, relative to the start of the process, and how long it took."""
+"""Records the stages of the engine's start-up: when each began after the start of the process, and how long it took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Span:
-    """A stage."""
+    """A finished stage of the start-up."""
 
     name: str
     start_s: float  # seconds since the process began
@@ -24,7 +24,7 @@ class Span:
 
 
 def seconds_since_process_start() -> float:
-    """Return the age of this process in seconds, on Linux with a resolution of a hundredth, elsewhere of about one."""
+    """Return the age of this process in seconds. The resolution is 0.01 s on Linux, elsewhere about 1 s."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -35,19 +35,20 @@ def seconds_since_process_start() -> float:
 
 @cache
 def _process_origin_s(process: int) -> float:
-    """Return when this process began, in seconds of time.perf_counter.
+    """Return the time at which the current process began, in seconds of time.perf_counter. process: its id.
 
-    Read once per process, so that all timelines agree: readings differ by the time for which the process was not
-    running between reading its two clocks. A forked child passes another `process` and reads its own.
+    The result is cached by process id, so all timelines of a process agree: two computations could differ, as the
+    process may be suspended between reading two clocks. A forked child has another id and computes its own.
     """
     return time.perf_counter() - seconds_since_process_start()
 
 
 class Timeline:
-    """Collects spans; those without a parent follow one another and add up to the start-up.
+    """Collects the spans of a start-up. Spans without a parent follow one another and add up to the whole start-up.
 
-    origin_s, spans: of another process's timeline that this one continues; `origin_s` is in seconds of
-    time.perf_counter, a clock that all processes of a machine share.
+    origin_s: the time of time.perf_counter at which the spans' start_s is 0; None: the start of this process. spans:
+    spans to begin with. Both may come from another process's timeline, which this one continues: all processes of a
+    machine share this clock.
     """
 
     def __init__(self, origin_s: float | None = None, spans: Iterable[Span] = ()) -> None:
@@ -56,12 +57,12 @@ class Timeline:
         self.spans = list(spans)
 
     def now(self) -> float:
-        """Return seconds since the process began."""
+        """Return the seconds since `origin_s`, by default the start of the process."""
         return time.perf_counter() - self.origin_s
 
     @contextmanager
     def span(self, name: str, parent: str | None = None) -> Iterator[None]:
-        """Time a block as a part of `parent`, or else of the innermost open span."""
+        """Time a block and add its span. parent: name of the containing span; None: the innermost block being timed."""
         start = self.now()
         parent = parent or (self._open[-1] if self._open else None)
         self._open.append(name)
@@ -75,7 +76,7 @@ class Timeline:
         self.spans.append(Span(name, start_s, seconds, parent))
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a finished stage."""
+        """Rename the spans called `name`, also as the parent of others."""
         self.spans = [
             replace(
                 span,
@@ -86,12 +87,12 @@ class Timeline:
         ]
 
     def seconds(self) -> dict[str, float]:
-        """Return the duration of each stage by name, summed over repetitions."""
+        """Return the seconds of each stage by name, summed over spans of the same name."""
         found: dict[str, float] = {}
         for span in self.spans:
             found[span.name] = found.get(span.name, 0.0) + span.seconds
         return found
 
     def as_records(self) -> list[dict[str, str | float | None]]:
-        """Return the spans, ordered by start."""
+        """Return the spans as dictionaries of their fields, ordered by start."""
         return [asdict(span) for span in sorted(self.spans, key=lambda span: span.start_s)]

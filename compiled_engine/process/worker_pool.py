@@ -1,8 +1,7 @@
-"""Worker processes that answer JSON lines, for callers in several threads: one process imports the modules that all
-need, then forks the workers.
+"""Worker processes that answer requests, as lines of JSON, from several threads of the caller.
 
-That process is fresh, not a fork of this one, so workers inherit no threads, no CUDA context and no state of the
-caller's torch.compile.
+One child process imports the modules that all workers need, then forks the workers. The child is itself no fork of the
+caller, so the workers inherit no threads, no CUDA context and no state of the caller's torch.compile.
 """
 
 from __future__ import annotations
@@ -27,11 +26,14 @@ _MOST_LAST_WORDS = 1 << 20
 
 
 class WorkerEnded(RuntimeError):
-    """A worker did not start, or died; the message has its last line of output."""
+    """Raised if a worker did not start, has died or was closed. The message has the workers' last line of output."""
 
 
 class Worker:
-    """The caller's end of one worker, whose first answer is `{"ready": true}`. For one thread at a time."""
+    """The caller's connection to a worker, used by one thread at a time.
+
+    A worker first sends `{"ready": true}`, then an answer to each message.
+    """
 
     def __init__(self, number: int, connection: socket.socket, last_words: Callable[[], str]):
         self.number = number
@@ -40,7 +42,7 @@ class Worker:
         self._ready = False
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and return the answer. Raises WorkerEnded."""
+        """Send a message and return the answer. Raises WorkerEnded if the worker did not start, died or was closed."""
         try:
             self._ready = self._ready or "ready" in self._receive()
             if self._ready:
@@ -58,7 +60,7 @@ class Worker:
         self._connection.close()
 
     def _receive(self) -> dict[str, Any]:
-        """Return the next answer; empty if the process has ended."""
+        """Wait for the worker's next line and return it parsed; empty if the worker has ended."""
         try:
             line = self._answers.readline()
         except ConnectionResetError:  # the worker ended before it read everything
@@ -67,9 +69,10 @@ class Worker:
 
 
 class WorkerProcesses:
-    """At least one worker, started at once. They run `main()` of a module, see `worker_program`.
+    """Starts `count` workers, at least one, that run `main()` of a module; see `worker_program`.
 
-    Raises OSError if they cannot be started.
+    environment: variables that are added to the caller's or replace them. Raises OSError if the process that forks the
+    workers cannot be started.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
@@ -94,7 +97,7 @@ class WorkerProcesses:
                 their.close()
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Send the order that the workers prepare for; call it once, before any request."""
+        """Send the message that `run_workers` passes to `prepare`. Call it once, before any request."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # missing answers report it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -115,7 +118,7 @@ class WorkerProcesses:
         self._errors.close()
 
     def _last_words(self) -> str:
-        """Return the last line that any worker wrote: they share a file."""
+        """Return the last line of the workers' stdout and stderr, which all workers write to the same file."""
         size = os.fstat(self._errors.fileno()).st_size
         said = os.pread(self._errors.fileno(), _MOST_LAST_WORDS, max(0, size - _MOST_LAST_WORDS))
         lines = said.decode(errors="replace").strip().splitlines()
@@ -123,9 +126,10 @@ class WorkerProcesses:
 
 
 class WorkerPool:
-    """Processes that run `main()` of a module. Failed or ended processes are not replaced; there may be none.
+    """A pool of `count` workers that run `main()` of a module, shared by the caller's threads.
 
-    They start at once, and import in parallel with the caller's work from `begin` until the first request.
+    The workers start at once. After `begin` they import modules while the caller does other work. A worker that fails
+    to start or ends is not replaced, so the pool may become empty; then `ask` returns None. count may be 0.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
@@ -141,11 +145,11 @@ class WorkerPool:
             log.warning("no worker process is started: %s", error)
 
     def __len__(self) -> int:
-        """Return the number of processes that were started."""
+        """Return the number of workers that were started, including those that have ended since."""
         return len(self._processes.workers) if self._processes else 0
 
     def begin(self, order: dict[str, Any]) -> None:
-        """Send the order that applies to all requests; call it once, before `ask`."""
+        """Send the message that prepares the workers for all requests. Call it once, before `ask`."""
         if self._processes is None:
             return
         self._processes.begin(order)
@@ -154,10 +158,10 @@ class WorkerPool:
             self._idle.extend(self._processes.workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Send a message to the first idle worker and return its answer, with its number as "worker"; None if that
-        worker ends, or none is left.
+        """Wait for an idle worker, send it a message and return its answer, with the worker's number under "worker".
 
-        For threads that are not interrupted: an interrupt here would end the worker.
+        Returns None if the worker ends before it answers, if no worker is left, or if the pool is closed. Call it in
+        threads that get no KeyboardInterrupt: an interrupted call does not return its worker to the pool.
         """
         worker = self._take()
         if worker is None:
@@ -195,7 +199,7 @@ class WorkerPool:
                 self._waiting.popleft().set_result(None)
 
     def close(self) -> None:
-        """End the workers. Requests made during this get no answer."""
+        """End the workers. `ask` returns None for pending and later requests."""
         self._closed = True
         if self._processes is not None:
             self._processes.close()

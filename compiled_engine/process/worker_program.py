@@ -1,8 +1,8 @@
-"""Main program of worker processes: prepare once, fork the workers, and end with them on request or when the caller is
-gone.
+"""Main program of the process that forks workers, see worker_pool: prepare once, fork the workers, wait for the end.
 
-The workers and their children form a process group, which the process that forked them ends and waits for; the init
-process of a container would not.
+It ends together with its workers when it is asked to (SIGTERM) or when its caller is gone. The workers and their child
+processes form a process group. This process kills the group and reaps the workers, since the init process of a
+container may reap nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ Work = Callable[[Messages, Answer], None]
 
 
 def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
-    """Run workers for `prepare`, which gets the order from stdin, imports what the work needs, and returns the work: a
-    function from messages to answers.
+    """Prepare, fork the workers, and end this process with them. Does not return, unless stdin is closed at once.
 
-    Program arguments: for each worker the descriptor of a socket with JSON lines both ways. The preparation must be
-    safe to fork: no threads, no calls of CUDA, no user code. All workers end together, even in the middle of their
-    work.
+    prepare: gets the message that `WorkerPool.begin` sent, imports the modules that the work needs, and returns the
+        work. The work is a function that every worker runs: it gets an iterator of messages, and a function that sends
+        an answer. A fork must be possible after `prepare`: it may start no threads, call no CUDA and run no user code.
+
+    The program's arguments are file descriptors: for each worker, a socket that carries JSON lines both ways. All
+    workers end together, even in the middle of their work.
     """
     order = sys.stdin.buffer.readline()
     if not order:
@@ -62,7 +64,11 @@ def _exit(number: int, frame: object) -> None:
 
 
 def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
-    """Fork the workers. The first leads their process group: its id stays valid until it is waited for, at the end."""
+    """Fork a worker for each descriptor, and append its process id to `workers`. In a worker, never returns.
+
+    The first worker leads the workers' process group. The group's id stays valid until that worker is waited for, at
+    the end.
+    """
     while descriptors:
         descriptor = descriptors.pop(0)
         if worker := os.fork():
@@ -88,7 +94,7 @@ def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
 
 
 def _require_cuda() -> None:
-    """Raise RuntimeError if PyTorch is imported and CUDA cannot be used, because the preparation has used CUDA."""
+    """Raise RuntimeError if CUDA cannot be used in this worker because it was initialised before the fork."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():
         raise RuntimeError("CUDA cannot be used in this worker: an import before the fork has used it")
@@ -100,7 +106,10 @@ def _end(group: int) -> None:
 
 
 def _run(descriptor: int, work: Work) -> None:
-    """Answer messages in a worker, until the process ends."""
+    """Run the work in a worker on messages from the socket `descriptor`, and send its answers there.
+
+    When the caller closes the socket, the whole process group is killed.
+    """
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:

@@ -1,4 +1,8 @@
-"""Causal convolution of each channel over packed sequences. A request's earlier inputs are in its row of the state."""
+"""Causal depthwise convolution over packed sequences, with PyTorch's ops.
+
+A request's last inputs before the step are kept in the convolution's state. Shapes: T tokens and R requests of the
+step, D channels, W weights per channel, S rows of the state, L = W - 1 inputs in a row.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def convolve_reference(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `convolve` of op.py with PyTorch's ops, on any device."""
+    """Compute `recurrence.op.convolve` with PyTorch's ops, on any device. Writes out_TD and updates state_SDL."""
     if factor_TD is not None:
         x_TD = x_TD * factor_TD
     num_before = weight_DW.shape[1] - 1
@@ -44,7 +48,7 @@ def convolve_reference(
 
 
 def _newest(x_TD: torch.Tensor, state_SDL: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the newest L inputs of each request, oldest first, [R, D, L], from its state and this step's inputs."""
+    """Return the last L inputs of each request including this step's, oldest first, [R, D, L]: its new state."""
     length = state_SDL.shape[2]
     before_RDL = sequences.states(state_SDL)
     starts_R1, lens_R1 = sequences.starts.unsqueeze(1), sequences.lens.unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Triton kernels for convolutions with a state.
+"""Triton kernels for causal depthwise convolutions with a state, see convolution.py.
 
-convolve_kernel computes outputs by tiles of tokens. shift_state_kernel writes each request's new state; in a step of
-decodes it also computes the outputs, so that one launch is enough. Grids depend only on the numbers of tokens and
-requests, and the kernels read each request's row on the device, so CUDA graphs can capture both.
+convolve_kernel computes the outputs, in tiles of tokens. shift_state_kernel writes each request's new state; in a step
+of only decodes it computes the outputs too, so that one launch is enough. Grids depend only on the numbers of tokens
+and requests, and the kernels read the index of each request's state on the device, so CUDA graphs can capture both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ FEW_D = 256
 def _inputs(
     x_ptr: tl.tensor, factor_ptr: tl.tensor, x_offsets: tl.tensor, factor_offsets: tl.tensor, mask: tl.tensor
 ) -> tl.tensor:
-    """Return the inputs of the convolution, x * factor, in the dtype of x; zeros where the mask is not set."""
+    """Return the inputs of the convolution, x * factor, in the dtype of x; zeros where the mask is not set.
+
+    factor_ptr may be None, for x alone. The offsets are in elements.
+    """
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + factor_offsets, mask=mask, other=0.0)
@@ -42,7 +45,10 @@ def _finished(
     ACTIVATION: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return activation(y) * gate, rounded to `dtype` before and after the activation and after the gate. y: fp32."""
+    """Return activation(y) * gate in `dtype`. y: fp32, rounded to `dtype` first.
+
+    The results of the activation and of the multiplication are rounded too. gate_ptr may be None, for no gate.
+    """
     y = y.to(dtype)
     if ACTIVATION == "silu":
         wide = y.to(tl.float32)
@@ -79,15 +85,17 @@ def convolve_kernel(
     TILE_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Convolve each channel causally. Program (tile of tokens, tile of channels) writes outputs; states are only read.
+    """Convolve each channel causally and write the outputs; see `recurrence.op.convolve`. The states are only read.
 
-    x_ptr: [T, D]; weight_ptr: [D, W]; bias_ptr: [D] or None; factor_ptr, gate_ptr: [T, D] or None. Their strides are
-        the elements from one token to the next.
-    state_ptr: [S, D, W - 1], the inputs before this step; read only for requests with earlier tokens.
-    out_ptr: [T, D]; padding gets zeros.
-    rows_ptr: int32 [R], row of each request in the states, -1 for padding; query_start_loc_ptr, seq_lens_ptr: see
-        AttentionInputs.
-    TILE_R: requests compared at a time to find a token's request.
+    Program: (tile of TILE_T tokens, tile of TILE_D channels).
+
+    x_ptr: [T, D]; weight_ptr: [D, W]; bias_ptr: [D] or None; factor_ptr, gate_ptr: [T, D] or None. x_stride,
+        factor_stride, gate_stride: elements from one token to the next.
+    state_ptr: [S, D, W - 1], the last inputs before this step; read only for requests with earlier tokens.
+    out_ptr: [T, D], contiguous; padding tokens get zeros.
+    rows_ptr: int32 [R], the index of each request's state, -1 for padding; query_start_loc_ptr, seq_lens_ptr: see
+        AttentionInputs. num_tokens: T. num_rows: R.
+    TILE_R: how many requests are compared at a time to find the request of each token.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -157,10 +165,10 @@ def shift_state_kernel(
     COMPUTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write the newest inputs of each request to its state. Program: (request, tile of channels).
+    """Write the last W - 1 inputs of each request to its state. Program: (request, tile of TILE_D channels).
 
-    COMPUTES: first compute the outputs of the request's tokens, one after another. Otherwise out_ptr is not written.
-    See convolve_kernel for the remaining arguments.
+    COMPUTES: first compute the outputs of the request's tokens, one after another, and write them to out_ptr; otherwise
+    out_ptr is not written. See convolve_kernel for the remaining arguments.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -218,7 +226,7 @@ def convolve_triton(
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `convolve` of op.py with the kernels. state_SDL and out_TD must be contiguous."""
+    """Compute `recurrence.op.convolve` with the kernels. Writes out_TD and updates state_SDL, both contiguous."""
     x_TD = _with_dense_rows(x_TD)
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
@@ -239,5 +247,5 @@ def convolve_triton(
 
 
 def _with_dense_rows(given_TD: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied unless its rows are contiguous."""
+    """Return the tensor, or a contiguous copy if the elements of a row are not consecutive in memory."""
     return given_TD if given_TD.stride(1) == 1 else given_TD.contiguous()

@@ -1,8 +1,10 @@
-"""Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences.
+"""Gated delta rule (Yang et al., 2024, Gated Delta Networks) over packed sequences, with PyTorch's ops.
 
-A head's state, [k, v], maps keys to values. Each token first multiplies the state by exp(g). Then it moves the value
-stored under its key towards its own value: beta is the fraction of the way. The token's result is the value that the
-updated state stores under the token's query.
+A head's state S [k, v] maps keys to values. For each token, S is multiplied by exp(g), a value is written under the
+token's key, S += key^T (beta * (value - key S)), and the token's result is query S.
+
+Shapes: T tokens and R requests of the step, S rows of the state, H value heads, G query and key heads, k and v their
+head sizes, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def apply_rule_reference(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `apply_rule` of op.py with PyTorch's ops, on any device."""
+    """Compute `recurrence.op.apply_rule` with PyTorch's ops, on any device. Writes out_THv and updates state_SHkv."""
     q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
     q_THk = q_THk * q_THk.shape[-1] ** -0.5
     values = q_THk, k_THk, v_THv.float(), g_TH.float(), beta_TH.float()
@@ -52,7 +54,10 @@ def apply_rule_reference(
 
 
 def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Tensor:
-    """Return queries or keys in fp32, repeated for num_heads value heads. normalises: divide each by its L2 norm."""
+    """Return queries or keys in fp32, with heads repeated to `num_heads`: [T, num_heads, k].
+
+    normalises: divide each by its L2 norm first.
+    """
     x = x_TGk.float()
     if normalises:
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
@@ -67,7 +72,7 @@ def _one_token(
     g_RH: torch.Tensor,
     beta_RH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process one token of each request; return (results [R, H, v], new states [R, H, k, v])."""
+    """Apply the rule to one token of each request. Returns (results [R, H, v], new states [R, H, k, v])."""
     state_RHkv = state_RHkv * g_RH.exp()[..., None, None]
     known_RHv = torch.einsum("rhkv,rhk->rhv", state_RHkv, k_RHk)
     state_RHkv = state_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, (v_RHv - known_RHv) * beta_RH.unsqueeze(-1))
@@ -82,9 +87,10 @@ def _chunk(
     g_HC: torch.Tensor,
     beta_HC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process a chunk of one request's tokens; return (results [C, H, v], new state).
+    """Apply the rule to a chunk of C tokens of one request at once. Returns (results [C, H, v], new state [H, k, v]).
 
-    The values that the tokens write are the solution of a triangular system.
+    The value that a token writes depends on the values that earlier tokens write. All of them together are the solution
+    of a triangular system of equations.
     """
     g_HC = g_HC.cumsum(-1)
     decay_HCC = (g_HC.unsqueeze(-1) - g_HC.unsqueeze(-2)).tril().exp().tril()

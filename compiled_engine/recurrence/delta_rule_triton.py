@@ -1,7 +1,7 @@
 """Triton kernel for the gated delta rule, see delta_rule.py.
 
-It processes a request's tokens in chunks, or one by one in steps of decodes. The grid depends only on the number of
-requests, and the kernel reads each request's row on the device, so CUDA graphs can capture it.
+It processes a request's tokens in chunks, or one by one in a step of only decodes. The grid depends only on the number
+of requests, and the kernel reads the index of each request's state on the device, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TILE_V = 32
 def _loaded(
     ptrs_Ck: tl.tensor, mask_Ck: tl.tensor, scale: tl.constexpr, EPS: tl.constexpr, NORMALISES: tl.constexpr
 ) -> tl.tensor:
-    """Load rows of queries or keys as fp32 and multiply them by `scale`.
+    """Return the queries or keys of a chunk, multiplied by `scale`, fp32 [chunk, k].
 
-    NORMALISES: first divide each row by its L2 norm. EPS is added to the squared norm.
+    NORMALISES: first divide each query or key by its L2 norm. EPS is added to the squared norm.
     """
     x_Ck = tl.load(ptrs_Ck, mask=mask_Ck, other=0.0).to(tl.float32)
     if NORMALISES:
@@ -64,17 +64,17 @@ def delta_rule_kernel(
     TILE_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Apply the gated delta rule: program (tile of TILE_V values, head, request) processes all of the request's tokens.
+    """Apply the gated delta rule: write the results of a request's tokens, and update its state in place.
 
-    It writes the tokens' results and updates the request's state in place.
+    Program: (tile of TILE_V elements of the value, head, request); it processes all of the request's tokens.
 
-    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]. Strides are the elements from
-        one token to the next.
-    state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], row of each request in the states, -1 for padding. The results of
-        padding are zeros.
+    q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]. q_stride, ..., beta_stride:
+        elements from one token to the next.
+    state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], the index of each request's state, -1 for a padding request,
+        whose results are zeros.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
-    SCALE: multiplies queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
-    TILE_K: K rounded up to a power of two. PRECISION: input_precision of tl.dot.
+    SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
+    TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.
     """
     head, request = tl.program_id(1), tl.program_id(2)
     k_k = tl.arange(0, TILE_K)
@@ -141,7 +141,7 @@ def delta_rule_kernel(
 
 
 def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied unless each token's elements are contiguous."""
+    """Return the tensor, or a contiguous copy if the elements of a token are not consecutive in memory."""
     return x_T if x_T[0].is_contiguous() else x_T.contiguous()
 
 
@@ -156,7 +156,7 @@ def apply_rule_triton(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `apply_rule` of op.py with the kernel. state_SHkv and out_THv must be contiguous."""
+    """Compute `recurrence.op.apply_rule` with the kernel. Writes out_THv and updates state_SHkv, both contiguous."""
     q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]

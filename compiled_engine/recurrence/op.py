@@ -1,7 +1,7 @@
-"""Custom ops for recurrences. They read and update each running request's row of the state.
+"""Custom ops for recurrences: short convolutions and gated delta rules. They update each request's state in place.
 
-The ops mutate their arguments, so the graph is split around them. As for attention (compiled_engine/attention/op.py), a
-trace of transformers' code uses functional stand-ins, which the pass `recurrences` replaces by the mutating ops.
+The ops mutate their arguments, so the graph is split at them. As for attention (compiled_engine/attention/op.py), a
+trace of transformers' code calls functional stand-ins, which the pass `recurrences` replaces by the mutating ops.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ def convolve(
     out_TD: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Write activation(convolution of each channel of x * factor, plus bias) * gate to `out_TD`; padding gets zeros.
+    """Write activation(conv(x * factor) + bias) * gate to `out_TD`, where conv is a causal depthwise convolution.
 
-    factor, bias and gate are optional. Results are rounded after the factor, the bias, the activation and the gate. The
-    last weight applies to the token itself.
-    state_SDL: per row, the last W - 1 inputs of the convolution, the newest last; updated in place.
-    activation: silu, or empty for none. sequences: the fields of Sequences.
+    factor, bias and gate may be None. Results are rounded to the dtype after each of factor, bias, activation and gate.
+    weight_DW: W weights per channel; the last one applies to the token itself.
+    state_SDL: for each of S rows, the last L = W - 1 inputs of the convolution, the newest last; updated in place.
+    out_TD: padding tokens get zeros.
+    activation: "silu", or "" for none. sequences: the fields of Sequences.
     """
     if x_TD.device.type == "cpu":
         run = convolve_reference
@@ -55,11 +56,11 @@ def apply_rule(
     out_THv: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
-    """Apply the gated delta rule, see delta_rule.py, and write the result to `out_THv`; padding gets zeros.
+    """Apply the gated delta rule, see delta_rule.py, and write the results to `out_THv`; padding tokens get zeros.
 
     H / G consecutive value heads share each query and key head. Queries are multiplied by k ** -0.5.
-    normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, updated in place.
-    sequences: the fields of Sequences.
+    normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each of S rows; updated in
+    place. sequences: the fields of Sequences.
     """
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
@@ -69,7 +70,7 @@ def apply_rule(
 
 
 def _returns_nothing(*arguments: object) -> None:
-    """Implement both ops for fake tensors: they return nothing."""
+    """Implement both ops for fake tensors: do nothing, since the ops return nothing."""
 
 
 def _never_executed(*arguments: object) -> NoReturn:
@@ -84,9 +85,10 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
 
 
 def _define(name: str, function: Callable[..., None], arguments: str, state: str, out: str, like: int) -> Any:
-    """Define an op that updates `state` and writes to `out`, and its functional stand-in, which returns the result.
+    """Define the op `name`, which updates `state` and writes to `out`, and its functional stand-in `name`_value.
 
-    Returns the op. like: index of the argument whose shape and dtype the result has.
+    The stand-in returns the result instead of writing it. arguments: the schema of the arguments that both have first.
+    like: index of the argument whose shape and dtype the result has. Returns the op.
     """
     state_arguments = f"Tensor(a!) {state}, Tensor(b!) {out}, {_SEQUENCES}"
     schema = f"({arguments}, {state_arguments}) -> ()"
@@ -140,7 +142,7 @@ def conv_state_or_value(
     state_SDL: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Run `convolve` without factor and gate, and return its result [T, D]. In traces, call the functional stand-in."""
+    """Run `convolve` without factor and gate, and return its result [T, D]. In a trace, call its stand-in instead."""
     operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDL
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
@@ -159,7 +161,7 @@ def delta_rule_or_value(
     state_SHkv: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """Run `apply_rule` and return its result [T, H, v]. In traces, call the functional stand-in."""
+    """Run `apply_rule` and return its result [T, H, v]. In a trace, call its functional stand-in instead."""
     operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.delta_rule_value(*operands, *sequences)

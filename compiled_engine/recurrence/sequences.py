@@ -1,4 +1,4 @@
-"""Packed sequences of a step, as recurrences read them: each request's tokens, and its row in the states."""
+"""Sequences, the description of a step's packed requests that recurrences read: their tokens and their states."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from compiled_engine.config import ModelConfig
 
 
 def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that only models with recurrences read; empty for other models."""
+    """Return the step tensors that a model with recurrences reads beyond those of every model; empty without them."""
     return () if model.recurrences is None else (ROWS,)
 
 
 class Sequences(NamedTuple):
-    """The requests of a step. query_start_loc_R1, seq_lens_R: see AttentionInputs.
+    """The R requests of a step, whose tokens are packed one request after another.
 
-    A new request begins with a state of zeros, whatever its row contains, so rows need not be cleared.
+    A request's state is a row of a state tensor with S rows. A request without earlier tokens begins with a state of
+    zeros, whatever its row contains, so rows need not be cleared. query_start_loc_R1, seq_lens_R: see AttentionInputs.
     """
 
     rows_R: torch.Tensor  # see ROWS
@@ -36,9 +37,9 @@ class Sequences(NamedTuple):
         return self.query_start_loc_R1.diff().long()
 
     def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's request, and its index among that request's tokens in the step: two int64 [T].
+        """Return (request of each token, index of the token among its request's tokens in the step), int64 [T] each.
 
-        Padding tokens after the last request are counted as tokens of the last request.
+        Padding tokens at the end are counted as tokens of the last request; `real` tells them apart.
         """
         tokens_T = torch.arange(num_tokens, device=self.rows_R.device)
         request_T = torch.searchsorted(self.query_start_loc_R1[1:].long(), tokens_T, right=True)
@@ -46,17 +47,23 @@ class Sequences(NamedTuple):
         return request_T, tokens_T - self.starts[request_T]
 
     def real(self, request_T: torch.Tensor) -> torch.Tensor:
-        """Return which tokens belong to a request with a row, bool [T]; padding does not. request_T: see `places`."""
+        """Return which tokens are no padding and belong to no padding request, bool [T]. request_T: see `places`."""
         inside_T = torch.arange(len(request_T), device=request_T.device) < self.query_start_loc_R1[-1]
         return inside_T & (self.rows_R >= 0)[request_T]
 
     def states(self, state_S: torch.Tensor) -> torch.Tensor:
-        """Return each request's state before the step, [R, ...]; zeros for new requests and for padding."""
+        """Return each request's state before the step, [R, ...], from `state_S` [S, ...].
+
+        Requests without earlier tokens, and padding requests, get zeros.
+        """
         continues_R = (self.rows_R >= 0) & (self.seq_lens_R > self.lens)
         continues = continues_R.view(-1, *[1] * (state_S.dim() - 1))
         return torch.where(continues, state_S[self.rows_R.clamp(min=0).long()], 0)
 
     def store(self, state_S: torch.Tensor, new_R: torch.Tensor) -> None:
-        """Write each request's new state, new_R [R, ...], to its row. Skips requests without a row or tokens."""
+        """Write each request's new state, new_R [R, ...], to its row of `state_S`, in place.
+
+        Padding requests, and requests without tokens in the step, are skipped.
+        """
         real_R = (self.rows_R >= 0) & (self.lens > 0)
         state_S[self.rows_R[real_R].long()] = new_R[real_R].to(state_S.dtype)

@@ -1,8 +1,8 @@
-"""State of running requests on the device: declared fields, each with a row for every request that may run.
+"""Holds the state of running requests on the device: fields (tensors) with a row for each request that may run.
 
-The host never writes a field directly: it stages changes (staged_writes.py), which one kernel applies on the device in
-step order. So a step in flight reads the values as of its launch. Kernels look fields up by row, and may advance them.
-A field keeps its address unless it grows.
+The host never writes a field directly. It stages changes (staged_writes.py), which one kernel applies on the device in
+stream order, so a step in flight reads the values as of its launch. Kernels read a request's values by its row, and may
+change them. A field keeps its address unless it grows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_CAPACITY = 128  # entries of a list
 
 @dataclass(frozen=True)
 class RowField:
-    """Declares a field: each row has a single value, or an array of `shape`."""
+    """Declares a field. A row of it holds a single value, or an array of `shape`."""
 
     name: str
     dtype: torch.dtype = torch.int32
@@ -33,10 +33,16 @@ class RowField:
 
 
 class RowFields:
-    """Fields by name. A row belongs to one request from `start` to `free`, both called by the owner of the rows."""
+    """The fields by name. A row belongs to one request from `start` until `free`.
+
+    The caller assigns rows to requests, and calls both methods.
+    """
 
     def __init__(self, num_rows: int, device: torch.device | str, triton: bool | None = None):
-        """Create an empty set of fields. triton: whether to launch kernels, by default on CUDA."""
+        """Create an empty set of fields for `num_rows` rows.
+
+        triton: whether a Triton kernel applies the staged writes; None: on CUDA only.
+        """
         self.num_rows, self.device = num_rows, torch.device(device)
         self.triton = self.device.type == "cuda" if triton is None else triton
         self.writes = StagedWrites(self.device, self.triton)
@@ -45,7 +51,7 @@ class RowFields:
         self._lists: dict[str, _RowList] = {}
 
     def declare(self, *fields: RowField) -> None:
-        """Allocate fields. Raises ValueError if a name is already taken."""
+        """Allocate fields on the device. Raises ValueError if a name is already taken."""
         for field in fields:
             if field.name in self:
                 raise ValueError(f"a row field must have a name of its own, got {field.name!r} again")
@@ -57,8 +63,11 @@ class RowFields:
                 self.writes.reset_at_start(staged)
 
     def declare_list(self, name: str, width: int) -> None:
-        """Declare a list of any length for each row, int32 [n, width]: a row's entries begin at `name`_start, and are
-        `name`_count."""
+        """Declare a list of variable length per row. An entry has `width` int32 values.
+
+        All lists share one tensor, fields[name]. A row's list begins at the entry fields["<name>_start"][row], and has
+        fields["<name>_count"][row] entries.
+        """
         self.declare(RowField(f"{name}_start"), RowField(f"{name}_count"))
         starts, counts = self._fields[f"{name}_start"], self._fields[f"{name}_count"]
         self._lists[name] = _RowList(self.writes.field(1, FIRST_CAPACITY * width), starts, counts, width)
@@ -67,45 +76,51 @@ class RowFields:
         return name in self._fields or name in self._lists
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a field's tensor, [num_rows, *shape], or the entries of all rows of a list, [n, width]."""
+        """Return a field's tensor, [num_rows, *shape], or for a list the entries of all rows, [capacity, width]."""
         return self._lists[name].entries if name in self._lists else self._fields[name].tensor
 
     def if_declared(self, name: str) -> torch.Tensor | None:
-        """Return a field's tensor or a list's entries; None if it is not declared."""
+        """Return the tensor as `fields[name]` does, or None if no such field or list is declared."""
         if name not in self:
             return None
         return self[name]
 
     def set(self, row: int, **values: float) -> None:
-        """Stage single values of a row, by field."""
+        """Stage values of a row's single-valued fields. values: by field name."""
         self.writes.set_each(self._fields, row, values)
 
     def write(self, name: str, row: int, values: np.ndarray, offset: int = 0) -> None:
-        """Stage a part of a row's array, see StagedField.stage."""
+        """Stage values of a row's array, from element `offset` on; see StagedField.stage."""
         self._fields[name].stage(row, values, offset)
 
     def write_list(self, name: str, row: int, entries: np.ndarray) -> None:
-        """Stage a row's list, int32 [n, width]; it is empty when a request takes the row."""
+        """Stage the new list of a row, int32 [n, width], which replaces the row's list.
+
+        A row's list is empty when a request takes the row.
+        """
         self._lists[name].write(row, entries)
 
     def lengthen(self, name: str, length: int) -> None:
-        """Lengthen arrays to at least `length` values, see StagedField.lengthen."""
+        """Lengthen the arrays of all rows to at least `length` values; see StagedField.lengthen."""
         self._fields[name].lengthen(length)
 
     def start(self, row: int, **values: float) -> None:
-        """Assign a row to a request; its single values are these, or their initial values until set."""
+        """Assign a row to a new request: stage `values`, by field name, and initial values for other single values."""
         self.writes.start(row)
         self.writes.set_each(self._fields, row, values)
 
     def free(self, row: int) -> None:
-        """Drop the row's staged writes and lists on the host."""
+        """Drop the row's staged writes and its lists, so that another request may take the row.
+
+        Nothing is written to the device.
+        """
         self.writes.forget_row(row, self._arrays)
         for each in self._lists.values():
             each.free(row)
 
 
 class _RowList:
-    """The lists of all rows, one after another in memory that grows."""
+    """The lists of all rows, one after another in one tensor that grows if they do not fit."""
 
     def __init__(self, field: StagedField, starts: StagedField, counts: StagedField, width: int):
         self._field, self._starts, self._counts, self._width = field, starts, counts, width
@@ -139,7 +154,7 @@ class _RowList:
         self._end += len(entries)
 
     def _place_all(self) -> None:
-        """Place all lists again, without those of freed rows; half of the memory is free afterwards."""
+        """Write all lists of rows in use again, from the start of the tensor; grow it if they fill more than half."""
         self._capacity = max(self._capacity, 2 * sum(map(len, self._lists.values())))
         self._field.lengthen(self._capacity * self._width)
         self._field.forget(0)

@@ -1,7 +1,7 @@
-"""Non-blocking copies between host and device, and batched writes to fields on the device.
+"""Copies tensors between host and device without waiting, and batches the host's writes to fields on the device.
 
-Writes are collected on the host and applied together: by one kernel, or by copies if they are long. On CUDA the kernel
-reads them directly from pinned host memory (unified addressing), so nothing is copied and the host does not wait.
+Writes are collected on the host and applied together by one kernel; long writes are copies. On CUDA the kernel reads
+the values directly from pinned host memory (unified addressing), so nothing is copied first and the host does not wait.
 Method: staged write tensors of vLLM's model runner V2.
 """
 
@@ -25,9 +25,9 @@ WORD = 4
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy values to the device in stream order; `values` may be changed immediately afterwards.
+    """Return a copy of values on the device, made in stream order without waiting. `values` may be changed afterwards.
 
-    The copy goes through fresh pinned memory, which PyTorch's allocator does not reuse before the copy is done.
+    The copy goes through new pinned memory, which PyTorch's allocator does not reuse before the copy is done.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.array(values, order="C"))
@@ -37,8 +37,10 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def download(values: torch.Tensor) -> torch.Tensor:
-    """Copy values to pinned host memory, valid once the current stream has reached this point; on a CPU return
-    `values`."""
+    """Start to copy values to a new tensor in pinned host memory. A tensor on a CPU is returned itself.
+
+    The copy is valid once the current stream has reached this point.
+    """
     if values.device.type != "cuda":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -46,7 +48,10 @@ def download(values: torch.Tensor) -> torch.Tensor:
 
 
 class StagedWrites:
-    """Collects staged writes; `apply` makes them. triton: whether to use the kernel, by default on CUDA."""
+    """Collects writes to fields on the host; `apply` performs them on the device.
+
+    triton: whether a Triton kernel performs them; None: on CUDA only. Without it, the fields must be on the CPU.
+    """
 
     def __init__(self, device: torch.device, triton: bool | None = None):
         self._device = device
@@ -60,11 +65,11 @@ class StagedWrites:
         self._next = 0
 
     def field(self, *shape: int, dtype: torch.dtype = torch.int32, initial: float = 0) -> StagedField:
-        """Allocate a field on the device, filled with `initial`."""
+        """Return a new field of this shape on the device, filled with `initial`. The first dimension is rows."""
         return StagedField(self, torch.full(shape, initial, dtype=dtype, device=self._device), initial)
 
     def lengthen(self, field: StagedField, length: int) -> None:
-        """Lengthen rows to at least `length` values at the next `apply`."""
+        """Lengthen the rows of a field to at least `length` values at the next `apply`."""
         self._lengths[field] = max(length, self._lengths.get(field, 0))
 
     def reset_at_start(self, field: StagedField) -> None:
@@ -72,14 +77,14 @@ class StagedWrites:
         self._reset.append(field)
 
     def start(self, row: int) -> None:
-        """Stage the initial values of a row; values set afterwards replace them."""
+        """Stage initial values of a row, in the fields given to `reset_at_start`. Values set for it replace them."""
         self._started[row] = None
 
     def set(self, field: StagedField, row: int, value: float) -> None:
         self._numbers[field][row] = value
 
     def set_each(self, fields: Mapping[str, StagedField], row: int, values: Mapping[str, float]) -> None:
-        """Stage values of a row by field name."""
+        """Stage single values of a row. values: by field name."""
         for name, value in values.items():
             self._numbers[fields[name]][row] = value
 
@@ -88,12 +93,12 @@ class StagedWrites:
             self._arrays[field, row, offset] = values
 
     def forget(self, field: StagedField, row: int) -> None:
-        """Drop the arrays staged for a row."""
+        """Drop the arrays staged for a row of a field."""
         for key in [key for key in self._arrays if key[:2] == (field, row)]:
             del self._arrays[key]
 
     def forget_row(self, row: int, arrays: Sequence[StagedField]) -> None:
-        """Drop everything staged for a row: single values, and writes to these arrays."""
+        """Drop everything staged for a row: single values, and values of the fields `arrays`."""
         self._started.pop(row, None)
         for values in self._numbers.values():
             values.pop(row, None)
@@ -101,16 +106,16 @@ class StagedWrites:
             self.forget(field, row)
 
     def discard(self) -> None:
-        """Drop the staged writes of a failed step. Pending lengthening still takes place."""
+        """Drop all staged writes, after a failed step. Fields are still lengthened at the next `apply`."""
         self._started.clear()
         self._numbers.clear()
         self._arrays.clear()
 
     def apply(self) -> None:
-        """Make the staged writes on the current stream.
+        """Perform the staged writes on the current stream, after lengthening fields.
 
-        The later of two writes to the same place wins. Other writes must not overlap, since the kernel makes them all
-        at once: a row is either written from a fixed place on, or appended to.
+        Of two writes to the same row that begin at the same element, the later one wins. Writes must not overlap
+        otherwise, since the kernel performs them in parallel.
         """
         for field, length in self._lengths.items():
             field.lengthen_now(length)
@@ -138,7 +143,7 @@ class StagedWrites:
             field.part(row, offset, len(array)).numpy()[:] = array
 
     def _launch(self, writes: _Writes) -> None:
-        """Launch the kernel, several times if the writes do not fit into one buffer."""
+        """Launch the kernel, several times if the writes do not fit into one pinned buffer."""
         from compiled_engine.rows.staged_writes_kernel import launch  # Triton is not installed everywhere
 
         addresses, counts, words = writes.arrays()
@@ -170,7 +175,7 @@ class StagedWrites:
 
 
 class _Writes:
-    """The kernel's input: device addresses, number of words for each, and the words."""
+    """Builds the kernel's input: for each write its device address, its number of 4-byte words, and the words."""
 
     def __init__(self) -> None:
         self._numbers: dict[np.dtype, tuple[list[int], list[float]]] = {}
@@ -179,7 +184,7 @@ class _Writes:
         self._words: list[np.ndarray] = []
 
     def add_numbers(self, field: StagedField, values: dict[int, float]) -> None:
-        """Add single values by row. Raises ValueError if the dtype does not consist of whole words."""
+        """Add single values of a field. values: by row. Raises ValueError for a dtype that has not 4 or 8 bytes."""
         dtype = field.numpy_dtype
         if dtype.itemsize % WORD:
             raise ValueError(f"dtype of a field of single values must have 4 or 8 bytes, got {dtype}")
@@ -188,7 +193,10 @@ class _Writes:
         numbers += values.values()
 
     def add_array(self, field: StagedField, start: int, array: np.ndarray) -> bool:
-        """Add values starting at an element of the field; False if they are too long, or not whole words."""
+        """Add values that are written from the field's flat index `start` on. Returns whether they were added.
+
+        They are not if they are longer than LONG_WORDS, or if their address or size is no multiple of 4 bytes.
+        """
         num_bytes = array.nbytes
         address = field.address + start * array.itemsize
         if num_bytes > LONG_WORDS * WORD or (address | num_bytes) % WORD:
@@ -199,7 +207,7 @@ class _Writes:
         return True
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return addresses, numbers of words, and all words one write after another."""
+        """Return the addresses (int64), word counts (int64) and words (int32) of all writes, in the same order."""
         for dtype, (addresses, numbers) in self._numbers.items():
             self._addresses += addresses
             self._counts += [dtype.itemsize // WORD] * len(addresses)
@@ -209,7 +217,10 @@ class _Writes:
 
 
 class StagedField:
-    """Device memory whose first dimension is rows; kernels read `tensor`."""
+    """A tensor on the device whose first dimension is rows, and whose values the host writes by staging them.
+
+    Kernels read `tensor`; it is another tensor after the field was lengthened.
+    """
 
     def __init__(self, writes: StagedWrites, tensor: torch.Tensor, initial: float):
         # Weak, since staged writes refer to fields: a cycle would keep the memory until the next garbage collection.
@@ -221,34 +232,36 @@ class StagedField:
         self.tensor, self.address, self._row_size = tensor, tensor.data_ptr(), tensor.stride(0)
 
     def set(self, row: int, value: float) -> None:
-        """Stage the value of a row that has a single one."""
+        """Stage the value of a row, in a field with a single value per row."""
         self._writes.set(self, row, value)
 
     def stage(self, row: int, values: np.ndarray, offset: int = 0) -> None:
-        """Stage `values` of the field's dtype, starting at element `offset` of a row; negative offsets count from its
-        end.
+        """Stage values of a row, from its element `offset` on. A negative offset counts from the row's end.
 
-        The array must not change until the writes are made. Raises ValueError if it has another dtype.
+        The array `values` must not change until the writes are applied. Raises ValueError if it does not have the
+        field's dtype.
         """
         if values.dtype != self.numpy_dtype:
             raise ValueError(f"values must have the field's dtype {self.numpy_dtype}, got {values.dtype}")
         self._writes.write(self, row, values, offset)
 
     def lengthen(self, length: int) -> None:
-        """Lengthen rows to at least `length` values at the next `apply`; the present values become a row's last
-        ones."""
+        """Lengthen rows to at least `length` values at the next `apply`.
+
+        A row's present values move to its end, and its initial value fills the elements before them.
+        """
         self._writes.lengthen(self, length)
 
     def forget(self, row: int) -> None:
-        """Drop the arrays staged for a row."""
+        """Drop the arrays staged for a row of this field."""
         self._writes.forget(self, row)
 
     def start(self, row: int, offset: int) -> int:
-        """Return the flat index of a row's element."""
+        """Return the flat index, in `tensor`, of a row's element `offset`. A negative offset counts from the end."""
         return row * self._row_size + (offset if offset >= 0 else self._row_size + offset)
 
     def part(self, row: int, offset: int, count: int) -> torch.Tensor:
-        """Return a view of `count` elements."""
+        """Return a 1-D view of `count` elements of a row, from its element `offset` on."""
         start = self.start(row, offset)
         return self.tensor.view(-1)[start : start + count]
 
@@ -261,9 +274,10 @@ class StagedField:
 
 
 class _Buffer:
-    """Pinned memory for one launch: headers, int64 [MAX_WRITES, 3]; words, int32; event, recorded after the launch.
+    """Pinned memory for the input of one launch, and an event that is recorded after the launch.
 
-    PyTorch reuses freed pinned memory at once, so freeing a buffer waits for its launch.
+    headers: int64 [MAX_WRITES, 3], words: int32 [MAX_WORDS], see `apply_kernel`. PyTorch may reuse freed pinned memory
+    at once, so a buffer that is freed waits for its launch.
     """
 
     def __init__(self, on_gpu: bool):

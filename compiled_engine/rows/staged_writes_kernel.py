@@ -1,4 +1,4 @@
-"""Triton kernel: copies staged writes to their targets on the device."""
+"""Triton kernel that performs staged writes: copies the values of each to its address on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TILE = 256
 @quick_launches
 @triton.jit
 def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexpr) -> None:
-    """Staged writes: program (write) copies the words of one write to its target.
+    """Copy 4-byte words to addresses on the device. Program (write) copies the words of one write.
 
-    headers_ptr: int64 [writes, 3], the target's address, the index of the first word, and the number of words.
-    words_ptr: int32, the words of all writes.
+    headers_ptr: int64 [writes, 3]: the address to write to, the index of the write's first word, the number of words.
+    words_ptr: int32, the words of all writes. TILE: words that a program copies at a time.
     """
     header_ptr = headers_ptr + tl.program_id(0) * 3
     target_ptr = tl.load(header_ptr).to(tl.pointer_type(tl.int32))
@@ -30,5 +30,8 @@ def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexp
 
 
 def launch(headers: torch.Tensor, words: torch.Tensor, num_writes: int) -> None:
-    """Launch the kernel. headers: int64 [writes, 3]; words: int32; both on the device or in pinned host memory."""
+    """Launch the kernel for the first `num_writes` of `headers`.
+
+    headers: int64 [writes, 3]; words: int32; both on the device or in pinned host memory. See `apply_kernel`.
+    """
     apply_kernel[(num_writes,)](headers, words, TILE=TILE, num_warps=2)

@@ -1,4 +1,4 @@
-"""Describes how two sets of cache factors differ, and why the compile cache has no entry for a config."""
+"""Describes how the factors of two cache keys differ, and why the compile cache has no entry for given factors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compiled_engine.graphs.cache.folder import CacheFolder
 
 @dataclass(frozen=True)
 class Difference:
-    """A factor, by dotted name, with different values in two sets of factors, `ours` and `theirs`.
+    """A factor, by dotted name, that has different values in two sets of factors.
 
-    A value is None if its set lacks the factor.
+    ours, theirs: its value in each set; None if the set lacks the factor.
     """
 
     factor: str
@@ -24,7 +24,7 @@ class Difference:
     def in_words(self, here: str, there: str) -> str:
         """Return the difference as text: `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`.
 
-        here, there: phrases that name the places of `ours` and `theirs`, such as `in entry ab12`.
+        here, there: the phrases that follow the values `ours` and `theirs`, such as `here` and `in entry ab12`.
         """
         section, _, name = self.factor.partition(".")
         if section == "source":
@@ -43,14 +43,14 @@ class Difference:
         return "was changed"
 
     def _lists_in_words(self, here: str, there: str) -> str:
-        """Return text that names the items only one of the two lists has; empty if both have the same items."""
+        """Return text that names the items which only one of the two lists has; "" if both have the same items."""
         sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
         only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
         return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference]:
-    """Return the differences between two sets of factors, sorted by name."""
+    """Return the differences between two sets of factors, sorted by the factors' dotted names."""
     flat_ours, flat_theirs = flatten(ours), flatten(theirs)
     return [
         Difference(name, flat_ours.get(name), flat_theirs.get(name))
@@ -60,12 +60,15 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference
 
 
 def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
-    """Return whether the factor is a pass that only one side runs; the list of passes shows that already."""
+    """Return whether the factor is the digest of a pass that only one set of factors has.
+
+    It need not be reported, since the factor compile.passes, the list of passes, differs too.
+    """
     return name.startswith("passes.") and any(name not in one for one in flat)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts into one dict with dotted names."""
+    """Return nested dicts as one dict with dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
     if not isinstance(value, dict):
         return {prefix.removesuffix("."): value}
     flat: dict[str, Any] = {}

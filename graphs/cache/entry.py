@@ -1,7 +1,7 @@
-"""An entry of the compile cache: files that never change, and a manifest with their digests.
+"""Writes, checks and copies entries of the compile cache: files that never change, and a manifest with their digests.
 
-An entry is never used in place: its files are checked and copied to a work folder before use. Compilers write more
-files beside their artifacts when these are loaded or first run; such files stay out of the entry.
+An entry is never used in place. Its files are checked and copied to a work folder, which is used instead. Compilers
+write further files beside their artifacts when these are loaded or first run; the entry does not get such files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DamagedEntry(Exception):
 
 
 def factors_key(factors: dict[str, Any]) -> str:
-    """Return the name of the entry built from these factors."""
+    """Return the key of the entry for these factors: a digest, 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -41,7 +41,7 @@ def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
 
 
 def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> None:
-    """Copy an entry to `target`, writing exactly the bytes that were checked.
+    """Check an entry and copy it to the folder `target`. The bytes that are written are those that were checked.
 
     Raises DamagedEntry unless the entry is complete, unchanged, owned by `uid` and built from `factors`.
     """
@@ -52,7 +52,10 @@ def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> 
 
 
 def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
-    """Yield each file's name and content, after checking its digest. Raises DamagedEntry unless all are intact."""
+    """Yield the name and content of each file of an entry, after checking its digest.
+
+    Raises DamagedEntry for a file that differs from the manifest, and as `check_files` does.
+    """
     for name, digest in check_files(entry, uid).items():
         try:
             content = (entry / name).read_bytes()
@@ -64,7 +67,7 @@ def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
 
 
 def check_files(entry: Path, uid: int) -> dict[str, str]:
-    """Return the digests in the manifest, by file name, without reading the files.
+    """Return the manifest: the digest of each file by name. Check which files there are, but not their content.
 
     Raises DamagedEntry unless the entry holds exactly the manifest's files, as regular files in real folders (no links)
     owned by `uid`.
@@ -84,7 +87,7 @@ def check_files(entry: Path, uid: int) -> dict[str, str]:
 
 
 def read_factors(entry: Path) -> dict[str, Any]:
-    """Return the factors that an entry was built from, unchecked. Raises DamagedEntry if they cannot be read."""
+    """Return the factors stored in an entry, without checking them. Raises DamagedEntry if they cannot be read."""
     path = entry / FACTORS
     if not path.is_file():
         raise DamagedEntry(f"{FACTORS} is missing")
@@ -98,9 +101,9 @@ def read_factors(entry: Path) -> dict[str, Any]:
 
 
 def _plain_files(folder: Path, uid: int, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all files below a folder, relative to it.
+    """Yield the paths of all files below a folder, relative to it. prefix: put before each path.
 
-    Raises DamagedEntry for a link, a special file, or a file or folder of another user.
+    Raises DamagedEntry for a link, a special file, or a file or folder that `uid` does not own.
     """
     status = folder.lstat()
     name = prefix.rstrip("/") or "its folder"

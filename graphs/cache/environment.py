@@ -1,6 +1,6 @@
-"""Factors of the cache key besides the config: versions, device, compilers with their settings, source code.
+"""Collects the factors of the cache key besides the config: versions, device, compilers, their settings, source code.
 
-All factors are readable, so the difference between two entries can be explained.
+Factors are readable values rather than digests where possible, so that the difference of two entries can be explained.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Environment:
 
 
 def this_environment(device: torch.device) -> Environment:
-    """Collect the factors of this process, for a model on `device`."""
+    """Return the factors of this process, for a model on `device`."""
     return Environment(
         versions={
             "python": sys.implementation.cache_tag,
@@ -128,7 +128,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_instructions() -> list[str]:
-    """Return the names of the CPU's instruction-set extensions; compiled pieces may use any of them."""
+    """Return the names of the CPU's instruction-set extensions, sorted. Compiled pieces may use any of them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -137,10 +137,10 @@ def cpu_instructions() -> list[str]:
 
 @cache
 def cpp_compiler() -> dict[str, Any]:
-    """Return the C++ compiler's command, path and version, and the header folders on its command line.
+    """Return the command, path and version of Inductor's C++ compiler, and the header folders on its command line.
 
-    Inductor digests the whole command line: with other header folders it would recompile artifacts when they are
-    loaded.
+    Inductor names artifacts by a digest of the command line, so with other header folders it would recompile an
+    entry's artifacts when it loads them.
     """
     command = _cpp_command()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
@@ -153,10 +153,10 @@ def cpp_compiler() -> dict[str, Any]:
 
 
 def _cpp_command() -> str:
-    """Return the command of the C++ compiler that Inductor uses.
+    """Return the command of the C++ compiler that Inductor uses, without importing Inductor if possible.
 
-    Inductor itself is asked only if it is already imported, as its settings may have been changed, or if
-    TORCH_INDUCTOR_INSTALL_GXX asks it to install a compiler.
+    Inductor is asked if it is already imported, since its settings may have been changed, or if
+    TORCH_INDUCTOR_INSTALL_GXX lets it install a compiler. Otherwise its default is returned: $CXX, g++ or clang++.
     """
     if settings_of("inductor") is not None or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         command: str = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
@@ -165,9 +165,9 @@ def _cpp_command() -> str:
 
 
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
-    """Return the part of a profile that decides which passes run; empty without a profile.
+    """Return the measurements of a profile that decide which passes run, as JSON values; empty without a profile.
 
-    The rest of the profile is read when kernels are launched.
+    The rest of a profile only affects how kernels are launched, so it is no factor.
     """
     return _json_value({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
 
@@ -197,7 +197,7 @@ def _changed(compiler: str) -> dict[str, Any]:
 
 
 def _environment_variables() -> dict[str, str]:
-    """Return the environment variables, with values, that are set and that torch's settings take defaults from."""
+    """Return the environment variables that are set and that torch's compilers read their default settings from."""
     root = Path(torch.__file__).parent
     sources = [(root / f"_{name}" / "config.py").read_text() for name in ("inductor", "functorch", "dynamo")]
     read = {name for source in sources for name in re.findall(r"[\"']([A-Z][A-Z0-9_]+)[\"']", source)}
@@ -209,9 +209,10 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a value to JSON values.
+    """Return a JSON value for a value, the same in every process.
 
-    Functions and objects become their `uuid()` or name, as addresses differ between processes.
+    Sets become sorted lists. A function or other object becomes its qualified name (an object that of its class),
+    followed by the result of its method `uuid`, if it has one.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -228,17 +229,20 @@ def _json_value(value: Any) -> Any:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the digest of every file that shapes the compiled graph, by path: models, passes, the compiler itself."""
+    """Return the digest of each source file that shapes the compiled graph, by path: models, passes, the compiler."""
     return digests_of(SOURCE_PACKAGES)
 
 
 def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the digest of every file directly in these packages, by path in the package compiled_engine."""
+    """Return the digest of each file that `source_files` returns, by its path in the package compiled_engine."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 
 def source_files(packages: tuple[str, ...] = SOURCE_PACKAGES) -> dict[str, Path]:
-    """Return the files to digest, by their path in the package compiled_engine."""
+    """Return the Python files directly in these packages, by their path in the package compiled_engine.
+
+    packages: dotted names below compiled_engine; a module is a single file.
+    """
     files: dict[str, Path] = {}
     for package in packages:
         module = import_module(f"compiled_engine.{package}")

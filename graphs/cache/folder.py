@@ -1,4 +1,4 @@
-"""The folder with the entries of the compile cache: private, with a lock per entry.
+"""The folder with the entries of the compile cache: only its user can access it, and each key has a lock.
 
 <root>/compiled/                mode 0700
   <key>/                        an entry
@@ -38,7 +38,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """The folder with the cache's entries, which only the user `uid` can change. `open_cache` makes it."""
+    """The folder with the entries of a compile cache, which only the user `uid` can change. See `open_cache`."""
 
     path: Path
     uid: int
@@ -51,22 +51,23 @@ class CacheFolder:
         return sorted(name for name in os.listdir(self.path) if _KEY.fullmatch(name))
 
     def all_keys(self) -> list[str]:
-        """Return the keys of all entries, lock files, work folders and damaged entries."""
+        """Return all keys that have an entry, a lock file, a work folder or a damaged entry, each once."""
         return sorted({_key_in(name) for name in os.listdir(self.path)} - {""})
 
     def set_aside(self, key: str) -> list[Path]:
-        """Return the folders to which damaged entries of this key were moved."""
+        """Return the folders into which `move_aside` has moved damaged entries of this key."""
         return sorted(self.path.glob(f"damaged_{key}_*"))
 
     def abandoned(self, key: str) -> list[Path]:
         """Return the work folders that killed processes left for this key.
 
-        Needs the lock: without it, a work folder that a process has just made and not yet locked may be among them.
+        The caller must hold the key's lock. Otherwise a work folder that another process has just created, and not yet
+        locked, could be among them.
         """
         return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
     def leftovers(self) -> list[Path]:
-        """Return the damaged entries set aside, and the work folders of killed processes, for all keys."""
+        """Return the folders of damaged entries and the work folders that killed processes left, for all keys."""
         return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:
@@ -84,10 +85,10 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, key: str, *, wait: bool = True, notice_after_s: float = 5.0) -> Iterator[None]:
-        """Hold the lock of a key inside the block. The key need not have an entry.
+        """Hold the lock of a key within a block. The key need not have an entry.
 
-        The lock is also released when the process ends. Raises BlockingIOError if another process holds the lock and
-        `wait` is False. A wait of more than `notice_after_s` seconds is logged.
+        The lock is also released when the process ends. If another process holds the lock, waits for it, and logs this
+        after `notice_after_s` seconds; with `wait` False, raises BlockingIOError instead.
         """
         path = self._lock(key)
         noticed_at = time.monotonic() + notice_after_s
@@ -111,7 +112,10 @@ class CacheFolder:
         return WorkFolder(self.path, f"work_{key}_")
 
     def store(self, key: str, source: Path, factors: dict[str, Any]) -> None:
-        """Make the build in `source` the entry of `key`, completely or not at all. Needs the lock."""
+        """Copy the build in the folder `source` to the entry of `key`, completely or not at all.
+
+        The caller must hold the key's lock.
+        """
         work = self.work_folder(key)
         try:
             write_entry(source, work.path / key, factors)
@@ -120,25 +124,28 @@ class CacheFolder:
             work.close()
 
     def move_aside(self, key: str) -> Path:
-        """Move an entry into a new folder damaged_*, for inspection, and return that folder. Needs the lock."""
+        """Move an entry into a new folder damaged_*, for inspection, and return that folder.
+
+        The caller must hold the key's lock.
+        """
         aside = Path(tempfile.mkdtemp(prefix=f"damaged_{key}_", dir=self.path))
         os.rename(self.entry(key), aside / key)
         return aside
 
     def remove_abandoned(self, key: str) -> None:
-        """Delete the work folders that killed processes left for this key. Needs the lock."""
+        """Delete the work folders that killed processes left for this key. The caller must hold the key's lock."""
         for path in self.abandoned(key):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_set_aside(self, key: str) -> None:
-        """Delete the damaged entries of this key that were set aside. Needs the lock."""
+        """Delete the damaged entries of this key that were moved aside. The caller must hold the key's lock."""
         for path in self.set_aside(key):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, key: str) -> None:
         """Delete all files of a key: entry, damaged entries, abandoned work folders, predicted memory, lock file.
 
-        Needs the lock. Engines that run with the entry are not disturbed, as they use copies.
+        The caller must hold the key's lock. Engines that run with the entry are not affected, since they use copies.
         """
         if os.path.lexists(self.entry(key)):
             self.move_aside(key)  # so that a kill half-way leaves no partial entry
@@ -153,16 +160,17 @@ class CacheFolder:
 
 
 def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
-    """Open or create the cache below `root`. uid: required owner; None for this process's user.
+    """Return the cache in the folder `root`; create its folder if it does not exist.
 
-    Raises OSError with the reason if the folder cannot be created, or if other users could change it.
+    uid: the user who must own the folder; None: this process's user. Raises OSError with the reason if the folder
+    cannot be created, or if other users could change it.
     """
     uid = os.geteuid() if uid is None else uid
     return CacheFolder(private_folder(root, ENTRIES, uid), uid)
 
 
 def _key_in(name: str) -> str:
-    """Return the key in the name of an entry, lock, work folder or damaged entry; "" for other names."""
+    """Return the key that is part of the name of a file or folder in the cache; "" for a name without one."""
     found = re.fullmatch(rf"(?:work_|damaged_)?({_KEY.pattern})(?:\.lock|_.*)?", name)
     return found[1] if found else ""
 

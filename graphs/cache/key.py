@@ -1,6 +1,7 @@
-"""The factors of the cache key, which decide whether a compiled model can be reused.
+"""Collects the factors of the cache key, which decide whether a compiled model can be reused.
 
-Every config field is in one of the lists below. A field in none is an error, so that new fields cannot be forgotten.
+Every config field must be in one of the lists below, which say whether it is a factor. A field in no list is an error,
+so that new fields cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -158,9 +159,9 @@ OTHER_FIELDS = (
 
 
 def cache_factors(config: EngineConfig, environment: Environment | None = None) -> dict[str, Any]:
-    """Return all factors of the cache key, as a dict that JSON can represent.
+    """Return all factors of the cache key, as a nested dict of JSON values.
 
-    environment: None for that of this process, with the config's device.
+    environment: the factors besides the config; None: those of this process, for the config's device.
     """
     environment = this_environment(config.device) if environment is None else environment
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
@@ -179,10 +180,7 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
 
 
 def graph_config(config: EngineConfig) -> dict[str, Any]:
-    """Return the part of the config that shapes the graph, under dotted names.
-
-    Raises RuntimeError for a field that is in none of the lists.
-    """
+    """Return the config fields that are factors, by dotted name. Raises RuntimeError for a field that is in no list."""
     flat = flat_fields(replace(config, speculation=replace(config.speculation, draft=None)))
     optional = (
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),

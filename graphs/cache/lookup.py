@@ -1,7 +1,7 @@
-"""Looks up a compiled model by the digest of its factors, or builds and keeps it.
+"""Looks up a compiled model in the compile cache by its factors, or builds it and stores it there.
 
-An entry is checked completely before it is used. A damaged entry is reported, set aside and rebuilt. Without a usable
-cache folder, the engine compiles into a temporary one.
+All files of an entry are checked before it is used. A damaged entry is reported, set aside and rebuilt. If the cache
+folder cannot be used, the model is compiled into a temporary folder and not stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Lookup:
-    """A compiled model, found or built, ready for use."""
+    """The result of a lookup: a compiled model that was found or built, and has been loaded."""
 
     folder: Path  # the entry; if off, the temporary folder
     key: str
@@ -50,14 +50,15 @@ def find_or_build(
     uid: int | None = None,
     notice_after_s: float = 5.0,
 ) -> Lookup:
-    """Return the compiled model for `factors`: found in the cache or built by `build`, then loaded by `load`.
+    """Find the compiled model for `factors` in the cache, or build it and store it; then load and return it.
 
-    Both functions are called with a private folder of this process, which may be written to even after loading. root:
-    the cache's root; None for a build that is not kept. uid: required owner of the cache; None for this process's user.
-    An entry that cannot be loaded counts as damaged.
+    build, load: called with a folder that only this process uses, and may write to later. `build` puts files there,
+        `load` reads them. An entry that `load` fails on counts as damaged.
+    root: the folder that contains the cache; None: build without a cache.
+    uid: the user who must own the cache; None: this process's user.
 
-    Processes that need the same entry wait for each other, which is logged after `notice_after_s` seconds; the later
-    ones find the entry. Raises what `build` raises, and what `load` raises on a new build.
+    If another process is building the same entry, waits for it, and logs this after `notice_after_s` seconds. Raises
+    what `build` raises, and what `load` raises on a new build.
     """
     try:
         return _look_up(root, factors, build, load, uid, notice_after_s, None)
@@ -74,9 +75,9 @@ def _look_up(
     notice_after_s: float,
     distrust: DamagedEntry | None,
 ) -> Lookup:
-    """Do the work of `find_or_build` once. distrust: damage of the existing entry, which is then not used; or None.
+    """Do the work of `find_or_build`, but raise DamagedEntry for an intact entry that cannot be loaded.
 
-    Raises DamagedEntry if an intact entry cannot be loaded.
+    distrust: this error of an earlier attempt; the existing entry is then treated as damaged. None: the first attempt.
     """
     key = factors_key(factors)
     cache, why = None, SWITCHED_OFF
@@ -104,7 +105,10 @@ def _look_up(
 def _copy_of_entry(
     cache: CacheFolder, key: str, factors: dict[str, Any], distrust: DamagedEntry | None
 ) -> WorkFolder | None:
-    """Return a work folder with a copy of the entry; None if there is none, or if it was damaged and set aside."""
+    """Return a work folder with a copy of the entry. Returns None if there is no entry or if it is damaged.
+
+    A damaged entry is moved aside; so is any entry if `distrust` is not None.
+    """
     entry = cache.entry(key)
     cache.remove_abandoned(key)
     if not os.path.lexists(entry):
@@ -134,7 +138,10 @@ def _load_copy(work: WorkFolder, load: Callable[[Path], Any]) -> Any:
 
 
 def _build(build: Callable[[Path], None], cache: CacheFolder | None, key: str) -> WorkFolder:
-    """Build in a work folder and return it; if the cache's disk is full, build again in the temporary folder."""
+    """Call `build` with a new work folder and return the folder.
+
+    If this fails because the cache's disk is full, build once more in the system's temporary folder.
+    """
     work = _work_folder(cache, key)
     try:
         build(work.path)
@@ -158,7 +165,10 @@ def _keep(cache: CacheFolder, key: str, work: WorkFolder, factors: dict[str, Any
 
 
 def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
-    """Return a work folder in the cache, or in the temporary folder if the cache is full or read-only."""
+    """Return a new work folder in the cache, or in the system's temporary folder if the cache is full or read-only.
+
+    cache: None for the temporary folder.
+    """
     if cache is not None:
         try:
             if shutil.disk_usage(cache.path).free >= _ENOUGH_BYTES:
@@ -169,7 +179,7 @@ def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
 
 
 def _is_no_space(error: BaseException) -> bool:
-    """Return whether a full disk caused the error, possibly several exceptions deep."""
+    """Return whether the error, or an exception that caused it, says that the disk is full."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _NO_SPACE)
         or any(os.strerror(number) in str(cause) for number in _NO_SPACE)

@@ -1,6 +1,6 @@
-"""Prunes the compile cache: deletes entries unused for long, or the least recently used until the rest is small enough.
+"""Prunes the compile cache: deletes entries by the time of their last use, or until the cache is small enough.
 
-Entries set aside, leftovers of killed processes, and damaged entries are always deleted.
+Damaged entries and work folders that killed processes left are always deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, repor
 
 @dataclass(frozen=True)
 class Pruned:
-    """An entry or folder that was deleted, or with `dry_run` would be, and the reason."""
+    """An entry or folder that `prune` deleted, or would delete without `dry_run`, and the reason."""
 
     key: str
     path: Path
@@ -33,10 +33,12 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Delete entries last used before `now - older_than_s`, then the least recently used ones, down to `max_bytes`.
+    """Delete entries last used before `now - older_than_s`; then the least recently used until `max_bytes` are left.
 
-    Returns the deletions; `dry_run` deletes nothing and returns what would be deleted. Engines that run with an entry
-    are not disturbed, as they work on a copy.
+    now: in seconds since the epoch. older_than_s, max_bytes: None for no limit. Damaged entries and leftover work
+    folders are deleted too. Returns the deletions, including entries that could not be deleted because another process
+    holds their lock. dry_run: delete nothing, and return what would be deleted. Engines that run with an entry are not
+    affected, since they use a copy.
     """
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []

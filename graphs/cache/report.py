@@ -1,4 +1,4 @@
-"""Reports on the compile cache: each entry's size, age and state, and the entry nearest to a config."""
+"""Reports on the compile cache: the size, age and state of each entry, and the entry most similar to given factors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PASSES_OF_RANKS = frozenset({"all_reduce_residual_rms_norm", "sequence_parallel"
 
 
 def short(key: str) -> str:
-    """Shorten a key for display."""
+    """Return the first 12 digits of a key, for display."""
     return key[:12]
 
 
 @dataclass(frozen=True)
 class EntryReport:
-    """The state of an entry. Times are in seconds since the epoch."""
+    """The state of an entry of the compile cache. Times are in seconds since the epoch."""
 
     key: str
     path: Path
@@ -39,19 +39,19 @@ class EntryReport:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The entry whose factors differ least from the given factors, and the differences."""
+    """The entry whose factors differ least from given factors, and these differences."""
 
     entry: EntryReport
     differences: list[Difference]
 
 
 def existing_cache(root: Path) -> CacheFolder | None:
-    """Return the cache below a root; None if nothing was ever cached. Raises OSError as `open_cache` does."""
+    """Return the cache in the folder `root`; None if it has never been created. Raises OSError as `open_cache` does."""
     return open_cache(root) if os.path.lexists(root / ENTRIES) else None
 
 
 def report(cache: CacheFolder, key: str) -> EntryReport:
-    """Return the state of an entry. Every file is compared with its digest, as before the entry is used."""
+    """Return the state of an entry. All its files are compared with their digests, so its damage is known."""
     entry = cache.entry(key)
     factors: dict[str, Any] = {}
     damage = None
@@ -70,7 +70,7 @@ def report(cache: CacheFolder, key: str) -> EntryReport:
 
 
 def find_key(keys: Sequence[str], wanted: str) -> str:
-    """Return the key that begins with `wanted`. Raises ValueError if there is none or more than one."""
+    """Return the key that begins with `wanted`. Raises ValueError if no key or more than one does."""
     found = [key for key in keys if key.startswith(wanted)]
     if len(found) == 1:
         return found[0]
@@ -86,9 +86,9 @@ def find_key(keys: Sequence[str], wanted: str) -> str:
 
 
 def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest | None:
-    """Return the entry with the fewest factors that differ; of several, the one used last.
+    """Return the entry with the fewest factors that differ from `factors`; among equals, the one used last.
 
-    Returns None if no entry's factors can be read.
+    All changes of source code and passes count as one factor. Returns None if no entry's factors can be read.
     """
     candidates = [Nearest(entry, differences(factors, entry.factors)) for entry in entries if entry.factors]
     return min(candidates, key=lambda found: (_distance(found.differences), -found.entry.last_used), default=None)
@@ -111,7 +111,7 @@ def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
 
 
 def _distance(found: Sequence[Difference]) -> int:
-    """Count the differing factors; changes of source code and of passes count as one factor together."""
+    """Return the number of differing factors. All changes of source code and passes together count as one."""
     is_code = [difference.factor.startswith(("source.", "passes.")) for difference in found]
     return is_code.count(False) + any(is_code)
 

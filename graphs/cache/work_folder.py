@@ -1,7 +1,7 @@
-"""A private folder for the files that a running engine compiles and loads.
+"""WorkFolder, a private folder for the files that a running engine compiles and loads.
 
-The folder is deleted with its WorkFolder object, at the latest when the process ends. Until then it is locked, which
-tells it from a folder that a killed process left behind.
+The folder is deleted with its WorkFolder object, at the latest when the process ends. The process holds a lock on it
+until then, so a folder without a lock was left by a killed process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _FILES = "files"
 
 
 class WorkFolder:
-    """An empty folder `path` below `parent` (None: the system's temporary folder).
+    """Creates an empty folder `path` in a new folder in `parent`, and deletes it on `close` or with this object.
 
-    Raises OSError if the folder cannot be made.
+    parent: None for the system's temporary folder. prefix: the beginning of the new folder's name. Raises OSError if
+    the folder cannot be created.
     """
 
     def __init__(self, parent: Path | None, prefix: str) -> None:
@@ -42,7 +43,7 @@ class WorkFolder:
 
 
 def is_in_use(outer: Path) -> bool:
-    """Return whether a living process still uses a work folder. outer: parent of the work folder's `path`."""
+    """Return whether a running process holds the lock of a work folder. outer: the parent of `WorkFolder.path`."""
     try:
         lock = os.open(outer / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

@@ -1,4 +1,8 @@
-"""Builds a cache entry: traces each callable, runs each range's passes, splits, and compiles the unique pieces."""
+"""Builds an entry of the compile cache.
+
+Each callable of the model is traced. For each compile range, the passes rewrite a copy of the graph, which is then
+split into pieces. Each unique piece is compiled once.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +58,10 @@ _STAGES = ("trace/aten_graph.txt", "passes/*.diff", "graph.txt", "plan.json", "f
 
 
 def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
-    """Emit the entry's files that match _STAGES to torch's structured trace, if one is being written.
+    """Add the entry's files that match _STAGES to torch's structured trace. Does nothing if no trace is being written.
 
     Each file becomes an artifact named compiled_engine.<its path, with underscores>. compile_id: Dynamo's id of the
-    compilation.
+    compilation to which the artifacts belong.
     """
     for path in (path for pattern in _STAGES for path in sorted(entry.rglob(pattern))):
         name = "_".join(path.relative_to(entry).with_suffix("").parts)
@@ -71,9 +75,9 @@ def emit_entry(entry: Path, compile_id: CompileId | None) -> None:
 
 
 class EntryBuilder:
-    """Compiles callables into `folder`, an entry of the cache (layout: docs/caching.md).
+    """Compiles the callables of a model, and writes the results to `folder` (layout: docs/caching.md).
 
-    Call `compile_callable` for each callable, then `finish`, which compiles all unique pieces once.
+    Call `compile_callable` for each callable, then `finish`, which compiles each unique piece once.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, progress: Progress, timeline: Timeline):
@@ -87,9 +91,10 @@ class EntryBuilder:
     def compile_callable(
         self, name: str, module: nn.Module, signature: Signature, whole: TracedGraph | None = None
     ) -> None:
-        """Trace a callable, run the passes for each of its ranges, split, and write the plans.
+        """Trace a callable; for each of its ranges run the passes, split the graph, and write the plan.
 
-        module: this rank's model, from `without_storage`. whole: the trace of the undivided model, from `trace_whole`.
+        The pieces are collected for `finish`. module: the model with one rank's shapes, from `without_storage`. whole:
+        the trace of the undivided model, from `trace_whole`.
         """
         place, timeline = folder_of(name), self._timeline
         with self._progress.stage(f"trace {name}"), timeline.span(f"{place}trace"):
@@ -110,7 +115,10 @@ class EntryBuilder:
                 self._direct.update(unique)
 
     def finish(self, model: nn.Module) -> int:
-        """Compile the pieces, write the remaining files of the entry, and return the number of unique pieces."""
+        """Compile the collected pieces, write the remaining files of the entry, and return the number of unique pieces.
+
+        model: as passed to `compile_callable`; its module tree is recorded.
+        """
         folder, timeline, workers = self._folder, self._timeline, self._config.compile.workers
         with timeline.span("compile pieces"):
             records = compile_pieces(folder, self._pieces, workers, self._progress, timeline, self._direct)
@@ -133,7 +141,10 @@ def build_entry(
     progress: Progress,
     timeline: Timeline,
 ) -> int:
-    """Compile all callables of a model into `folder`; returns the number of unique pieces."""
+    """Compile all callables of a model, and write the results to `folder`. Returns the number of unique pieces.
+
+    make_model: builds the model on the meta device.
+    """
     # Traces make many long-lived objects; garbage collection would scan them again and again.
     with collection_paused():
         builder = EntryBuilder(config, folder, progress, timeline)
@@ -152,10 +163,10 @@ def compile_pieces(
     timeline: Timeline,
     direct: Collection[str] = (),
 ) -> tuple[PieceRecord, ...]:
-    """Write each piece in a form that can be loaded, and return a record of each.
+    """Write each piece to the entry `folder` in a form that can be loaded, and return a record of each compilation.
 
-    Inductor compiles a piece, unless the piece has nothing to fuse: it then becomes generated Python. pieces: JSON by
-    key. direct: keys of pieces that become generated Python in any case.
+    Pieces with nothing to fuse, and those whose keys are in `direct`, become generated Python. Inductor compiles all
+    others, in `workers` processes. pieces: the piece's JSON by key.
     """
     records = []
     for_inductor = []
@@ -183,7 +194,7 @@ def compile_pieces(
 
 
 def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> TracedGraph:
-    """Trace a callable of a rank's model, and annotate its parameters with their shards."""
+    """Return the traced graph of the model's callable with one rank's shapes; record how its parameters are sharded."""
     traced = trace(model, signature, strict=config.compile.strict, verify=config.compile.verify)
     describe_shards(traced.module.graph, shards_of(config))
     return traced
@@ -192,7 +203,10 @@ def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> 
 def trace_whole(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], name: str = FORWARD
 ) -> TracedGraph | None:
-    """Trace a callable of the undivided model if ranks are to be verified against it, otherwise return None."""
+    """Trace a callable of the undivided model, against which the ranks' graph is verified.
+
+    Returns None without tensor parallelism, or if nothing is verified.
+    """
     if config.parallel.tensor_parallel_size == 1 or not config.compile.verify:
         return None
     undivided = replace(config, parallel=replace(config.parallel, tensor_parallel_size=1))
@@ -202,9 +216,10 @@ def trace_whole(
 def apply_passes(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """Return a range's graph after its passes, ready to be split, and the reports.
+    """Run the passes on a copy of the graph for one range. Returns the graph, ready to be split, and the reports.
 
-    On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
+    On a CPU fused ops are then decomposed for Inductor, except in direct callables and in small ranges that C++ kernels
+    serve. whole: result of `trace_whole`.
     """
     module, reports = fuse(config, traced, compile_range, whole)
     facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
@@ -217,9 +232,9 @@ def apply_passes(
 def fuse(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """Return a range's graph after its passes, with fused ops not yet decomposed, and the reports.
+    """Run the passes on a copy of the graph for one range. Returns the graph and the reports; no op is decomposed.
 
-    Direct callables only get the passes that a graph's meaning depends on. whole: result of `trace_whole`.
+    For direct callables, only `structure_passes` and the pass for adapters run. whole: result of `trace_whole`.
     """
     module = traced.for_range(compile_range)
     structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.aux_layers)
@@ -239,10 +254,11 @@ def fuse(
 
 
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
-    """Return the passes that run after structure_passes, in order, and the names of the enabled ones.
+    """Return the passes that run after `structure_passes`, in order, and the names of the enabled ones.
 
-    quantise_activations gets the model's rules. With adapters, their pass follows merge_linears and is always enabled;
-    gated_linear is disabled, as adapters come between a linear and its activation.
+    These are the registered passes, or none for direct callables. With adapters, their pass is inserted after
+    merge_linears and always enabled, and gated_linear is disabled, since adapters come between a linear and its
+    activation. quantise_activations gets the model's quantisation rules.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))
@@ -264,9 +280,10 @@ def structure_passes(
     whole: TracedGraph | None,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[GraphPass, ...]:
-    """Return the passes that run first and cannot be disabled, as the graph's meaning depends on them.
+    """Return the passes that run first and cannot be disabled: without them the graph would compute something else.
 
-    graph: the range's graph, from `trace_rank`. aux_layers: see Signature.
+    Examples are tensor parallelism and quantisation. graph: the range's graph, from `trace_rank`. aux_layers: see
+    Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []

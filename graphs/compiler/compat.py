@@ -36,10 +36,10 @@ for _name in _IMPORTED_BY_TRACES:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation needs, without querying CUDA: processes forked after a query cannot use CUDA.
+    """Import Inductor without querying CUDA, since processes that are forked after a query cannot use CUDA.
 
-    torch._inductor.runtime.benchmarking, when imported, looks for a GPU to choose how kernels are timed. Here a setting
-    prevents this.
+    torch._inductor.runtime.benchmarking queries CUDA at its import, to choose how kernels are timed. A setting prevents
+    this.
     """
     with inductor_config.patch(use_experimental_benchmarker=False):
         importlib.import_module("torch._inductor.compile_fx")
@@ -49,23 +49,23 @@ _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
 
 
 def mark_dynamic_size(tensor: torch.Tensor, dim: int, shape_id: str, low: int, high: int) -> None:
-    """Let `tensor.shape[dim]` be any size in [low, high], equal to the other sizes marked with `shape_id`.
+    """Mark `tensor.shape[dim]` as dynamic: any size in [low, high], the same for all sizes marked with `shape_id`.
 
-    The size is unbacked, so tracing cannot specialise on the example. torch 2.11 cannot take the range here;
-    `declare_range` sets it after the trace.
+    The size is an unbacked symbol, so tracing cannot specialise on the example. torch 2.11 cannot be given the range
+    here; there `declare_range` sets it after the trace.
     """
     bounds = {"min": low, "max": high} if _MARKS_RANGES else {}
     mark_unbacked(tensor, dim, shape_id=shape_id, **bounds)
 
 
 def declare_range(shape_env: ShapeEnv, symbol: sympy.Symbol, low: int, high: int) -> None:
-    """Set a symbol's range on torch versions on which `mark_dynamic_size` cannot."""
+    """Set the range of a symbolic size, with torch versions whose `mark_dynamic_size` cannot; else do nothing."""
     if not _MARKS_RANGES:
         shape_env.constrain_symbol_range(symbol, low, high)
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Return Dynamo's name for the source of a graph input, such as L['input_ids_T']; empty for a size."""
+    """Return Dynamo's name for the source of a graph input, such as L['input_ids_T']; "" for a size."""
     grapharg = placeholder.meta.get("grapharg")
     if grapharg is None:
         return ""
@@ -74,23 +74,20 @@ def source_name(placeholder: fx.Node) -> str:
 
 
 def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Compile a piece with Inductor, with the dynamic sizes of its fake inputs; returns a CompiledArtifact."""
+    """Compile a piece with Inductor for the dynamic sizes of its fake inputs. Returns a CompiledArtifact."""
     return standalone_compile(
         piece, list(fake_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function so that a tracer sees functional ops in place of mutating ones."""
+    """Return a function that computes the same, in which a tracer sees functional ops instead of mutating ones."""
     return dispatch_functionalize(function)
 
 
 @contextmanager
 def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeType, types.CodeType]]]:
-    """Yield a list that receives (code before, code after) when Dynamo rewrites `function`.
-
-    Other functions that Dynamo rewrites are ignored.
-    """
+    """Yield a list that receives the pair (code before, code after) when Dynamo rewrites the bytecode of `function`."""
     found: list[tuple[types.CodeType, types.CodeType]] = []
 
     def hook(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
@@ -108,7 +105,7 @@ def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeT
 def forget_compilations() -> None:
     """Clear Inductor's caches in this process.
 
-    Otherwise Inductor could reuse an earlier compilation, and the entry would lack its files.
+    Otherwise Inductor could reuse an earlier compilation without writing files, which the cache entry would then lack.
     """
     clear_caches()
     for name, module in list(sys.modules.items()):  # C++ kernels are modules, which torch 2.11 would find here

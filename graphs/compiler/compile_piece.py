@@ -1,4 +1,4 @@
-"""Compiles one piece with Inductor: from its JSON to an artifact, with the compilers' folders inside the entry."""
+"""Compiles one piece with Inductor, from its JSON to an artifact. The compilers' files are kept in the cache entry."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ aten = torch.ops.aten
 
 
 def compile_piece(entry: Path, key: str) -> float:
-    """Compile an entry's pieces/<key>.json, writing the output code to pieces/<key>.py; returns the seconds taken.
+    """Compile the piece pieces/<key>.json of an entry, and return the seconds that this took.
 
-    The result is the folder cpp/<key> if the piece can run without Inductor, otherwise Inductor's artifact
-    pieces/<key>.bin. Raises UnknownTarget for an op that is not registered in this process, GuardError if Inductor
-    specialised on a size.
+    Writes the folder cpp/<key> if the piece can run without Inductor, otherwise Inductor's artifact pieces/<key>.bin;
+    and Inductor's output code, pieces/<key>.py. Raises UnknownTarget for an op that is not registered in this process,
+    and GuardError if Inductor specialised on a size.
     """
     start = time.perf_counter()
     piece, fakes, shape_env = piece_from_json((entry / "pieces" / f"{key}.json").read_text())
@@ -50,7 +50,7 @@ def compile_piece(entry: Path, key: str) -> float:
 
 
 def require_open_sizes(shape_env: ShapeEnv) -> None:
-    """Raise GuardError if Inductor specialised on a size of the piece's inputs, by a guard or a value for it."""
+    """Raise GuardError if Inductor specialised on a symbolic size: added a guard on it, or replaced it by a value."""
     require_no_guards(shape_env)
     if shape_env.replacements:
         found = ", ".join(f"{symbol} is {value}" for symbol, value in shape_env.replacements.items())
@@ -58,10 +58,10 @@ def require_open_sizes(shape_env: ShapeEnv) -> None:
 
 
 def divide_views(graph: fx.Graph) -> None:
-    """Replace each view that divides and merges dimensions at once, such as [4n, 24] to [n, 96], by two views.
+    """Replace each view that splits and merges dimensions at once, such as [4n, 24] to [n, 96], by two views, in place.
 
-    The first view divides, the second merges. Inductor of torch 2.13 compares the sizes of the original view in pairs
-    and concludes that n is 1.
+    The first view splits dimensions, the second merges them. For the original view, Inductor of torch 2.13 compares old
+    and new sizes in pairs and concludes that n is 1.
     """
     for node in graph.nodes:
         if node.target not in (aten.view.default, aten._unsafe_view.default):
@@ -78,9 +78,10 @@ def divide_views(graph: fx.Graph) -> None:
 
 
 def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return the shape that becomes either shape when neighbouring dimensions are merged.
+    """Return the coarsest shape from which both shapes result by merging adjacent dimensions.
 
-    Sizes are int or torch.SymInt. Returns None if there is no such shape, or if it has two symbolic sizes.
+    (6, 4) and (2, 12) give (2, 3, 4). Sizes are int or torch.SymInt. Returns None if there is no such shape, or if it
+    has more than one symbolic size.
     """
     left, right, found = list(before), list(after), []
     while left and right:
@@ -99,7 +100,7 @@ def divided_shape(before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...
 
 
 def load_artifact(entry: Path, key: str) -> CompiledArtifact:
-    """Load a piece from Inductor's artifact. Nothing is compiled if the entry is complete."""
+    """Return a piece, loaded from Inductor's artifact in an entry. Nothing is compiled if the entry is complete."""
     with compiler_folders(entry, key):
         return CompiledArtifact.load(path=str(artifact_path(entry, key)))
 
@@ -119,7 +120,10 @@ def _without_inductor(code: str | None, graph: fx.Graph) -> CppPiece | None:
 
 
 def _compiled_kernel(types: list[str], source: str) -> Path:
-    """Return the shared library of a C++ kernel, compiled by Inductor unless this process already has it."""
+    """Return the path of a C++ kernel's shared library. Inductor compiles it unless this process has loaded it before.
+
+    types, source: the kernel's argument types and C++ source, as Inductor takes them.
+    """
     from torch._inductor.codecache import CppPythonBindingsCodeCache  # workers call import_compiler first
 
     kernel = CppPythonBindingsCodeCache.load_pybinding(types, source)
@@ -127,14 +131,14 @@ def _compiled_kernel(types: list[str], source: str) -> Path:
 
 
 def _output_code(folder: Path) -> str | None:
-    """Return the Python code that Inductor wrote for the piece; it defines `call`."""
+    """Return the output code that Inductor wrote for a piece: Python that defines `call`. None if there is none."""
     found = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))]
     return next((code for code in found if "def call(" in code), None)
 
 
 @contextmanager
 def compiler_folders(entry: Path, key: str) -> Iterator[None]:
-    """Point Inductor and Triton at the entry's folders while compiling or loading, then restore the caller's."""
+    """Let Inductor and Triton use folders of the entry within a block, in which a piece is compiled or loaded."""
     wanted = {"TORCHINDUCTOR_CACHE_DIR": str(entry / "inductor" / key), "TRITON_CACHE_DIR": str(entry / "triton")}
     # Inductor sets TRITON_PTXAS_PATH to the assembler that ships with PyTorch. Triton's names of kernels contain the
     # assembler's version, so processes started later would look for the engine's kernels under other names.

@@ -1,4 +1,4 @@
-"""Compiles unique pieces in worker processes, or in this process."""
+"""Compiles pieces in worker processes; without workers, or if a worker cannot, in this process."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ CompilePieces = Callable[[Sequence[str]], Iterator[PieceRecord]]
 
 @contextmanager
 def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iterator[CompilePieces]:
-    """Yield a function that compiles the pieces with the given keys and yields their records as they finish.
+    """Start `workers` processes, and yield a function that compiles pieces of `entry` in them.
 
-    Workers start at once and import their compiler while the caller still traces. modules: names of the modules that
-    define the passes' ops. A piece is compiled in this process if a worker does not know one of its ops, or died. The
-    function raises CompileError with Inductor's traceback.
+    The function takes the keys of the pieces, and yields a record of each piece as it is finished, in any order. It
+    compiles a piece in this process if there are no workers, or if a worker died or does not know one of the piece's
+    ops. It raises CompileError with Inductor's traceback.
+
+    modules: names of the modules that define the passes' ops; workers import them.
     """
     pool = WorkerPool("compiled_engine.graphs.compiler.compile_worker", workers)
 
@@ -78,9 +80,9 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 
 
 def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
-    """Return the record in a worker's answer, or the key if this process has to compile the piece.
+    """Return the record of a piece that a worker has compiled, or its key if this process has to compile it.
 
-    answer: None if the worker died. Raises CompileError if the compilation failed.
+    answer: the worker's, see compile_worker; None if the worker died. Raises CompileError if the compilation failed.
     """
     if answer is None:
         log.warning("piece %s is compiled in this process", key)

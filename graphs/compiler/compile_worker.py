@@ -1,4 +1,4 @@
-"""The worker processes that compile pieces."""
+"""Main program of worker processes that compile pieces."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from compiled_engine.process.worker_program import Answer, Messages, Work, run_w
 
 
 def main() -> None:
-    """Run workers. The order on stdin is {"entry": folder, "modules": [names], "settings": {Inductor's}}.
+    """Run the workers, see run_workers.
 
-    Each worker then answers messages {"key": piece key}: with {"seconds": s}, with {"unknown": message} for an op that
-    is not registered in the worker, or with {"error": text}.
+    - The first message, for all workers, is {"entry": folder, "modules": [names], "settings": {Inductor's}}.
+    - Each later message is {"key": key of the piece to compile}.
+    - An answer is {"seconds": s}, {"unknown": message} for an op that is not registered in the worker, or {"error":
+      text}.
     """
     run_workers(_prepare)
 

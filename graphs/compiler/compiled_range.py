@@ -1,4 +1,4 @@
-"""A callable compiled for one range, with its plan and the passes' reports, and its files in a cache entry."""
+"""CompiledRange, a callable compiled for one range of token counts; writes and reads its files in a cache entry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_engine.passes.framework.manager import PassReport
 
 @dataclass(frozen=True)
 class CompiledRange:
-    """A callable compiled for one range of token counts."""
+    """A callable of the model compiled for one range of token counts: its plan and the reports of the passes."""
 
     callable: str
     compile_range: CompileRange
@@ -28,12 +28,12 @@ class CompiledRange:
 
     @property
     def name(self) -> str:
-        """The folder in the entry: 1-64 for the forward, logits/1-2048 for another callable."""
+        """The folder of its files in the entry: 1-64 for the forward, logits/1-2048 for another callable."""
         return f"{folder_of(self.callable)}{self.compile_range.name}"
 
     @property
     def bound_plan(self) -> Plan:
-        """The plan to run: the part of a pipeline stage if there are stages, otherwise the whole plan."""
+        """The plan that this process runs: in a pipeline the stage's part of the plan, otherwise the whole plan."""
         return self.staged.plan if self.staged is not None else self.plan
 
 
@@ -64,9 +64,9 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Seque
 
 
 def read_compiled_ranges(entry: Path) -> tuple[CompiledRange, ...]:
-    """Return an entry's compiled ranges: the forward's first, then those of the other callables.
+    """Return the compiled ranges in an entry: first those of the forward, then those of the other callables by name.
 
-    Each callable's ranges for small batches come before its dynamic range.
+    Of each callable, ranges for small batches come first, ascending; the range that serves every batch is last.
     """
     ranges = [_read(path.parent) for path in entry.rglob("range.json")]
     return tuple(sorted(ranges, key=_place))

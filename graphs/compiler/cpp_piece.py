@@ -1,8 +1,8 @@
 """Stores pieces that Inductor compiled for a CPU so that they load without Inductor, whose import takes seconds.
 
-Inductor's output code is Python: a function `call`, which allocates tensors and calls kernels, and each kernel's C++
-source. If `call` needs nothing but these kernels, torch's own functions and Python's, it is rewritten as a file beside
-the compiled kernels. Other pieces keep Inductor's artifact.
+Inductor's output code is Python: the C++ sources of kernels, and a function `call` that allocates tensors and calls the
+kernels. If `call` uses only these kernels, functions of torch and Python's own, it is rewritten as a Python file that
+is stored beside the compiled kernels. Any other piece is stored as Inductor's artifact.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ CompileKernel = Callable[[list[str], str], Path]
 
 @dataclass(frozen=True)
 class CppPiece:
-    """A piece as Python source and C++ kernels."""
+    """A piece as Python source, which calls C++ kernels."""
 
     source: str  # defines `piece(inputs...)`, which calls kernels by name and returns a tuple
     kernels: Mapping[str, tuple[list[str], str]]  # name -> (argument types, C++ source), as Inductor takes them
 
 
 def piece_folder(entry: Path, key: str) -> Path:
-    """Return the folder for a piece that runs without Inductor; the folder need not exist."""
+    """Return the folder in an entry where a piece is stored that runs without Inductor. It need not exist."""
     return entry / "cpp" / key
 
 
 def read_output_code(
     code: str, num_inputs: int, num_results: int, library_call: Callable[[str], Any]
 ) -> CppPiece | None:
-    """Return the piece in Inductor's output code; None if it needs more of Inductor than its kernels.
+    """Return the piece that Inductor's output code defines; None if it cannot run without Inductor.
 
-    num_inputs, num_results: numbers of the piece's inputs and results. library_call: returns the function behind a name
-    of `extern_kernels`.
+    num_inputs, num_results: the piece's numbers of inputs and results; for code with others, None is returned too.
+    library_call: returns the function that a name in Inductor's `extern_kernels` stands for.
     """
     module = ast.parse(code)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
@@ -73,7 +73,10 @@ def read_output_code(
 
 
 def write_cpp_piece(folder: Path, piece: CppPiece, compile_kernel: CompileKernel) -> None:
-    """Write the piece and its kernels' shared libraries into a new folder."""
+    """Write a piece and its kernels' shared libraries to the new folder `folder`.
+
+    compile_kernel: returns the path of a kernel's shared library, given its argument types and C++ source.
+    """
     folder.mkdir(parents=True)
     for name, (types, source) in piece.kernels.items():
         shutil.copyfile(compile_kernel(types, source), folder / f"{name}.so")
@@ -81,7 +84,7 @@ def write_cpp_piece(folder: Path, piece: CppPiece, compile_kernel: CompileKernel
 
 
 def load_cpp_piece(folder: Path) -> Callable[..., Any]:
-    """Load a piece from a folder written by `write_cpp_piece`, and return its function."""
+    """Load a piece from a folder that `write_cpp_piece` wrote, and return the function that runs it."""
     namespace: dict[str, Any] = {"torch": torch}
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     with environment_variables({_DATA_POINTER: str(address)}):
@@ -101,7 +104,10 @@ def _load_kernel(file: Path) -> Callable[..., None]:
 
 
 def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
-    """Rewrite `call(args)`, which unpacks and clears a list, as a function of its items; None for any other code."""
+    """Rewrite `call(args)`, which unpacks the list `args` and clears it, as a function `piece` of the list's items.
+
+    Returns None if the code does not begin in this way.
+    """
     match call.body:
         case [ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")), clear, *body] if ast.unparse(
             clear
@@ -115,9 +121,9 @@ def _with_parameters(call: ast.FunctionDef) -> ast.FunctionDef | None:
 
 
 def _numbers(piece: ast.FunctionDef) -> tuple[int, int]:
-    """Return the number of parameters and the number of results.
+    """Return the number of a function's parameters, and the number of its results.
 
-    The second is -1 unless the last statement is the only return, and returns a tuple.
+    The latter is -1 unless the function has a single return, at its end, of a tuple.
     """
     returns = [node for node in ast.walk(piece) if isinstance(node, ast.Return)]
     match returns:
@@ -127,14 +133,14 @@ def _numbers(piece: ast.FunctionDef) -> tuple[int, int]:
 
 
 class _LibraryCalls(ast.NodeTransformer):
-    """Replaces names of `extern_kernels` by the torch functions that they stand for."""
+    """Replaces names of Inductor's `extern_kernels` in code by the torch functions that they stand for."""
 
     def __init__(self, library_call: Callable[[str], Any]) -> None:
         self._library_call = library_call
         self._all_known = True
 
     def replace(self, piece: ast.FunctionDef) -> bool:
-        """Replace the names in a piece; returns whether all of them are functions of torch."""
+        """Replace the names in a function, in place. Returns False if one of them is no function of module torch."""
         self.visit(piece)
         return self._all_known
 
@@ -147,7 +153,7 @@ class _LibraryCalls(ast.NodeTransformer):
 
 
 def _definitions(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield each name that the module assigns or imports at top level, with the statement that does."""
+    """Yield (name, statement) for each name that a statement at the module's top level assigns or imports."""
     for node in module.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)]):
@@ -183,7 +189,7 @@ def _free_names(function: ast.FunctionDef) -> set[str]:
 
 
 def _paths(node: ast.AST) -> Iterator[str]:
-    """Yield the dotted names in a statement, including names imported by `from`."""
+    """Yield the dotted names in a statement. For `from a import b`, yields a.b."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute):
             yield ast.unparse(part)

@@ -1,9 +1,8 @@
-"""Pieces with nothing left to fuse, generated as Python.
+"""Generates Python for direct pieces: pieces in which Inductor could fuse nothing, and would only call op after op.
 
-All ops of such a piece are declared `direct`: kernels of the engine, matrix products of a library, views. One other op
-is allowed: an op declared `lone`, or the product of an embedding and a constant. Inductor could do no more than call
-these ops one by one. The generated Python does the same, and needs neither a compiler nor its import. Any other piece
-is compiled.
+All ops of a direct piece are declared `direct` (kernels of the engine, matrix products of a library, views), except at
+most one, which is declared `lone` or multiplies an embedding by a constant. The generated Python calls the ops one by
+one, and needs neither a compiler nor its import.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _GETITEM = "operator.getitem"
 
 
 def is_direct(text: str) -> bool:
-    """Return whether a piece, given as JSON, can run as generated Python."""
+    """Return whether a piece is direct. text: the piece's JSON."""
     nodes = json.loads(text)["nodes"]
     others = [node for node in nodes if not _needs_no_compiler(node[0])]
     return len(others) <= 1 and all(_is_scaled_embedding(node, nodes) or _is_lone(node[0]) for node in others)
 
 
 def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
-    """Return whether the op is an embedding times a constant, as at the beginning of Gemma."""
+    """Return whether the node multiplies an embedding by a constant, as at the beginning of Gemma."""
     if node[0] != "aten::mul.Tensor" or not isinstance(node[1][1], int | float):
         return False
     return nodes[node[1][0]["node"]][0] == "aten::embedding.default"
@@ -44,7 +43,10 @@ def _needs_no_compiler(call: str) -> bool:
 
 
 def direct_source(text: str) -> str:
-    """Return the Python source of `piece(inputs...)`, which returns a tuple and drops each value after its last use."""
+    """Return the Python source of a function piece(inputs...), which runs a piece and returns a tuple of its results.
+
+    text: the piece's JSON. The function drops each value after its last use.
+    """
     nodes = json.loads(text)["nodes"]
     last_use = {value: number for number, node in enumerate(nodes) for value in _read(node)}
     inputs = [f"v{number}" for number, node in enumerate(nodes) if node[0] == "input"]
@@ -68,10 +70,10 @@ def direct_source(text: str) -> str:
 
 
 def load_direct(source: str, device_type: str) -> Callable[..., Any]:
-    """Load the function in `direct_source`'s output, for inputs on this device type.
+    """Return the function `piece` of the source from `direct_source`, for inputs on a device type.
 
-    Ops whose declarations allow it are called without torch's dispatcher. Dispatching an op takes more time on the host
-    than the op's own function.
+    Where an op's declaration allows it, the function calls the op's implementation past torch's dispatcher, which would
+    take more time on the host than the implementation.
     """
     namespace: dict[str, Any] = {"torch": torch}
     for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
@@ -81,21 +83,21 @@ def load_direct(source: str, device_type: str) -> Callable[..., Any]:
 
 
 def _function(call: str) -> str:
-    """Return the name of an op in generated Python: op__aten__mm__default for aten::mm.default."""
+    """Return the name that an op has in generated Python: op__aten__mm__default for aten::mm.default."""
     namespace, _, name = call.partition("::")
     op, _, overload = name.rpartition(".")
     return f"op__{namespace}__{op}__{overload}"
 
 
 def op_named(function: str) -> torch._ops.OpOverload:
-    """Return the op of a name in generated Python: aten.mm.default for op__aten__mm__default."""
+    """Return the op that a name in generated Python stands for: aten.mm.default for op__aten__mm__default."""
     _, library, op, overload = function.split("__")
     found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, library), op), overload)
     return found
 
 
 def _read(node: list[Any]) -> list[int]:
-    """Return the numbers of the nodes whose values a node reads."""
+    """Return the numbers of the nodes whose values a node reads. node: from a piece's JSON."""
     found: list[int] = []
     pending = list(node[1:]) if node[0] != "input" else []
     while pending:

@@ -1,4 +1,4 @@
-"""Lowers Dynamo's graph to ATen, functionalised even if the traced code mutates tensors."""
+"""Lowers Dynamo's graph to a functional ATen graph, also if the traced code mutates tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from compiled_engine.graphs.compiler import compat
 
 
 def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
-    """Return the ATen graph of Dynamo's graph, in which only attention ops write to their arguments."""
+    """Return the ATen graph for Dynamo's graph. In it, only attention ops write to their arguments.
+
+    fakes: the fake values of the graph's inputs.
+    """
     _simplify_products(graph)
     module = make_fx(graph)(*fakes)
     if any(map(_writes, module.graph.nodes)):
@@ -23,9 +26,9 @@ def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
 
 
 def write_out_constants(module: fx.GraphModule) -> None:
-    """Replace scalar tensor constants by calls of aten.full. Call outside fake modes.
+    """Replace constants that are scalar tensors by calls of aten.full, in place. Call it outside fake modes.
 
-    Tracing makes such constants of NumPy scalars.
+    Tracing turns NumPy scalars into such constants.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         constant = getattr(module, str(node.target))
@@ -40,10 +43,10 @@ def write_out_constants(module: fx.GraphModule) -> None:
 
 
 def _simplify_products(graph: fx.GraphModule) -> None:
-    """Rewrite products that torch 2.11 cannot trace with symbolic sizes.
+    """Rewrite matrix products that torch 2.11 cannot trace with symbolic sizes, in place.
 
-    A linear over a batch of one, [1, T, D], becomes a linear over [T, D]. A product over a dimension of size one, as in
-    rotary angles (frequencies times positions), becomes a multiplication.
+    A linear over a batch of one, [1, T, D], becomes a linear over [T, D]. A matrix product whose inner dimension has
+    size one, as of rotary frequencies and positions, becomes an elementwise multiplication with broadcasting.
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
         shape = _shape(node.args[0])

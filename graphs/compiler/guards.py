@@ -1,8 +1,8 @@
-"""The guards of a trace, and why none of them has to be checked at run time.
+"""Describes the guards of a trace, with the reason why none of them has to be checked at run time.
 
-Dynamo guards everything it reads while tracing: the model's attributes, called functions, inputs, torch's state. The
-engine never calls Dynamo's entry point, so nothing checks these guards. Each must hold by construction; the rules below
-say why.
+While it traces, Dynamo adds a guard for everything that it reads: the model's attributes, called functions, inputs,
+torch's state. The engine never calls Dynamo's entry point, so no guard is checked. Each guard must hold by
+construction; the rules in this file say why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._guards import Guard, TracingContext
 
 @dataclass(frozen=True)
 class GuardRecord:
-    """The guards of one kind on one subject, such as parameters."""
+    """All guards of the same kind on the same subject, such as parameters, that hold for the same reason."""
 
     subject: str
     kind: str
@@ -68,12 +68,15 @@ _NUMBERS = re.compile(r"(?<=\[')\d+(?='\])|(?<='\]\[)\d+(?=\])")
 
 
 def dynamo_guards() -> tuple[Guard, ...]:
-    """Return all guards that Dynamo has collected. Call it in a backend, when the graph is complete."""
+    """Return all guards that Dynamo has added in this trace. Call it in a backend, when the graph is complete."""
     return tuple(TracingContext.get().guards_context.dynamo_guards)
 
 
 def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
-    """Group guards by subject. Call it after Dynamo has finished: only then do guards have conditions."""
+    """Return guards grouped by subject, kind and the reason why they hold; unexplained guards come first.
+
+    Call it after Dynamo has finished, since guards have no conditions before.
+    """
     counts: Counter[tuple[str, str, str]] = Counter()
     for guard in guards:
         source = _NUMBERS.sub("*", guard.name if isinstance(guard.name, str) else guard.name())
@@ -93,7 +96,10 @@ def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
 
 
 def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
-    """Return a record of the run-time asserts that the declared ranges prove. messages: torch's, one per assert."""
+    """Return a record of the run-time asserts that the declared ranges of sizes prove, in a tuple; () without asserts.
+
+    messages: torch's message of each assert.
+    """
     found = Counter(_asserted(message) for message in messages)
     if not found:
         return ()
@@ -109,9 +115,9 @@ def _account(source: str, kind: str) -> tuple[str, str]:
 
 
 def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
-    """Return the conditions of a guard: all of them if it guards sizes, otherwise its shortest line of code.
+    """Return the conditions of a guard to show: all for guards on sizes, otherwise the guard's shortest line of code.
 
-    For guards on tensors, and guards without code, the source is returned instead.
+    For guards on tensors, and for guards without code, returns the guard's source instead.
     """
     if kind == "SHAPE_ENV":
         return code
@@ -121,7 +127,10 @@ def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
 
 
 def _readable(condition: str) -> str:
-    """Rewrite a condition with the model's names, without parts that differ between processes."""
+    """Return a guard's condition in readable form: with attribute paths of the model, and without ids of objects.
+
+    The text is then the same in every process.
+    """
     condition = re.sub(r"___check_type_id\((.*), \d+\), type=<class '(.*)'>", r"type(\1) is \2", condition)
     condition = re.sub(r"___check_obj_id\((.*), \d+\), type=<.*>", r"\1 is the same object", condition)
     condition = re.sub(r"\._(?:modules|parameters|buffers)\['([\w*]+)'\]", r".\1", condition)

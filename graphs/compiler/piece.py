@@ -1,7 +1,7 @@
-"""A piece as plain JSON: its ops, wiring, constants and the types of its inputs.
+"""Converts a piece to JSON and back: its ops with their arguments, its constants, and the types of its inputs.
 
-The JSON is digested for the piece's key, sent to compile workers, and shown by the inspector. Symbolic sizes are
-numbered by first appearance, so equal layers give equal text.
+The JSON is digested for the piece's key, read by compile workers, and shown by the inspector. Symbolic sizes are
+numbered by first appearance, so equal layers have equal JSON.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
 class UnknownTarget(LookupError):
-    """Raised if a piece calls something that this process cannot look up by name.
+    """Raised if a piece calls something that has no JSON form, or that this process cannot find by its name.
 
     An example is an op that a user's script defines.
     """
 
 
 def piece_to_json(piece: fx.GraphModule) -> str:
-    """Return the piece's graph as JSON, a node per line.
+    """Return a piece's graph as JSON, with one node per line.
 
     Raises UnknownTarget for a call or constant that has no JSON form.
     """
@@ -63,14 +63,15 @@ def piece_to_json(piece: fx.GraphModule) -> str:
 
 
 def piece_key(text: str) -> str:
-    """Return the digest of a piece's JSON; equal layers have equal keys."""
+    """Return the key of a piece, a digest of its JSON `text`. Pieces of equal layers have the same key."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def piece_from_json(text: str) -> tuple[fx.GraphModule, list[Any], ShapeEnv]:
-    """Return the piece, its fake inputs (tensors and sizes in a new shape environment), and that environment.
+    """Return (piece, fake inputs, shape environment) for a piece's JSON.
 
-    Raises UnknownTarget for an op that is not registered in this process.
+    The fake inputs are tensors and sizes, with symbols of the shape environment, which is new. Raises UnknownTarget for
+    an op that is not registered in this process.
     """
     data = json.loads(text)
     shape_env = ShapeEnv()
@@ -105,7 +106,10 @@ def piece_from_json(text: str) -> tuple[fx.GraphModule, list[Any], ShapeEnv]:
 
 
 class _Symbols:
-    """Names symbolic sizes n0, n1, ... by first appearance, and records their ranges."""
+    """Describes values for a piece's JSON.
+
+    Symbolic sizes are named n0, n1, ... by first appearance, and their ranges are recorded.
+    """
 
     def __init__(self) -> None:
         self.ranges: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,7 @@
-"""The plan of a compiled callable: which pieces and ops run, in order, on which values. Plain JSON."""
+"""Plan, which says which pieces and splitting ops a compiled callable calls, in which order, and on which values.
+
+A plan is stored as JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Input = Source | Parameter
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A call of a piece or of a splitting op."""
+    """A call in a plan, of a piece or of a splitting op."""
 
     piece: str | None  # key of the piece, or None
     op: str | None  # name of the splitting op, or None
@@ -23,16 +26,16 @@ class PlannedStep:
     results: tuple[int, ...]  # indices of the values it defines
 
     def renumbered(self, new: Mapping[int, int]) -> PlannedStep:
-        """Return the call with new indices for the values that it reads and defines. new: old index -> new index."""
+        """Return a copy with other indices for the values that the call reads and defines. new: old -> new index."""
         arguments = tuple({"value": new[a["value"]]} if "value" in a else a for a in self.arguments)
         return replace(self, arguments=arguments, results=tuple(new[index] for index in self.results))
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A value [T, *row_shape] defined before an attention and read after it.
+    """A value [T, *row_shape], with T tokens, that is defined before an attention op and read after it.
 
-    If the pipeline is cut at that attention, the value is sent from one stage to the next.
+    In a pipeline that is cut after this attention, one stage sends the value to the next.
     """
 
     value: int
@@ -42,7 +45,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls of a compiled callable. Value i is input i for i < len(inputs); steps define the other values."""
+    """The calls that a compiled callable makes. Values are numbered: first the inputs, then the results of steps."""
 
     arguments: tuple[str, ...]  # names of the callable's arguments, in order; inputs are parts of them
     inputs: tuple[Input, ...]
@@ -52,11 +55,11 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters that the plan's steps read, including packed and computed ones."""
+        """The descriptions of the plan's inputs that are parameters, including packed and computed ones."""
         return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:
-        """Return the unique pieces in order of first use."""
+        """Return the keys of the pieces that the plan calls, each once, in the order of the first call."""
         return tuple(dict.fromkeys(step.piece for step in self.steps if step.piece))
 
     def to_json(self) -> str:
@@ -74,16 +77,16 @@ class Plan:
 
 
 def read_input(item: dict[str, Any]) -> Input:
-    """Return an input of a plan, given as JSON."""
+    """Return the input of a plan that `item`, parsed from JSON, describes."""
     return Source(**item) if "kind" in item else Parameter.from_json(item)
 
 
 def distinct_calls(plan: Plan) -> Plan:
-    """Return a plan that makes one call of each kind: it loads and allocates as much as the whole plan, in less time.
+    """Return a shorter plan, for warming up, that keeps only the first of several like calls.
 
-    Two calls are of one kind if they call the same piece, or the same op with equal constants on results of the same
-    pieces. The results of the kept call replace those of the calls that are left out. Values do not matter, so all
-    ranks leave out the same calls.
+    It loads the same kernels and allocates the same amounts of memory as the whole plan, in less time, but computes
+    something else. Calls are alike if they call the same piece, or the same op with equal constants on results of the
+    same pieces. The results of the call that is kept replace those of the others. All ranks keep the same calls.
     """
     stand_ins = {index: index for index in range(len(plan.inputs))}
     makers: dict[int, Hashable] = {}

@@ -1,7 +1,7 @@
-"""Files that a compilation writes for the inspector alone.
+"""Writes the files of a cache entry that only the inspector reads.
 
-`record.json` of a cache entry holds a `Record`; `trace/` holds the results of Dynamo and of lowering. Facts that are in
-the entry's other files (a piece's kernels and uses) are not stored again.
+`record.json` holds a `Record`; `trace/` holds the results of Dynamo and of lowering. Facts that the inspector can read
+from the entry's other files, such as a piece's kernels, are not stored here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORD = "record.json"
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter or buffer held directly by a module."""
+    """A parameter or buffer of a module itself, not of its submodules."""
 
     name: str  # last part of its path
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class SymbolRecord:
-    """A symbolic size of the compiled model, with its range and the input dimensions that have it."""
+    """A symbolic size of a traced graph, with its range and the dimensions of inputs that have this size."""
 
     symbol: str  # in the graphs
     name: str
@@ -55,7 +55,7 @@ class SymbolRecord:
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """The time that a piece took to compile, and the worker that compiled it."""
+    """Records how long the compilation of a piece took, and which worker compiled it."""
 
     key: str
     seconds: float
@@ -64,7 +64,7 @@ class PieceRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """The facts about a compilation that the inspector shows."""
+    """Facts about a compilation that the inspector shows; the content of record.json."""
 
     phases: tuple[Span, ...]  # start times count from the beginning of the build
     modules: ModuleRecord  # root of the model's module tree
@@ -79,9 +79,9 @@ class Record:
 def write_trace(
     folder: Path, bytecode: tuple[types.CodeType, types.CodeType] | None, dynamo_graph: str, aten_graph: Iterable[str]
 ) -> None:
-    """Write bytecode.txt, dynamo_graph.txt and aten_graph.txt of a callable.
+    """Write bytecode.txt, dynamo_graph.txt and aten_graph.txt of a callable to the new folder `folder`.
 
-    bytecode: code of the traced function before and after Dynamo; None if Dynamo did not rewrite it.
+    bytecode: the traced function's code before and after Dynamo; None, for no such file, if Dynamo did not rewrite it.
     """
     folder.mkdir()
     if bytecode is not None:
@@ -91,16 +91,16 @@ def write_trace(
 
 
 def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
-    """Return both versions of a function as source, without the random part in Dynamo's function name."""
+    """Return the source of a function before and after Dynamo as one text, without random parts of Dynamo's names."""
     parts = [("The function that was traced", before), ("What Dynamo made of it", after)]
     text = "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
     return re.sub(r"__compiled_fn_\d+(_[0-9a-f]+){5}", "__compiled_fn", text)
 
 
 def _source(code: types.CodeType) -> str:
-    """Return a function's source, decompiled by depyf.
+    """Return a function's source, decompiled by depyf; if depyf fails, the function's bytecode instructions.
 
-    If that fails, return its instructions, since the inspector must not stop a build.
+    A failure is not raised, since it must not stop a build.
     """
     import depyf  # slow to import, and not needed in a warm start
 
@@ -111,13 +111,13 @@ def _source(code: types.CodeType) -> str:
 
 
 def phases_since(spans: Iterable[Span], start_s: float) -> tuple[Span, ...]:
-    """Return the spans that began at `start_s` or later, relative to it, in order of start."""
+    """Return the spans that began at `start_s` or later, ordered by start, with start times relative to `start_s`."""
     later = [replace(span, start_s=span.start_s - start_s) for span in spans if span.start_s >= start_s]
     return tuple(sorted(later, key=lambda span: span.start_s))
 
 
 def module_tree(model: nn.Module) -> ModuleRecord:
-    """Return the model's modules; layers that differ only in number appear once, with their count."""
+    """Return the tree of a model's modules. Consecutive equal layers are recorded once, with their count."""
     return _module("", model)
 
 
@@ -136,7 +136,7 @@ def _module(path: str, module: nn.Module) -> ModuleRecord:
 
 
 def _shape(module: ModuleRecord) -> tuple[object, ...]:
-    """Return the key by which modules are compared: everything except path and count."""
+    """Return the values by which two modules are compared: everything except the module's own path and count."""
     return module.kind, module.parameters, tuple((_shape(child), child.count) for child in module.children)
 
 
@@ -145,7 +145,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def symbols(graph: fx.Graph, declared: Mapping[tuple[str, int], tuple[str, int, int]]) -> tuple[SymbolRecord, ...]:
-    """Return a traced graph's symbolic sizes. declared: (argument, dimension) -> (size's name, minimum, maximum)."""
+    """Return a record of each symbolic size of a traced graph.
+
+    declared: (argument, dimension) -> (name of the size, minimum, maximum), see Signature.open_sizes.
+    """
     inputs = {
         source_of(node).name: node.meta["val"]
         for node in graph.find_nodes(op="placeholder")

@@ -1,8 +1,8 @@
-"""Completes the graph of the traced layers (traced_layers.py) with copies for all other layers.
+"""Adds the layers that were not traced (see traced_layers.py) to a graph, as copies of traced layers.
 
-A layer's ops are copied from a traced layer of its class. Two checks, node by node, precede this. Traced layers of one
-kind must take corresponding values from the previous layer. Traced layers of one class must also compute the same
-function of these values. If a check fails, nothing is copied, and all layers are traced.
+The ops of a layer are copied from a traced layer of the same class. Before, the traced layers are compared node by
+node. Layers of the same kind must take corresponding values from the previous layer, and layers of the same class must
+compute the same function of these values. If they do not, nothing is copied, and all layers are traced instead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Taken = dict[int, list[fx.Node]]
 
 
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
-    """Add the layers that were not traced to the graph of the traced ones.
+    """Add the layers that were not traced to the graph, in place, and return True.
 
-    Returns False, without changes, if the traced layers do not repeat.
+    Returns False, and leaves the graph unchanged, if traced layers that should be equal are not.
     """
     segments = _segments(graph, layers)
     if segments is None or not _hands_on_to_the_next_alone(segments):
@@ -43,10 +43,11 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
 
 
 def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
-    """Return the ops of each traced layer, in order. A layer begins at the first use of one of its inputs.
+    """Return the ops of each traced layer, in order, by the layer's number.
 
-    Ops before the first layer belong to no segment. Returns None if a layer's inputs are used after a later layer has
-    begun, if inputs of a layer that was not to be traced are used, or if a layer has no ops.
+    A layer begins at the first use of one of its graph inputs (parameters and KV cache). Ops before the first layer
+    belong to no layer. Returns None if a layer's inputs are used after a later layer has begun, if inputs of a layer
+    that was not to be traced are used, or if a layer has no ops.
     """
     segments: Segments = {number: [] for number in layers.numbers}
     current: int | None = None
@@ -82,10 +83,11 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[LayerClass, list[int]] | None:
-    """Return for each layer class the positions of the ops whose results the next layer takes, in order of use.
+    """Return for each layer class which of a layer's ops have results that the next layer reads.
 
-    Returns None if traced layers of a class give results of ops at different positions, or if traced layers of a kind
-    first use the values that they take at different positions.
+    Ops are given by their positions in the layer, in the order in which the next layer first reads their results.
+    Returns None if traced layers of a class differ in these positions, or if traced layers of a kind differ in the
+    positions at which they first read the previous layer's results.
     """
     given: dict[LayerClass, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
@@ -103,7 +105,10 @@ def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Layer
 
 
 def _template(layer_class: LayerClass, taken: Taken, layers: TracedLayers) -> int:
-    """Return the traced layer to copy for a class; never the first layer, whose inputs come from no layer."""
+    """Return the number of the traced layer that is copied for a class.
+
+    It is never the first layer, which does not take its inputs from another layer.
+    """
     return next(number for number in layers.traced_in_class(layer_class) if number in taken)
 
 
@@ -114,7 +119,7 @@ def _equal_in_class(layer_class: LayerClass, segments: Segments, taken: Taken, l
 
 
 def _equal(number: int, template: int, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
-    """Return whether two layers compute the same function of their inputs."""
+    """Return whether the traced layers `number` and `template` compute the same function of their inputs."""
     own = {node: place for place, node in enumerate(segments[number])}
     of_template = {node: place for place, node in enumerate(segments[template])}
     # The first layer's inputs are computed before all layers; their first use identifies them.
@@ -160,7 +165,10 @@ def _fill(
     given: dict[LayerClass, list[int]],
     layers: TracedLayers,
 ) -> None:
-    """Insert copies between the traced layers `before` and `behind`; `behind` then reads the last copy's results."""
+    """Insert copies for the missing layers between the traced layers `before` and `behind`, in place.
+
+    Layer `behind` then reads the results of the last copy.
+    """
     inputs = graph.find_nodes(op="placeholder")
     last_input = [node for node in inputs if layers.layer_of(node) == before][-1]
     newest = taken[behind]
@@ -188,6 +196,6 @@ def _copied(copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _another(fake: FakeTensor) -> torch.Tensor:
-    """Return a separate fake tensor for another graph input: tracers tell inputs apart by identity."""
+    """Return a new fake tensor like the given one, for a new graph input: tracers tell inputs apart by identity."""
     with fake.fake_mode:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)

@@ -1,4 +1,4 @@
-"""The settings of torch's compilers: those that the engine sets, and those that its caller changed."""
+"""Reads the settings of torch's compilers, and defines those that the engine sets."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 
 
 def settings_of(compiler: str) -> Any:
-    """Return the settings of "inductor", "functorch" or "dynamo"; None if it is not imported.
+    """Return the settings module of a compiler: "inductor", "functorch" or "dynamo".
 
-    Settings of a compiler that is not imported have their defaults. Warm starts do not import compilers, which takes
-    seconds.
+    Returns None if the compiler is not imported; its settings then have their defaults. It is not imported here, since
+    this takes seconds and a warm start needs no compiler.
     """
     return sys.modules.get(f"torch._{compiler}.config")
 
 
 def changed_settings(compiler: str) -> dict[str, Any]:
-    """Return the settings of this process that differ from the compiler's defaults."""
+    """Return the settings of a compiler that differ from their defaults in this process, by name."""
     config = settings_of(compiler)
     if config is None:
         return {}

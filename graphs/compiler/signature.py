@@ -1,7 +1,7 @@
-"""Declares the callables of a model for the compiler: arguments, results, compile ranges.
+"""Declares the callables of a model to the compiler: their arguments, results and compile ranges.
 
-A callable is a method of a module that is compiled separately, with its own argument list. The compiler treats all
-callables alike.
+A callable is a function of the model that is compiled separately, such as the forward or the logits. The compiler
+treats all callables in the same way.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Signature:
 
     @property
     def most_tokens(self) -> int:
-        """The largest token count for which the trace must hold: a step's limit, or the example's count if larger."""
+        """The largest token count for which the trace must be valid: a step's limit, at least the example's count."""
         return max(_EXAMPLE["tokens"], self.ranges[-1].high)
 
     def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
-        """Return the names of the results that the code of a range returns."""
+        """Return the names of the results that the callable returns in a compile range."""
         return (compile_range.small and self.small_returns) or self.returns
 
     def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
@@ -80,13 +80,13 @@ class Signature:
         }
 
     def examples(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return a small example of each tensor, by name; the values are not read."""
+        """Return a small example of each tensor, by name, for tracing. Only shapes and dtypes matter, not values."""
         return padding_of(self.tensors, _EXAMPLE, device)
 
     def passed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the arguments for a call, in order: tensors, lists of tensors, or AttentionInputs of several tensors.
+        """Return the arguments for a call, in order, made from tensors by name as `examples` returns them.
 
-        tensors: by name, as `examples` returns them.
+        An argument is a tensor, a list of tensors, or AttentionInputs.
         """
         return tuple(self._argument(name, tensors) for name in self.arguments)
 
@@ -99,13 +99,13 @@ class Signature:
 
 
 def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
-    """Return the compile ranges for small batches, ascending, then the dynamic one, which serves every batch."""
+    """Return the compile ranges: those for small batches, ascending, and then the one that serves every batch."""
     small = [CompileRange(low, high, small=True) for low, high in config.compile.ranges]
     return (*small, CompileRange(1, config.scheduler.max_num_batched_tokens))
 
 
 def callables_of(config: EngineConfig) -> dict[str, Signature]:
-    """Return the signatures of a model's callables, by name."""
+    """Return the signature of each callable of the configured model, by the callable's name."""
     pooling, head, adapters = config.model.pooling, config.model.head, config.adapters
     found = {FORWARD: forward_signature(config)}
     if pooling is None:
@@ -122,7 +122,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 
 
 def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
-    """Return the step tensors that not every model has: the ones specific to this model, and those that passes read."""
+    """Return the step tensors that not every model has: those that this model reads, and those that passes read."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
     return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)
 
@@ -133,10 +133,10 @@ def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
 
 
 def forward_signature(config: EngineConfig) -> Signature:
-    """Return the forward's declaration.
+    """Return the signature of the forward.
 
-    The forward returns the hidden states of all tokens; in small-batch ranges it returns their logits instead. Models
-    that draft or pool return hidden states in all ranges.
+    The forward returns the hidden states of all tokens, or in ranges for small batches their logits. Draft heads and
+    pooling models return hidden states in all ranges.
     """
     model = local_model(config)
     own = _of_model(config)
@@ -160,9 +160,9 @@ def forward_signature(config: EngineConfig) -> Signature:
 
 
 def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signature:
-    """Return the declaration of the forward for steps in which a request has an adapter.
+    """Return the signature of the forward for steps in which some request uses an adapter.
 
-    On a CPU this forward has no small-batch ranges: their kernels do not support adapters.
+    On a CPU it has no ranges for small batches, whose kernels do not support adapters.
     """
     forward = forward_signature(config)
     ranges = forward.ranges if config.device.type == "cuda" else forward.ranges[-1:]
@@ -174,9 +174,9 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 
 def logits_signature(config: EngineConfig) -> Signature:
-    """Return the declaration of the callable that computes the logits of selected hidden states.
+    """Return the signature of the callable that computes the logits of selected hidden states.
 
-    It is used after forwards that return hidden states.
+    It is called after a forward that returns hidden states.
     """
     model = local_model(config)
     return Signature(
@@ -190,7 +190,11 @@ def logits_signature(config: EngineConfig) -> Signature:
 
 
 def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
-    """Return the declaration of a draft head's `combine`: features from the hidden states of the model's layers."""
+    """Return the signature of a draft head's `combine`.
+
+    It computes the head's input features from the hidden states that enter some of the target model's layers,
+    concatenated in the last dimension.
+    """
     return Signature(
         ("aux_hidden_states_TE",),
         (StepTensor("aux_hidden_states_TE", ("tokens", head.num_aux_layers * head.target_size), config.model.dtype),),
@@ -202,7 +206,7 @@ def combine_signature(config: EngineConfig, head: HeadConfig) -> Signature:
 
 
 def pooler_signature(config: EngineConfig, pooling: Pooling) -> Signature:
-    """Return the declaration of a pooling model's head, which is applied to pooled hidden states."""
+    """Return the signature of a pooling model's head, which computes a request's result from a pooled hidden state."""
     return Signature(
         ("pooled_RW",),
         (StepTensor("pooled_RW", ("tokens", pooling.head[0].in_size), torch.float32),),

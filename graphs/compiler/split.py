@@ -1,7 +1,7 @@
-"""Splits a model's graph at its splitting ops into pieces, and plans how they are called.
+"""Splits a model's graph at its splitting ops into pieces, and plans the calls of pieces and splitting ops.
 
-Pieces take their inputs in order of first use, and everything that differs between layers is an input. The layers of a
-model therefore give structurally equal pieces, which are compiled once.
+A piece takes its inputs in order of first use, and everything that differs between layers is an input. Equal layers
+therefore give equal pieces, which are compiled only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a piece, or of the splitting op named `op`."""
+    """A call of a piece or of a splitting op. The other one of `piece` and `op` is None."""
 
     piece: fx.GraphModule | None
     op: str | None
@@ -36,7 +36,10 @@ class SplitError(RuntimeError):
 
 
 def split(graph: fx.Graph) -> list[Step]:
-    """Return the steps in execution order. Raises SplitError for a mutating op that is not a splitting op."""
+    """Return the calls of pieces and splitting ops that a graph consists of, in execution order.
+
+    Raises SplitError for an op that mutates its inputs and is not a splitting op.
+    """
     steps: list[Step] = []
     pending: list[fx.Node] = []
     known = splitting_ops()
@@ -61,9 +64,10 @@ def split(graph: fx.Graph) -> list[Step]:
 def make_plan(
     graph: fx.Graph, steps: list[Step], arguments: Sequence[str] = FORWARD_ARGUMENTS
 ) -> tuple[Plan, dict[str, str]]:
-    """Return the plan of a split graph, and each unique piece's JSON by key.
+    """Return the plan of a graph, and the JSON of each unique piece by its key.
 
-    arguments: names of the callable's arguments, see Signature; the plan adds step tensors that passes read.
+    steps: the result of `split`. arguments: names of the callable's arguments, see Signature. In the plan, the step
+    tensors that passes read follow them.
     """
     index: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -90,7 +94,10 @@ def make_plan(
 
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
-    """Return the values with a row per token that are defined before an attention and read after it."""
+    """Return the values with a row per token that are defined before an attention op and read after it.
+
+    index: node -> index of its value in the plan. outputs: indices of the graph's outputs.
+    """
     known = splitting_ops()
     attentions = [number for number, step in enumerate(steps) if step.op is not None and known[step.op].attends]
     last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}
@@ -106,7 +113,7 @@ def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) ->
 
 
 def _has_rows(value: Any) -> bool:
-    """Return whether a value is a tensor with a row per token: only its first size depends on the step."""
+    """Return whether a value is a tensor whose first size is symbolic, and no other: it has a row per token."""
     depends = [isinstance(size, torch.SymInt) for size in value.shape] if isinstance(value, torch.Tensor) else []
     return depends[:1] == [True] and not any(depends[1:])
 

@@ -1,7 +1,7 @@
-"""The plan of a pipeline stage: the whole plan's steps between two attentions, and the values that cross its borders.
+"""Cuts a plan into the plans of pipeline stages, and passes values between stages.
 
-A stage calls pieces of the whole plan, so nothing is compiled for it. The values that a stage reads from earlier stages
-are sent as one tensor of bytes, in which each value is contiguous.
+A plan is cut after attention ops. A stage calls pieces of the whole plan, so nothing is compiled for it. The values
+that later stages need are sent from stage to stage as one tensor of bytes, in which each value is contiguous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Border:
-    """The values sent from one stage to the next, in order, [T, *row_shape] each."""
+    """The values that one stage sends to the next, in order. A value is [T, *row_shape], with T tokens."""
 
     values: tuple[Carried, ...]
 
@@ -31,13 +31,13 @@ class Border:
         return sum(map(_row_bytes, self.values))
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of all values, uint8 [T * row_bytes]."""
+        """Return the concatenated bytes of all values: uint8 [T * row_bytes]."""
         return torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
 
     def unpack(self, packed: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
-        """Return the values as views of `packed`, [num_tokens, *row_shape] each.
+        """Return the values that `pack` concatenated for `num_tokens` tokens, [num_tokens, *row_shape] each.
 
-        `pack` put the values of num_tokens tokens at the beginning of `packed`.
+        They are views of `packed`, which may be longer.
         """
         found, start = [], 0
         for value in self.values:
@@ -58,7 +58,7 @@ def _row_bytes(value: Carried) -> int:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage's plan, and the values that it receives and sends."""
+    """The plan of a pipeline stage, and the values that the stage receives and sends."""
 
     plan: Plan
     received: Border | None = None  # None for the first stage
@@ -66,10 +66,10 @@ class StagePlan:
 
 
 def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
-    """Return the stage's part of the whole plan, with its KV caches numbered from 0.
+    """Return the part of the whole plan that a stage runs. In it, the stage's KV caches are numbered from 0.
 
-    Raises ValueError if the plan does not have one attention per layer, or if a value that crosses a border has no row
-    per token.
+    Raises ValueError if the plan does not have one attention op per layer, or if a value that must be sent to the next
+    stage has no row per token.
     """
     if stage.count == 1:
         return StagePlan(plan)
@@ -103,7 +103,10 @@ def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
 
 
 def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
-    """Return the values defined before step `place` and read by it or later. Raises ValueError, see stage_plan."""
+    """Return the values that are defined before the plan's step number `place`, and read by that step or later ones.
+
+    Raises ValueError for a value without a row per token.
+    """
     defined = {index for step in plan.steps[:place] for index in step.results}
     read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}
     known = {value.value: value for value in plan.carried}
@@ -120,10 +123,10 @@ def _renumbered(source: Input, layers: range) -> Input:
 
 
 class StageForward:
-    """The forward of a pipeline stage; it takes the arguments of the whole model's forward.
+    """The forward of a pipeline stage, which takes the arguments of the whole model's forward.
 
-    Reads the previous stage's values from `buffer` (uint8). Returns the packed values for the next stage, or in the
-    last stage the model's result.
+    It reads the previous stage's values from `buffer` (uint8), and returns the values for the next stage as bytes (see
+    Border.pack), or in the last stage the model's result. stitched: the function that runs the stage's plan.
     """
 
     def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):

@@ -1,7 +1,7 @@
-"""Binds a plan to its compiled pieces and parameters as one generated, readable Python function.
+"""Generates a Python function that runs a plan, with the plan's pieces and parameters bound to it.
 
-The function names every value, calls the pieces with flat inputs, and drops each value after its last use. A call has
-no guards to check, unlike Dynamo's own entry point.
+The function calls pieces and splitting ops one after another, and drops each value after its last use. Unlike Dynamo's
+entry point, it checks no guards.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def stitch(
     parameters: Mapping[str, torch.Tensor],
     on_attention: OnAttention | None = None,
 ) -> Forward:
-    """Return the function that runs the plan: from its arguments to one output or a tuple of several.
+    """Return a function that runs the plan: it takes the plan's arguments, and returns its output or a tuple of them.
 
-    on_attention: called in place of each attention op's function, with that function and its arguments.
+    pieces: by key. parameters: by name. on_attention: called in place of the function of each attention op, with that
+    function and its arguments; None: the functions are called directly.
     """
     namespace: dict[str, Any] = {_op_function(op.name): _called(op, on_attention) for op in splitting_ops().values()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
@@ -44,7 +45,7 @@ def stitch(
 
 
 def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., Any]:
-    """Return the function to call for a splitting op; its attention goes through `on_attention`, if given."""
+    """Return the function to call for a splitting op. If `on_attention` is given, it is called in attention's place."""
     if on_attention is None or not op.attends:
         return op.function
     attention = attend if op.around else op.function
@@ -56,7 +57,7 @@ def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., 
 
 
 def forward_source(plan: Plan) -> str:
-    """Return the Python source of the function that runs the plan."""
+    """Return the Python source of the function `forward` that runs the plan."""
     names = [_input_name(index, source) for index, source in enumerate(plan.inputs)]
     names += [f"v{i}" for i in range(len(names), len(names) + sum(len(step.results) for step in plan.steps))]
     last_use = _last_uses(plan)
@@ -84,7 +85,10 @@ def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
 
 
 def _last_uses(plan: Plan) -> dict[int, list[int]]:
-    """Return for each step the values that are read or defined last there, without the plan's outputs."""
+    """Return, by the number of a step, the indices of the values that are last needed by this step.
+
+    Outputs of the plan are left out, since they are returned.
+    """
     last: dict[int, int] = {}
     for number, step in enumerate(plan.steps):
         for index in [*step.results, *(a["value"] for a in step.arguments if "value" in a)]:

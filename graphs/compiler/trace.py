@@ -1,7 +1,7 @@
-"""Traces a callable of a model once with Dynamo, and lowers it to ATen.
+"""Traces a callable of a model with Dynamo, and lowers the graph to ATen.
 
-Token, request and block counts are unbacked symbols: one trace serves every size in the declared range and cannot
-specialise on the example. A trace that needs a guard on a size is refused.
+The numbers of tokens, requests and blocks are unbacked symbols, so one trace is valid for every size in the declared
+ranges and cannot specialise on the example. If a trace needs a guard on a size, GuardError is raised.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from compiled_engine.passes.layout.lowering import lower
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """The ATen graph of a callable.
+    """The ATen graph of a callable, with facts about the trace.
 
-    Each placeholder's meta has its `source`; each node's meta has its fake value `val`. The graph returns all results
-    of the signature; `for_range` keeps those that a range returns. The fields after shape_env are shown by the
-    inspector.
+    A placeholder's meta["source"] is its source, a node's meta["val"] its fake value. The graph returns all results of
+    the signature; `for_range` makes a graph for the results of one range. The inspector shows the fields after
+    shape_env.
     """
 
     signature: Signature
@@ -53,7 +53,7 @@ class TracedGraph:
     lowering: tuple[PassReport, ...] = ()  # reports of the passes that lower foreign code
 
     def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
-        """Return a copy of the graph with only the outputs of a range and the parameters that they need."""
+        """Return a copy of the graph that returns only the results of a range. Unused parameters are left out."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.module.graph, copies)
@@ -67,11 +67,14 @@ class TracedGraph:
 
 
 class GuardError(RuntimeError):
-    """Raised for a trace that holds only for some sizes in the declared range."""
+    """Raised if a trace, or a compiled piece, would be valid only for some sizes in the declared range."""
 
 
 def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model from the meta device to a real one without allocating memory: it can be traced, not executed."""
+    """Move a model's meta tensors to a device, in place, without allocating memory; return the model.
+
+    The model can be traced but not executed.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(_storageless(parameter, device), requires_grad=False))
@@ -87,10 +90,12 @@ def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def trace(model: nn.Module, signature: Signature, *, strict: bool = False, verify: bool = False) -> TracedGraph:
-    """Trace a callable of `model`. Nothing is executed, so the parameters may have no storage.
+    """Return the traced graph of the callable of `model` that `signature` declares.
 
-    strict, verify: for the passes that lower foreign code, see `run_passes`. Raises GuardError if the graph would not
-    be valid for every size in the declared range.
+    Nothing is executed, so parameters need no storage.
+
+    strict, verify: see `run_passes`; they apply to the passes that lower transformers' code. Raises GuardError if the
+    graph would not be valid for every size in the declared range.
     """
     traced = _trace_layers(model, signature, strict=strict, verify=verify)
     if signature.asked:
@@ -113,7 +118,7 @@ def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verif
 
 
 def _add_inputs(module: fx.GraphModule, signature: Signature, device: torch.device) -> None:
-    """Add a graph input for each step tensor that passes read; dynamic sizes are those of the traced inputs."""
+    """Add a placeholder for each step tensor that passes read. Its symbolic sizes are those of the traced inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {
@@ -171,7 +176,7 @@ def _trace(model: nn.Module, signature: Signature, *, strict: bool, verify: bool
 
 
 def require_no_guards(shape_env: ShapeEnv) -> None:
-    """Raise GuardError if a guard on a size was added; called after the trace and again after Inductor."""
+    """Raise GuardError if the shape environment has a guard on a size. Called after the trace and after Inductor."""
     if shape_env.guards:
         found = ", ".join(str(guard.expr) for guard in shape_env.guards)
         raise GuardError(f"the compiled model would hold only where {found}")
@@ -179,7 +184,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """The graph that Dynamo traced from a callable, with its inputs' fake values and the guards."""
+    """The result of tracing a callable with Dynamo: the graph, the fake values of its inputs, and the guards."""
 
     graph: fx.GraphModule
     fakes: list[Any]  # values of the graph's placeholders
@@ -209,8 +214,8 @@ def _run_dynamo(model: nn.Module, signature: Signature, examples: dict[str, torc
 def _fresh_entry(signature: Signature) -> Callable[..., Any]:
     """Return a new function that computes the signature's results, for Dynamo to trace.
 
-    Dynamo caches compilations, and limits their number, per code object. A new object leaves nothing in the caller's
-    process and never reaches the limit.
+    Dynamo caches compilations per code object, and limits their number. A function with a new code object cannot reach
+    the limit, and its compilations are dropped with it.
     """
     lines = [f"def traced({', '.join(('model', *signature.arguments))}):"]
     lines += [f"    {name} = {expression}" for name, expression in signature.results.items()]
@@ -243,7 +248,11 @@ def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[
 
 
 def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collection[str]) -> Source | Parameter:
-    """Return the source for Dynamo's name, such as L['model']._modules['layers']._parameters['weight']."""
+    """Return the source that Dynamo's name of a graph input stands for.
+
+    name: such as L['model']._modules['layers']._parameters['weight']. parameters: the model's parameters and buffers by
+    path. states: the paths of recurrences' states. Raises RuntimeError for a tensor that is neither.
+    """
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
     if argument != "model":
@@ -257,10 +266,10 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor], states: Collec
 
 
 def _drop_assigned(graph: fx.Graph, num_results: int) -> None:
-    """Drop tensors that the code assigns to module attributes, which Dynamo returns after the results.
+    """Remove the graph's outputs after the first `num_results`: tensors that the code assigns to module attributes.
 
-    Casts of the model's buffers may be dropped, as each run makes them again. Raises ValueError for any other tensor,
-    which later runs might read.
+    Parameters, buffers and casts of these are dropped, since each run assigns them anew. Raises ValueError for any
+    other tensor, since later runs might read it.
     """
     output = graph.output_node()
     values = arg(output, 0)
@@ -272,9 +281,9 @@ def _drop_assigned(graph: fx.Graph, num_results: int) -> None:
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
-    """Drop run-time asserts that the declared sizes imply, and return their messages.
+    """Remove the run-time asserts from the graph, and return their messages.
 
-    Raises GuardError for an assert that they do not imply.
+    Raises GuardError for an assert that does not follow from the declared ranges of sizes.
     """
     proved = []
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):

@@ -1,8 +1,8 @@
-"""Chooses the layers to trace: two of each layer class are enough.
+"""Chooses which of a model's layers to trace: two of each class of equal layers.
 
-Tracing takes a fixed time per op, so tracing all layers of a deep model takes many times as long as tracing a few. A
+Tracing takes a fixed time per op, so a trace of all layers of a deep model takes many times as long as one of a few. A
 `LayerStack` applies its layers one after another in the same way, so layers with equal modules give equal ops. The
-graph then repeats the traced layers for the others (repeated_layers.py).
+other layers are added to the graph as copies of traced ones (repeated_layers.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from compiled_engine.passes.framework.parameter import Parameter
 
 
 class LayerClass(NamedTuple):
-    """The kind of a layer and the kind of the next layer, which is None for the last layer.
+    """A class of layers that give equal ops in a trace: their kind, and the kind of the layer after them.
 
-    The next layer counts because its ops before the first use of its parameters look like ops of this layer.
+    Layers have the same kind if their modules are equal. The next layer matters because a layer's ops are taken to end
+    at the first use of the next layer's parameters, so they include the next layer's first ops. following: None for the
+    last layer.
     """
 
     kind: int
@@ -36,10 +38,10 @@ class LayerClass(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """A stack of layers, and the numbers of those that are traced.
+    """A stack of layers, and the numbers of the layers that are traced.
 
-    The layers are chosen so that a layer has the same class in the trace as in the whole stack: the layer traced after
-    it is of the kind `following`. In a stack of foreign code, layers that are not traced are replaced by identities.
+    The layers are chosen so that each has the same class in the trace as in the whole stack: the next traced layer is
+    of the kind `following`. In a model of transformers' code, layers that are not traced are replaced by identities.
     """
 
     stack: nn.ModuleList
@@ -50,7 +52,7 @@ class TracedLayers:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the stack apply only the traced layers inside the block."""
+        """Make the stack apply only the traced layers within a block."""
         if isinstance(self.stack, LayerStack):
             self.stack.only = self.numbers
             try:
@@ -68,21 +70,21 @@ class TracedLayers:
                 self.stack[number] = layer
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return for each gap between traced layers the traced layer before it and the one after it."""
+        """Return, for each gap between traced layers, the numbers of the traced layers (before, after) it."""
         return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
 
     def traced_in_class(self, layer_class: LayerClass) -> list[int]:
         return [number for number in self.numbers if self.classes[number] == layer_class]
 
     def layer_of(self, node: fx.Node) -> int | None:
-        """Return the layer that a graph input belongs to; None for any other node."""
+        """Return the number of the layer whose parameter or KV cache a placeholder is; None for any other node."""
         if node.op != "placeholder" or source_of(node).kind == "size":
             return None
         found = self._numbered(source_of(node).name)
         return int(found["layer"]) if found else None
 
     def of_layer(self, source: Source | Parameter, layer: int) -> Source | Parameter:
-        """Return the source of the corresponding input of the layer with this number."""
+        """Return the source of the corresponding graph input of another layer, with the number `layer`."""
 
         def rename(name: str) -> str:
             found = self._numbered(name)
@@ -96,7 +98,7 @@ class TracedLayers:
 
 
 class _Identity(nn.Module):
-    """Replaces a layer of foreign code that is not traced, and returns its input."""
+    """A module that returns its input. It replaces a layer of transformers' code that is not traced."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -107,10 +109,11 @@ class _Identity(nn.Module):
 
 
 def traced_layers(model: nn.Module) -> TracedLayers | None:
-    """Return the layers to trace; None for a model that must be traced whole.
+    """Return the layers to trace; None if all layers must be traced.
 
-    Foreign layers have their number as an attribute. `layer_signatures`, recorded when the model was observed
-    (models/foreign/observation.py), show whether a layer's computation depends on it.
+    Layers of transformers' code have their number as an attribute, which is ignored when layers are compared. Whether
+    a layer's computation depends on its number is known from `layer_signatures`, recorded when the model was observed
+    (models/foreign/observation.py).
     """
     stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
     foreign = str(getattr(model, "layers_path", ""))
@@ -130,7 +133,11 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
-    """Return for each layer the number of the first layer that equals it. beside: attributes that may differ."""
+    """Return for each layer its kind: the number of the first layer that equals it.
+
+    signatures: of each layer; equal layers have equal ones. beside: names of attributes in which equal layers may
+    differ.
+    """
     kinds: list[int] = []
     for number, layer in enumerate(stack):
         alike = (
@@ -143,7 +150,10 @@ def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str
 
 
 def _chosen(classes: Sequence[LayerClass]) -> tuple[int, ...]:
-    """Return the numbers of the first layer, the last, and two of each class: one to copy and one to compare."""
+    """Return the numbers of the layers to trace, ascending: the first, the last, and two of each class.
+
+    Of the two, one is copied, and the other is compared with it. If a class has only one layer, it is traced.
+    """
     chosen, seen = [0], Counter([classes[0]])
     while chosen[-1] < len(classes) - 1:
         following = chosen[-1] + 1
@@ -158,15 +168,15 @@ def _chosen(classes: Sequence[LayerClass]) -> tuple[int, ...]:
 
 
 def _shares(stack: nn.ModuleList) -> bool:
-    """Return whether a module or parameter occurs twice, so that layers share state."""
+    """Return whether a module or parameter occurs more than once in the stack, so that layers may share it."""
     modules, parameters = stack.named_modules, stack.named_parameters
     return any(len([*all_of(remove_duplicate=False)]) > len([*all_of()]) for all_of in (modules, parameters))
 
 
 def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
-    """Return whether two modules have the same class, settings, parameter shapes and children.
+    """Return whether two modules have the same class, attributes and parameter shapes, and like children.
 
-    beside: attributes that may differ.
+    beside: names of attributes that may differ.
     """
     held = ("_parameters", "_buffers", "_modules", *beside)
     settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
@@ -193,6 +203,6 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _tensors(module: nn.Module) -> list[Any]:
-    """Return name, shape, strides, dtype and device of each of a module's own parameters and buffers."""
+    """Return name, shape, strides, dtype and device of each parameter and buffer of a module, without submodules."""
     own = module._parameters | module._buffers
     return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]

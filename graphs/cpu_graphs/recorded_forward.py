@@ -1,6 +1,6 @@
-"""Records a compiled forward's kernel calls on a CPU, once for each kind of batch, and replays them from then on.
+"""Records the kernel calls of a compiled forward on a CPU, once for each batch size, and replays them from then on.
 
-In a step of a few tokens, Python takes as long to call the kernels as they take to run.
+In a step of a few tokens, calling the kernels from Python takes as long as running them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class RecordingCounts:
 
 
 class RecordedForward:
-    """A Forward that replays recorded kernel calls for batches of decodes; other batches call the original forward.
+    """Wraps a forward so that batches of only decodes replay recorded kernel calls. Other batches call the forward.
 
-    There is a recording per batch size, made when the size occurs for the second time. Results are valid until the next
-    call of any forward with this arena.
+    There is a recording for each batch size, made when the size occurs for the second time. It is also bound to the
+    number of threads and the addresses of the inputs. The result of a call is valid until the next call of any forward
+    that uses the same arena.
     """
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
@@ -45,7 +46,7 @@ class RecordedForward:
         self.counts = RecordingCounts()
 
     def __call__(self, *arguments: Any) -> Result:
-        """Run the forward on a batch and return its result. arguments: those of the forward, see ForwardArguments."""
+        """Run the forward on a batch, or replay it, and return its result. arguments: see ForwardArguments."""
         inputs = _attention_inputs(arguments)
         # Attention over prompts reads values on the host, so it cannot be recorded.
         if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:
@@ -81,10 +82,10 @@ class RecordedForward:
 
 
 def recorded(compiled: CompiledModel, forwards: Sequence[BoundRange]) -> tuple[BoundRange, ...]:
-    """Return the forwards, with those for small batches wrapped in `RecordedForward`.
+    """Return the forwards with those for small compile ranges wrapped in `RecordedForward`.
 
-    A small-batch forward with pieces that Inductor compiled is returned unwrapped: their kernel calls cannot be
-    recorded.
+    A forward with pieces that Inductor compiled stays unwrapped, since their kernel calls cannot be recorded; a warning
+    is logged.
     """
     arena = Arena()
     return tuple(_recorded(compiled, each, arena) if each.compile_range.small else each for each in forwards)

@@ -1,4 +1,4 @@
-"""CPU graphs: records the calls of a forward, with memory for their results, and replays them without Python."""
+"""Records the kernel calls of a forward on a CPU, with the memory of their results, and replays them without Python."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Memory blocks for the results of recorded calls.
+    """Allocates the tensors of recorded calls in memory blocks that are never freed.
 
-    A block holds one tensor at a time, and may hold another when that tensor is no longer used. Blocks are never freed.
+    A block holds one tensor at a time. When no Python object refers to that tensor's storage any more, the block can
+    hold another tensor.
     """
 
     def __init__(self) -> None:
@@ -51,16 +52,16 @@ class Arena:
         return given
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the same memory that does not keep its block occupied.
+        """Return a tensor with the same memory as `tensor` that does not keep the block from being used again.
 
-        A tensor outside the arena is returned unchanged.
+        A tensor outside the arena is returned itself.
         """
         of_tensor = (block for block, _ in self._blocks if block.data_ptr() == tensor.data_ptr())
         return next((_alias(block, tensor) for block in of_tensor), tensor)
 
 
 def _alias(block: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the block's first bytes, in a storage of their own, with the shape and dtype of `tensor`."""
+    """Return a tensor over the block's first bytes, with the shape and dtype of `tensor` and its own storage object."""
     size = tensor.numel() * tensor.element_size()
     return torch.from_numpy(block[:size].numpy()).view(tensor.dtype).view(tensor.shape)
 
@@ -71,7 +72,7 @@ SOURCE = Path(cpp_library.__file__).with_name("cpp_replay.cpp")
 class CallList:
     """Recorded calls, in order. A replay reads and writes the same memory as the calls did when they were recorded.
 
-    Consecutive calls of C++ kernels are made by a single C++ call.
+    Consecutive calls of C++ kernels are replayed by one call into C++.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class CallList:
 
 
 class _KernelCalls:
-    """Consecutive kernel calls, in the format of cpp_replay.cpp; calling the object makes all of them."""
+    """Consecutive calls of C++ kernels, in the format of cpp_replay.cpp. Calling this object repeats all of them."""
 
     def __init__(self) -> None:
         self._arguments: list[ctypes.Array[ctypes.c_char]] = []  # the entries point to them
@@ -129,11 +130,12 @@ class CannotRecord(RuntimeError):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls of the code that runs inside it.
+    """A dispatch mode that records calls of C++ kernels and of torch's ops into `calls`.
 
-    A call of a C++ kernel is recorded as it is. An op of torch is recorded so that a replay writes into the tensors
-    that the op returned during the recording. Views and allocations are not recorded, as they need no replay.
-    constants: tensors whose values are the same in every replay; the host must not read any other tensor.
+    A call of a C++ kernel is replayed with the same arguments. An op of torch is replayed so that its results are
+    written to the tensors that it returned during the recording. Views and allocations need no replay and are not
+    recorded. constants: tensors whose values are the same in every replay. If the host reads the value of any other
+    tensor (`item`), CannotRecord is raised.
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:
@@ -169,9 +171,10 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def recording(arena: Arena, constants: Iterable[torch.Tensor]) -> Iterator[CallList]:
-    """Yield the list that receives the calls made inside the block.
+    """Record all calls within a block; yields the list that receives them.
 
-    A call that cannot be recorded raises CannotRecord inside the block.
+    arena: memory for the tensors that the block allocates. constants: see Recorder. A call that cannot be recorded
+    raises CannotRecord within the block.
     """
     with Recorder(arena, constants) as mode:
         token = recorder.set(mode)

@@ -1,6 +1,6 @@
-"""Captures work as CUDA graphs, by stream capture, with one memory pool for all graphs.
+"""Captures work, such as a forward, as CUDA graphs by stream capture. All graphs share a memory pool.
 
-Work is captured whole, or as a graph for each stretch between attention calls (`SegmentedGraph`). `Capture` is the
+Work is captured as one graph, or in segments: a graph for each part between two attention calls. `Capture` is the
 interface, `CudaCapture` the implementation for a GPU.
 """
 
@@ -23,41 +23,42 @@ Work = Callable[[], torch.Tensor]
 
 
 class Replayable(Protocol):
-    """Captured work that can run again on the same addresses."""
+    """Captured work that can be replayed: it runs again on the memory addresses of the capture."""
 
     def replay(self, inputs: AttentionInputs | None) -> None:
-        """Run the work. inputs: the batch's attention inputs if attention is not captured; otherwise None."""
+        """Launch the captured work. inputs: the batch's attention inputs if attention was not captured, else None."""
         ...
 
     def reset(self) -> None: ...
 
 
 class Capture(Protocol):
-    """Captures a set of graphs, which share a memory pool.
+    """Interface that captures a set of graphs, which share a memory pool.
 
-    Captured work does not run during its capture. The tensor that it returns is filled by a replay, is valid until the
-    next replay of any graph of the set, and does not own its memory.
+    Work does not run while it is captured. Each replay fills the tensor that the work returned during the capture. The
+    tensor does not own its memory, and its content is valid until the next replay of any graph of the set.
     """
 
     def session(self) -> AbstractContextManager[None]:
-        """Return the context in which work is captured, and in which it runs once before the capture."""
+        """Return the context in which work must be captured. Work is also warmed up in it, before its capture."""
         ...
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture all of the work as one graph; return the graph and the work's result."""
+        """Capture all of the work as one graph. Returns the graph and the work's result."""
         ...
 
     def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
-        """Capture a graph for each stretch of the work between calls of `on_attention`.
+        """Capture the work in segments: a graph for each part between two calls of `on_attention`.
 
-        Returns the captured work, and its result.
+        Returns the captured work and its result.
         """
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """During `segments`, end the current graph, record an attention call, and begin the next graph.
+        """Handle an attention call, function(*arguments), that the work makes.
 
-        Otherwise run the call.
+        During `segments`, the current graph ends, the call is recorded, and the next graph begins. At other times the
+        call is made.
         """
         ...
 
@@ -73,10 +74,10 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures CUDA streams.
+    """Captures graphs on a CUDA device.
 
-    A session has its own stream, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a capture
-    neither synchronises nor collects garbage, which would add up over a model's many pieces.
+    Work is captured on a stream of its own, since the default stream cannot be captured. Unlike `torch.cuda.graph`, a
+    capture neither synchronises nor collects garbage, which would take long with a model's many pieces.
     """
 
     def __init__(self, device: torch.device):
@@ -167,7 +168,10 @@ class Graph(Protocol):
 
 
 class SegmentedGraph:
-    """Captured work in segments: replays graphs and runs the attention calls between them. May be a single graph."""
+    """Captured work as a sequence of graphs with attention calls between them; a single graph has no calls.
+
+    A replay launches the graphs and makes the attention calls, in order.
+    """
 
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
@@ -177,9 +181,9 @@ class SegmentedGraph:
         self._graphs.append(graph)
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Add an attention call, made after the newest graph.
+        """Add an attention call, which a replay makes after the last graph added so far.
 
-        arguments: those of the capture, without the attention inputs, which each replay passes anew.
+        arguments: those of the capture. The attention inputs among them are dropped, since a replay passes its own.
         """
         self._calls.append((function, without_inputs(arguments)))
 
@@ -200,7 +204,7 @@ class SegmentedGraph:
 
 
 class AttentionsOfEagerCode(TorchDispatchMode):
-    """A dispatch mode that passes all attention ops of eager code to `on_attention`."""
+    """A dispatch mode that calls `on_attention` in place of each attention op that eager code calls."""
 
     def __init__(self, on_attention: OnAttention):
         super().__init__()
@@ -218,7 +222,7 @@ _INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 class _Memory:
-    """A tensor's memory as integers, in the CUDA array interface, for `torch.as_tensor`."""
+    """Presents a tensor's memory as integers by the CUDA array interface, so that torch.as_tensor can wrap it."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.element_size()
@@ -234,8 +238,8 @@ class _Memory:
 def alias_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same memory, with the same shape, strides and dtype, that does not keep the memory alive.
 
-    Results of a captured piece are in the graphs' memory pool. The next replay needs their addresses, but keeping them
-    alive would prevent other graphs from reusing the memory.
+    Results of captured work are in the graphs' memory pool. Replays need their addresses, but tensors that own the
+    memory would prevent other graphs from reusing it. An empty tensor is returned itself.
     """
     if tensor.numel() == 0:
         return tensor

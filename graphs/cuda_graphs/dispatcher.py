@@ -1,7 +1,7 @@
-"""Chooses the CUDA graph of a batch: a pure function of the batch's shape, from tables built once.
+"""Chooses the CUDA graph for a batch from the batch's shape, by tables that are built once.
 
-Graphs are named by keys (`GraphKey`). Decode graphs have sizes in requests, other graphs sizes in tokens; a batch is
-padded to the smallest size that holds it.
+A graph is identified by its key (`GraphKey`). Decode graphs are captured for numbers of requests, other graphs for
+numbers of tokens. A batch is padded to the smallest captured size that holds it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class GraphKind(Enum):
-    """The content of a graph. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
+    """Which part of a forward is captured. Unless it is FULL, attention runs between graphs, on the unpadded batch."""
 
     FULL = "full"  # the whole forward, attention included
     PIECEWISE = "piecewise"  # the compiled pieces between attention ops
@@ -26,10 +26,11 @@ class GraphKind(Enum):
 
 
 class GraphKey(NamedTuple):
-    """The key of a captured graph: everything that its launches depend on.
+    """Identifies a captured graph by everything that its kernel launches depend on.
 
     Launches outside of attention depend only on num_tokens. The fields from num_rows to max_seq_len describe the
-    captured attention; they are 0 if attention is not captured.
+    captured attention; they are 0 if attention is not captured. A row is a run of consecutive tokens of a request, see
+    AttentionInputs.
     """
 
     kind: GraphKind
@@ -46,12 +47,12 @@ class GraphKey(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether the graph serves batches of decodes only."""
+        """Whether the graph serves only batches in which all requests decode."""
         return self.num_decodes > 0
 
     @property
     def variant(self) -> str:
-        """The variant of the forward in the graph; "" for the usual one."""
+        """The name of the forward's variant that was captured, the first name in `extra`; "" for the usual forward."""
         return self.extra[0][0] if self.extra else ""
 
     @property
@@ -71,9 +72,10 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyField:
-    """A value of a batch, known on the host, that launches depend on besides the batch's shape.
+    """Declares a number that launches depend on besides the batch's shape.
 
-    The value is rounded up to one of `sizes`. A batch with the value 0 uses the graphs without the field.
+    The host knows the number for each batch, and rounds it up to one of `sizes`, for which graphs are captured. A batch
+    with the value 0 uses the graphs without the field.
     """
 
     name: str
@@ -85,19 +87,20 @@ class KeyField:
 
 
 def decode_key(num_requests: int, max_seq_len: int, short: bool = False, *, query_len: int = 1) -> GraphKey:
-    """Return the key of a FULL graph for num_requests requests that decode.
+    """Return the key of a FULL graph for `num_requests` requests that all decode.
 
-    query_len: rows of attention, of one token each, per request; more than 1 if drafts are verified. max_seq_len,
-    short: see GraphKey.
+    query_len: query tokens per request, each of which is a row of attention; more than 1 if drafts are verified.
+    max_seq_len, short: see GraphKey.
     """
     num_rows = num_requests * query_len
     return GraphKey(GraphKind.FULL, num_rows, num_rows, num_rows, query_len, max_seq_len, short)
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
-    """Return the key of a full graph for any batch of up to num_tokens tokens; the device finds the decodes.
+    """Return the key of a FULL graph for any batch of up to `num_tokens` tokens, decodes and prompts mixed.
 
-    The graph has one row more than there are requests; all padding tokens belong to that row.
+    Which requests are decodes is determined on the device. The graph has one row more than a batch can have requests;
+    all padding tokens belong to that row.
     """
     return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)
 
@@ -113,9 +116,9 @@ MOST_ROWS_READ = 256
 
 
 class Dispatcher:
-    """Maps every batch shape to the smallest graph that holds it, preferring decode graphs.
+    """Maps the shape of a batch to the key of the smallest graph that holds it. Decode graphs are preferred.
 
-    `keys` are all keys that `dispatch` may return.
+    keys: all keys that `dispatch` may return.
     """
 
     def __init__(
@@ -129,9 +132,10 @@ class Dispatcher:
     ):
         """Build the tables.
 
-        fields: further fields of the keys; each combination of their sizes has graphs of all sizes. query_lens: rows
-        per request in decodes, besides 1. rare: see EngineConfig.rare_query_lens. token_sizes: those of
-        graph.token_sizes that are captured; None: all.
+        fields: further fields of the keys. All graphs are captured for each combination of the fields' sizes.
+        query_lens: query tokens per decoding request for which there are graphs, besides 1. rare: those query_lens for
+        which few sizes are captured, see EngineConfig.rare_query_lens. token_sizes: token counts that are captured, a
+        subset of graph.token_sizes; None: all of them.
         """
         most, longest = scheduler.max_num_seqs * max(query_lens, default=1), scheduler.max_model_len
         self._fields = tuple(fields)
@@ -177,11 +181,11 @@ class Dispatcher:
         longest: int,
         values: Mapping[str, int] | None = None,
     ) -> GraphKey | None:
-        """Return the key of the graph that serves the batch; None if it runs without a graph.
+        """Return the key of the graph that serves a batch; None if no graph does.
 
-        num_requests: requests, not rows. uniform_query_len: rows per request if all requests are decodes with the same
-        number of rows; otherwise None. longest: the longest context, this step's tokens included. values: values of
-        further fields by name, 0 if missing.
+        uniform_query_len: query tokens per request if all requests are decodes with the same number; otherwise None.
+        longest: the longest context, this step's tokens included. values: the batch's value of each further field, by
+        name; 0 if missing.
         """
         if not 1 <= num_requests <= num_tokens:
             return None
@@ -205,7 +209,10 @@ class Dispatcher:
 
 
 def _table(of_sizes: Mapping[int, T]) -> list[T]:
-    """Return a list whose item n is the value of the smallest size of at least n. of_sizes: in ascending order."""
+    """Return a list whose item n is the value of the smallest size that is at least n.
+
+    of_sizes: size -> value, in ascending order. The list ends with the largest size.
+    """
     table: list[T] = []
     for size, value in of_sizes.items():
         table += [value] * (size + 1 - len(table))
@@ -213,10 +220,10 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 
 
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
-    """Return ascending capture sizes thinned out: one per power of two up to MOST_ROWS_READ rows, and all larger ones.
+    """Return some of the ascending capture sizes, enough for batches that are rare or do little work.
 
-    For batches that are rare or do little work: up to MOST_ROWS_READ rows, padding costs little. query_len: rows per
-    request.
+    They are the smallest size for each power of two up to MOST_ROWS_READ rows, below which padding costs little, and
+    all larger sizes. sizes: numbers of requests; query_len: rows per request.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}

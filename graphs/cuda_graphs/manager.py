@@ -1,6 +1,6 @@
-"""Owns the captured graphs: captures them in a fixed order, replays them by key, predicts and measures their memory.
+"""Owns the CUDA graphs of an engine: captures them, replays them by key, predicts and measures their memory.
 
-The work of a graph is a `Capturable`. `GraphCounters` counts the batches with and without a graph.
+A graph captures the work of a `Capturable`. `GraphCounters` counts batches that run with and without a graph.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ log = logging.getLogger("compiled_engine")
 
 
 class Capturable(Protocol):
-    """Work that can be captured: its kernels only read buffers at fixed addresses."""
+    """Work that can be captured, such as a step of the engine. Its kernels only access buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
-        """Write a batch of the key's size into the buffers; running it must change no state. Not captured."""
+        """Write a batch of the key's size to the buffers, on which `run` changes no state. Called before capturing."""
         ...
 
     def warm_up(self, key: GraphKey) -> None:
-        """Load and allocate whatever the first `run` for the key needs. Not captured."""
+        """Load and allocate everything that the first `run` for the key needs. Called before capturing."""
         ...
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """Run the work on the padded batch in the buffers.
+        """Run the work on the padded batch in the buffers; this is captured.
 
-        Returns the graph's result: [num_tokens, ...] for a step of the engine's model, the logits of the last pass for
-        a draft model. Unless the key is FULL, attention ops go to the capture's `on_attention`.
+        Returns the graph's result: [num_tokens, ...] for a step of the engine's model, the logits of the last forward
+        for a draft model. Unless the key is FULL, attention ops are passed to `Capture.on_attention`.
         """
         ...
 
     def tensor_ids(self) -> tuple[int, ...]:
-        """Return the `id` of each buffer, with which replays assert that none was replaced."""
+        """Return the `id` of each buffer's tensor. Replays assert that no buffer was replaced since the capture."""
         ...
 
 
@@ -66,10 +66,10 @@ class Captured(NamedTuple):
 class CudaGraphManager:
     """Captures the graph of each key once, replays it, and owns the graphs' memory pool.
 
-    Kernels in a graph read fixed addresses: the caller writes each batch's inputs into the same buffers, and reads the
-    result before the next replay. Graphs without attention are captured first, and large ones before small ones, so
-    that the pool grows to what the largest graph needs, and the others fit into it. steps: the work of each key's
-    graph.
+    The kernels of a graph read fixed addresses. The caller writes the inputs of each batch to the same buffers, and
+    reads the result before the next replay. Graphs without attention are captured first, and large graphs before small
+    ones, so that the memory pool grows to the size that the largest graph needs, and the other graphs fit into it.
+    steps: the work to capture for each key.
     """
 
     def __init__(self, steps: Mapping[GraphKey, Capturable], capture: Capture):
@@ -86,25 +86,25 @@ class CudaGraphManager:
 
     @property
     def bytes_used(self) -> int:
-        """The measured bytes of all graphs, including memory that the driver keeps for graphs."""
+        """The device memory of all captured graphs in bytes, as measured, including memory that the driver keeps."""
         of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
         return total_bytes(of_graphs) + self._kept_by_driver
 
     @property
     def memory_by_key(self) -> dict[str, MemoryReading]:
-        """The memory that each graph took when it was captured, by the key's name."""
+        """The increase of device memory during the capture of each graph, by the key's name."""
         return {key.name: reading for key, reading in self._memory.items()}
 
     @property
     def names_to_capture(self) -> list[str]:
-        """The names of the keys that are not captured yet; the key to capture next is the last."""
+        """The names of the keys whose graphs are not captured yet, in reverse order: the last one is captured next."""
         return [key.name for key in self._pending]
 
     def predict(self, all_reduce_min: Callable[[int], int]) -> int:
-        """Predict the bytes of all graphs by capturing, measuring and releasing a few.
+        """Predict the device memory of all graphs in bytes, by capturing, measuring and releasing a few of them.
 
-        Call it when everything that a step uses is in memory, except the full KV cache. all_reduce_min: takes the
-        minimum over ranks, which must capture the same graphs although each measures its own device.
+        Call it when everything that a step uses is in memory, except the full KV cache. all_reduce_min: returns the
+        minimum of a number over all ranks; they must capture the same graphs although each measures its own device.
         """
         if not self._pending:
             return 0
@@ -132,9 +132,9 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """Take over the prediction of an earlier process, in place of calling `predict`, and return it.
+        """Prepare captures without a call of `predict`, and return `predicted`, the prediction of an earlier process.
 
-        Allocates the memory that captures need besides the graphs' own, such as the stream's workspaces.
+        Allocates the memory that captures need besides that of the graphs, such as cuBLAS workspaces.
         """
         if self._pending:
             with self._capture.session():
@@ -146,7 +146,7 @@ class CudaGraphManager:
         return predicted
 
     def capture_all(self, progress: Progress) -> None:
-        """Capture the graphs of all keys that are not captured yet. Raises what a capture raises."""
+        """Capture all graphs that are not captured yet. Raises what a capture raises."""
         with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
             self._capture.settle()
             while self._pending:
@@ -170,10 +170,10 @@ class CudaGraphManager:
         return captured, self._capture.memory().since(before)
 
     def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
-        """Replay the graph on the batch in the buffers and return its result, see Capturable.run.
+        """Replay the key's graph on the batch in the buffers, and return the result, see Capturable.run.
 
-        The result is valid until the next replay. inputs: the unpadded batch's attention inputs, if attention runs
-        between graphs; None for a full graph.
+        The result is valid until the next replay of any graph. inputs: attention inputs of the unpadded batch if
+        attention runs between graphs; None for a FULL graph.
         """
         captured = self._graphs[key]
         assert captured.step.tensor_ids() == captured.tensor_ids, "a buffer that the graph reads was replaced"
@@ -188,9 +188,9 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """Yield the two largest keys, then evenly spaced samples.
+    """Yield the keys of a family to capture for a prediction: the two largest, then evenly spaced ones.
 
-    The largest graphs determine the size of the pool; the second may not fit into the memory of the first.
+    The largest graphs determine the size of the memory pool. The second one may not fit into the memory of the first.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
@@ -207,7 +207,10 @@ class Fallback(Enum):
 
 
 class GraphCounters:
-    """Counts batches with and without a graph, and warns of the first decodes that are too many for all graphs."""
+    """Counts the batches that run with and without a graph, by size and by reason.
+
+    Logs a warning for the first batch with more decodes than the largest decode graph.
+    """
 
     def __init__(self, dispatcher: Dispatcher):
         self._dispatcher = dispatcher
@@ -218,7 +221,7 @@ class GraphCounters:
         self._mixed: Counter[int] = Counter()
 
     def batch(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch by size, whether it has a graph or not."""
+        """Count a batch for the histogram of sizes; called for every batch, with or without a graph."""
         (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
 
     def replay(self, key: GraphKey, num_tokens: int) -> None:
@@ -235,13 +238,13 @@ class GraphCounters:
             self.fallback(Fallback.NO_SUCH_GRAPH, f"{num_tokens} tokens")
 
     def fallback(self, reason: Fallback, batch: str) -> None:
-        """Count a batch that runs without a graph. batch: its description for the warning."""
+        """Count a batch that runs without a graph for this reason. batch: its description for the warning."""
         self._fallbacks[reason] += 1
         if reason is Fallback.DECODES_TOO_LARGE and self._fallbacks[reason] == 1:
             log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the counts since the start; `batch_histogram` shows which sizes are worth capturing."""
+        """Return the counts since the start, by the names of metrics. `batch_histogram` counts batches by size."""
         return {
             "graph_replays": self._replays.total(),
             "graph_replays_by_key": {key.name: count for key, count in self._replays.items()},

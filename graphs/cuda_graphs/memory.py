@@ -1,6 +1,6 @@
-"""Predicts the device memory of CUDA graphs from a few captures, and keeps the prediction for later starts.
+"""Predicts the device memory of CUDA graphs from a few captures, and stores the prediction for later starts.
 
-The prediction is needed before the capture, because the KV cache gets the memory that graphs leave.
+The prediction is needed before the graphs are captured, because the KV cache is sized by the memory that they leave.
 """
 
 from __future__ import annotations
@@ -37,19 +37,23 @@ class MemoryReading(NamedTuple):
     driver: int  # everything else; a graph takes some for each node
 
     def since(self, before: MemoryReading) -> MemoryReading:
-        """Return the increase of both values since an earlier reading."""
+        """Return the increase of `pool` and of `driver` since an earlier reading."""
         return MemoryReading(self.pool - before.pool, self.driver - before.driver)
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Return whether a family of graphs has enough readings for a prediction."""
+    """Return whether a family of graphs has enough readings for a prediction.
+
+    readings: the increase of memory in each capture so far.
+    """
     return len(readings) >= MOST_SAMPLES or _driver_mean(readings) * len(readings) >= ENOUGH_DRIVER_BYTES
 
 
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
-    """Predict the bytes of all graphs from (readings, number of graphs) of each family.
+    """Return the predicted device memory of all graphs in bytes.
 
-    Graphs that were not measured need no further pool memory, as they fit into the memory of the measured ones.
+    families: for each family of graphs, the readings of the captured ones and the number of all. Graphs without a
+    reading need no further memory of the pool, since they fit into that of larger graphs.
     """
     total = 0.0
     for readings, count in families:
@@ -63,12 +67,12 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
 
 
 def capture_order(key: GraphKey) -> tuple[bool, bool, int, int]:
-    """Return the sort key for captures: graphs without attention first, decodes last, large before small ones."""
+    """Return the sort key of a graph: graphs without attention first, decode graphs last, large before small ones."""
     return key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens, -key.max_seq_len
 
 
 def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
-    """Group keys that differ only in size, the largest first, in capture order."""
+    """Return keys grouped into families, whose keys differ only in size. Families and keys are in capture order."""
     found: dict[tuple[object, ...], list[GraphKey]] = {}
     for key in sorted(keys, key=capture_order):
         query_len = key.max_query_len if key.is_decode else 0
@@ -90,10 +94,10 @@ MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], share: int = 0) -> dict[str, Any]:
-    """Return all factors of the graphs' memory, as JSON values.
+    """Return everything that the graphs' memory may depend on, as JSON values by name.
 
-    entry_key: the compiled model's key. keys: names of the graphs, in a fixed order. share: index of the rank's
-    LayerShare.
+    entry_key: the key of the compiled model's cache entry. keys: the names of the graphs, in a fixed order. share:
+    index of the rank's LayerShare, its part of the layers.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
@@ -110,7 +114,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """Return the device's properties and the driver library's file name, which ends in the driver's version."""
+    """Return the properties of the device. For a GPU, they include the path of the driver library with its version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -135,11 +139,15 @@ def predicted_bytes(
     all_reduce_min: Callable[[int], int] = lambda value: value,
     share: int = 0,
 ) -> int:
-    """Return the bytes of all graphs, predicted by `graphs` or by an earlier process with equal factors.
+    """Return the predicted device memory of all graphs, in bytes.
 
-    lookup: of the compiled model; without it, or with the cache off, the bytes are predicted now. Files that are
-    damaged or belong to another user are ignored. all_reduce_min: takes the minimum over ranks, as either all ranks
-    predict or none. share: index of the rank's LayerShare, as each share of the layers has its own graphs.
+    If an earlier process with the same factors has stored a prediction, it is returned. Otherwise `graphs` predicts it
+    now, and it is stored beside the cache entry.
+
+    lookup: the lookup of the compiled model; if it is None or its status is off, nothing is read or stored. Stored
+    files that are damaged or belong to another user are ignored. all_reduce_min: returns the minimum of a number over
+    all ranks, since all ranks must predict or none. share: index of the rank's LayerShare, its part of the layers,
+    which has its own graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":

@@ -47,7 +47,10 @@ _GRAPH_LINE = re.compile(r"(?P<name>\w+)(?P<type>: [^=]+)?(?P<equals> = )(?P<op>
 
 
 def highlight(text: str, language: str) -> str:
-    """Return HTML for the inside of a <pre>. language: graph, diff (of graphs), or a name of Pygments: python, c++."""
+    """Return the text as HTML with highlighted syntax, to be put in a <pre>.
+
+    language: graph, diff (of two graphs), or a language that Pygments knows, such as python or c++.
+    """
     if language == "graph":
         return "\n".join(map(_graph_line, text.splitlines()))
     if language == "diff":
@@ -57,7 +60,7 @@ def highlight(text: str, language: str) -> str:
 
 
 def _html(tokens: Iterable[tuple[str, str]]) -> str:
-    """Return HTML in which neighbouring tokens of one class share an element."""
+    """Return HTML for tokens (class, text). Consecutive tokens of the same class are put in one element."""
     parts = []
     for name, group in groupby(tokens, key=lambda token: token[0]):
         value = escape("".join(value for _, value in group), quote=False)
@@ -100,16 +103,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Repeat(Generic[T]):
-    """`items` in this order, `count` times."""
+    """A sequence that consists of `items`, in this order, `count` times."""
 
     items: tuple[T, ...]
     count: int
 
 
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
-    """Return the sequence as repetitions of runs of up to `longest` items.
+    """Return a sequence as a list of repeated runs: A B B B becomes A once and B three times.
 
-    At each place, the repetition that covers the most items is taken.
+    A run has up to `longest` items. From the start on, the repetition that covers the most items is taken.
     """
     folded: list[Repeat[T]] = []
     start = 0
@@ -132,7 +135,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a waterfall; `left` and `width` are in percent of the whole."""
+    """A bar of the page's time chart, for one span. left, width: in percent of the whole time."""
 
     name: str
     depth: int
@@ -143,7 +146,7 @@ class Bar:
 
 
 def render_html(report: Report) -> str:
-    """Return the page, with its style, script and all texts included."""
+    """Return the report as an HTML page. Its style, script and all texts are included."""
     data, texts = report.data, report.texts
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -185,12 +188,12 @@ def render_html(report: Report) -> str:
 
 
 def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config; on a CPU without the settings of CUDA graphs."""
+    """Return the config as the page shows it: on a CPU, without the settings of CUDA graphs."""
     return {name: value for name, value in config.items() if name != "graph" or config["device"] != "cpu"}
 
 
 def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -> list[Bar]:
-    """Return the spans as bars on one scale, each below its parent, in order of start."""
+    """Return the spans as bars on one time scale, ordered by start. A bar's `depth` is the number of its ancestors."""
     if not spans:
         return []
     first = min(span["start_s"] for span in spans)
@@ -215,7 +218,7 @@ def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -
 
 
 def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the guards that have the same subject and hold for the same reason, whatever their kinds."""
+    """Group guards with the same subject and the same reason for holding. Returns a dict per group, with its kinds."""
     together: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for guard in guards:
         together.setdefault((guard["subject"], guard["discharged"]), []).append(guard)
@@ -226,13 +229,16 @@ def _by_reason(guards: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _stage_name(name: str, piece_names: Mapping[str, str]) -> str:
-    """Return the name of a span, with a piece's key replaced by its name in the report."""
+    """Return the name of a span as the page shows it: a piece's key is replaced by its short name, such as B."""
     key = name.removeprefix("piece ")
     return f"piece {piece_names[key]}" if key in piece_names else name
 
 
 def _rows(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the entries of a nested dict as (dotted name, text), without a config's reasons, which are not values."""
+    """Yield the entries of a nested dict as (dotted name, text).
+
+    The top-level entry "reasons" of a config is left out, since it explains values and is none.
+    """
     for name, item in value.items():
         if isinstance(item, Mapping):
             if prefix or name != "reasons":
@@ -250,7 +256,7 @@ def _value(value: Any) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Format a time in seconds with three digits: 1.23 s, 45.6 ms."""
+    """Return the text of a time in seconds, with three digits: 1.23 s, 45.6 ms."""
     scaled, unit = (value, "s") if value >= 1 else (value * 1000, "ms")
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
 

@@ -1,4 +1,4 @@
-"""Finds the kernels that a piece launches, in Inductor's output code or in generated Python."""
+"""Finds the kernels that a piece launches, from Inductor's output code or from the generated Python of the piece."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LANGUAGES = {"triton": "triton", "cpp_pybinding": "c++", "cpp": "c++"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that a piece launches, and how many times it does so in one run."""
+    """A kernel, and how often a piece launches it in one run of the piece."""
 
     name: str
     kind: str  # triton and c++: generated from `source`; library: a call of BLAS or similar; op: of an opaque op
@@ -32,7 +32,10 @@ class Kernel:
 
 
 def kernels_of(output_code: str) -> tuple[Kernel, ...]:
-    """Return the kernels of a piece in order of first launch, including those in branches that are not taken."""
+    """Return the kernels that a piece's code launches, in the order of their first launch.
+
+    Launches in all branches are counted, although a run may skip some.
+    """
     tree = ast.parse(output_code)
     sources = _sources(tree)
     launches: Counter[tuple[str, str]] = Counter()
@@ -50,7 +53,10 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 
 
 def _own_source(name: str) -> str:
-    """Return the source files that define kernels of the op compiled_engine::<op>, as one text."""
+    """Return the source files of the passes that define Triton kernels of the op `name`, as one text.
+
+    Returns "" for an op of another namespace than compiled_engine.
+    """
     namespace, _, op = name.partition("::")
     found = sorted(_PASSES.rglob(f"{op}*.py")) if namespace == "compiled_engine" else []
     files = [path.read_text(encoding="utf-8") for path in found]
@@ -58,7 +64,7 @@ def _own_source(name: str) -> str:
 
 
 def without_kernel_sources(output_code: str) -> str:
-    """Return the output code without kernel sources: what remains allocates, launches and frees."""
+    """Return the output code with each kernel's source replaced by "...". The rest allocates, launches and frees."""
     lines = output_code.splitlines()
     constants = [call.args[1] for call in _sources(ast.parse(output_code)).values()]
     for constant in sorted(constants, key=lambda node: -node.lineno):
@@ -70,7 +76,7 @@ def without_kernel_sources(output_code: str) -> str:
 
 
 def _sources(tree: ast.Module) -> dict[str, ast.Call]:
-    """Return kernel name -> the call that makes it: async_compile.triton(name, source, ...) or similar."""
+    """Return, by kernel name, the calls that compile kernels, such as async_compile.triton(name, source, ...)."""
     made = {}
     for node in tree.body:
         if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
@@ -82,7 +88,7 @@ def _sources(tree: ast.Module) -> dict[str, ast.Call]:
 
 
 def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, str] | None:
-    """Return (name, kind) of the kernel that a call launches, or None."""
+    """Return (name, kind) of the kernel that a call of `function` launches; None if it launches none."""
     path = _path(function)
     if path and path[0] in sources and path[1:] in ([], ["run"]):
         return path[0], _LANGUAGES[_path(sources[path[0]].func)[-1]]
@@ -99,7 +105,7 @@ def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, st
 
 
 def _path(expression: ast.expr) -> list[str]:
-    """Return ["torch", "ops", "aten"] for torch.ops.aten; empty for anything but dotted names."""
+    """Return the parts of a dotted name: ["torch", "ops", "aten"] for torch.ops.aten. [] for other expressions."""
     if isinstance(expression, ast.Name):
         return [expression.id]
     if isinstance(expression, ast.Attribute):
@@ -112,9 +118,9 @@ def _path(expression: ast.expr) -> list[str]:
 
 
 def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
-    """Return the number of kernels that a decode step of one request launches; None without a GPU.
+    """Return how many kernels a decode step of one request launches, measured; None on a CPU.
 
-    generate: produces the given number of tokens for a short prompt, one step per token.
+    generate: generates this number of tokens for a short prompt, one step per token.
     """
     if device.type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""Maps the model's modules to compiled pieces, by the parameters of each piece."""
+"""Finds which compiled pieces compute which modules of the model: those that take the modules' parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Return the pieces that use each tensor of the model, by the tensor's name.
+    """Return, for each tensor of the model by name, the (range, piece key) of every step that takes it.
 
-    A use of a packed parameter counts for all of its members.
+    A step that takes a packed parameter takes all tensors that are packed in it.
     """
     uses: ParameterUses = defaultdict(list)
     for compiled in ranges:
@@ -32,18 +32,19 @@ def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
 
 
 def with_pieces(module: dict[str, Any], uses: ParameterUses) -> dict[str, Any]:
-    """Return the module tree (of record.json) with a list `pieces` added to every module.
+    """Return the module tree of record.json with a list "pieces" added to every module.
 
-    Items are {"range", "key", "instances"}. A module in the tree may represent several equal modules; `instances` are
-    the numbers of those that the piece computes, such as "0, 2-27", or "" for a single module.
+    An item of the list is {"range", "key", "instances"}: a piece that computes the module. A module of the tree may
+    stand for several equal modules, such as layers. "instances" are the indices of the modules that the piece computes,
+    such as "0, 2-27"; "" for a single module.
     """
     return _annotated(module, uses, {module["path"]: None})[0]
 
 
 def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the modules that each piece computes, such as model.layers.{0-4}.mlp.gate_proj, by piece key.
+    """Return, by piece key, the paths of the modules that the piece computes, such as model.layers.{0-4}.mlp.gate_proj.
 
-    module: from `with_pieces`.
+    module: the result of `with_pieces`.
     """
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for use in module["pieces"] if module["parameters"] else ():
@@ -55,7 +56,10 @@ def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _numbered(path: str, instances: str) -> str:
-    """Return model.layers.{0, 2-27}.mlp for model.layers.0.mlp; a single number has no braces."""
+    """Return a path with its index replaced: model.layers.0.mlp becomes model.layers.{0, 2-27}.mlp for "0, 2-27".
+
+    A single index gets no braces. Without instances, the path stays.
+    """
     if not instances:
         return path
     return re.sub(r"\.\d+(?=\.|$)", f".{instances if instances.isdecimal() else '{' + instances + '}'}", path)
@@ -64,9 +68,9 @@ def _numbered(path: str, instances: str) -> str:
 def _annotated(
     module: dict[str, Any], uses: ParameterUses, instances: dict[str, int | None]
 ) -> tuple[dict[str, Any], dict[tuple[str, str], set[int | None]]]:
-    """Return the module with its list `pieces`, and the same pieces with the numbers of the instances as sets.
+    """Return (the module with its list "pieces", its pieces: (range, key) -> indices of the modules it computes).
 
-    instances: path -> number of each equal module, None for a single module.
+    instances: path -> index of each module that this one stands for; the index is None for a single module.
     """
     found: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for path, number in instances.items():
@@ -94,7 +98,7 @@ def _instances(child: dict[str, Any], parent: str, parents: dict[str, int | None
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Format ascending numbers: "0, 2-27" for 0, 2, 3, ... 27."""
+    """Return the text of ascending numbers as ranges: "0, 2-27" for 0, 2, 3, ... 27."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""Makes the report of a compiled model, one dict of JSON values, which `compiled-engine inspect --json` prints.
+"""Makes the report on a compiled model: a dict of JSON values, which `compiled-engine inspect --json` prints.
 
-The report is read from a folder of the compile cache; nothing is traced or compiled. The engine's metrics cover run
-time.
+Everything about the compilation is read from an entry of the compile cache; nothing is traced or compiled. Data about
+a run are the metrics of an engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, p
 
 
 def piece_text(piece_json: str) -> list[str]:
-    """Render a piece's JSON as text: the ranges of its sizes, then one node per line.
+    """Return a piece's JSON file as lines of text: the ranges of its symbolic sizes, then one line per node.
 
-    Nodes are shown as `v12 = aten::mul.Tensor(v3, v11)`, inputs with their types.
+    A node is shown as `v12 = aten::mul.Tensor(v3, v11)`, an input with its type.
     """
     piece = json.loads(piece_json)
     lines = [f"{name}: {low} to {high}" for name, (low, high) in piece["symbols"].items()]
@@ -84,10 +84,10 @@ def make_report(
     start_up: Iterable[Mapping[str, Any]],
     metrics: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Return the report of a resolved configuration.
+    """Return the report on a resolved configuration.
 
-    config: as plain JSON. entry: None if nothing is compiled. start_up: spans of this process
-    (compiled_engine.process.timeline). metrics: of an engine that has run; None if none was started.
+    config: as JSON values. entry: the compiled model; None in eager mode. start_up: the spans of this process, see
+    Timeline.as_records. metrics: those of an engine that has run; None if no engine was started.
     """
     phases = {"start_up": list(start_up), "build": []}
     data: dict[str, Any] = {
@@ -128,12 +128,12 @@ def make_report(
 
 
 def piece_file(range_name: str, number: int, suffix: str) -> str:
-    """Return the file name of a text about the `number`-th piece of a range, counted from 1."""
+    """Return the file name of a text about a range's piece. number: of the piece, from 1. suffix: such as ".py"."""
     return f"{range_name}/piece_{number}{suffix}"
 
 
 def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
-    """Return a pass's report with the file name of its diff in place of the diff."""
+    """Return a pass's report as JSON values, with its range, and with the diff's file name in place of the diff."""
     number = [known.name for known in compiled.passes].index(report["name"])
     diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
     lists = {name: list(report[name]) for name in ("near_misses", "notes")}
@@ -173,13 +173,13 @@ def _pieces(
 
 
 def _letters(number: int) -> str:
-    """Return A, B, ... Z, AA, AB, ... for 0, 1, ..."""
+    """Return the short name of the piece with this index: A, B, ... Z, AA, AB, ..."""
     head = _letters(number // 26 - 1) if number >= 26 else ""
     return head + chr(ord("A") + number % 26)
 
 
 def _range(compiled: CompiledRange) -> dict[str, Any]:
-    """Return a range as JSON values: bounds, callable, steps, and the names of its texts."""
+    """Return a compiled range as JSON values: bounds, callable, arguments, results, steps, file names of its texts."""
     name = compiled.name
     return asdict(compiled.compile_range) | {
         "name": name,
@@ -193,7 +193,10 @@ def _range(compiled: CompiledRange) -> dict[str, Any]:
 
 
 def _per_step(compiled: CompiledRange, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
-    """Count the launches of one forward. An op between pieces counts as one, whatever it launches."""
+    """Return the numbers of kernel launches of one call of a range, by kind and by kernel.
+
+    An op between two pieces counts as one launch, however many kernels it launches.
+    """
     launches: Counter[tuple[str, str]] = Counter()
     for step in compiled.plan.steps:
         if step.piece is None:
@@ -223,14 +226,14 @@ def _cache(entry: CompiledEntry) -> dict[str, Any]:
 
 
 def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the CUDA graphs, with the memory that each took (None: not measured)."""
+    """Return a list of the CUDA graphs with kind, size and memory in bytes (None if it was not measured)."""
     used = {name: sum(reading.values()) for name, reading in metrics.get("graph_bytes_by_key", {}).items()}
     names = [(key.name, key.name.split()[0], key.num_tokens) for key in _keys(config)]
     return [{"kind": kind, "size": size, "bytes": used.get(name)} for name, kind, size in names]
 
 
 def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
-    """Return the keys of a configuration's CUDA graphs, except those for adapters."""
+    """Return the keys of the CUDA graphs that an engine with this configuration captures, except those for adapters."""
     scheduler, given, draft = SchedulerConfig(**config["scheduler"]), config.get("speculation", {}), None
     if of_draft := given.get("draft"):
         draft = _graph(of_draft["graph"])
@@ -279,7 +282,7 @@ def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
 
 
 def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return texts that explain why parts of the report are empty or incomplete, by part."""
+    """Return explanations of why parts of the report are empty or incomplete, by the name of the part."""
     notes = {}
     if entry is None:
         notes["compile"] = (

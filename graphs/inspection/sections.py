@@ -1,4 +1,4 @@
-"""The sections of the inspector's page: what each shows, and why it may be empty."""
+"""Lists the sections of the inspector's page, with a text about what each shows, and one for an empty section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Section:
 
 
 def sections(data: Mapping[str, Any]) -> list[Section]:
-    """Return all sections of a report: first what the compiler did, then tables for reference."""
+    """Return the sections of a report in the page's order: first the compiler's work, then tables for reference."""
     notes = data["notes"]
     eager = notes.get("compile", "")
     return [
@@ -79,7 +79,7 @@ def _cuda_graphs(notes: Mapping[str, str]) -> Section:
 
 
 def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts at the top of the page: (name, value)."""
+    """Return the summary at the top of the page, as pairs (name, value)."""
     if "compile" in data["notes"]:
         return [("Compiled", "no: eager")]
     applied = [one for one in data["passes"] if one["applied"]]

@@ -1,7 +1,6 @@
-"""Writes the inspector's report as a folder of text files.
+"""Writes the inspector's report as a folder of text files, to compare models, versions or machines.
 
-Such folders are compared between models, versions or machines. Values that differ between runs (seconds) or places
-(folders) are in separate files.
+Values that differ from run to run (seconds) or from machine to machine (paths) are in files of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from compiled_engine.process.timeline import Timeline
 
 
 def write_text_folder(report: Report, folder: Path) -> None:
-    """Write the files into `folder`, which may exist; other files in it stay."""
+    """Write the report's files to `folder`. The folder may exist; other files in it stay."""
     data = report.data
     summaries = {
         "config.json": json.dumps(data["config"], indent=1, sort_keys=True),
@@ -81,9 +80,10 @@ def _modules(module: dict[str, Any], depth: int = 0) -> list[str]:
 def write_depyf_folder(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], folder: Path, progress: Progress
 ) -> None:
-    """Compile the model again under depyf, which writes decompiled code, guards and all stages' graphs into `folder`.
+    """Compile the model once more under depyf, which writes decompiled code, guards and graphs to `folder`.
 
-    Compiles in this process and without the cache. Raises what `compile_model` raises.
+    Compiles in this process, without worker processes and without the compile cache. Raises what `compile_model`
+    raises.
     """
     here = replace(config, compile=replace(config.compile, cache_dir=None, workers=0))
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
-"""Sources of a traced graph's inputs, shared by tracing, passes and stitching.
+"""Describes the inputs of a traced graph: whether each is a parameter, an argument of the forward, or a size.
 
-Each placeholder's `meta["source"]` is a `Source` or a `Parameter`; each node's `meta["val"]` is its fake value.
+A placeholder's `meta["source"]` is a `Source` or a `Parameter`; a node's `meta["val"]` is its fake value. Tracing sets
+them, and passes and stitching read them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from compiled_engine.passes.framework.parameter import Parameter
 
 @dataclass(frozen=True)
 class Source:
-    """The source, at run time, of a graph input that is not a parameter."""
+    """The origin of a graph input that is not a parameter, such as an argument of the forward."""
 
     kind: str  # "argument", "size" or, in a pipeline stage, "received"
     name: str  # the forward argument, see StepTensor, or the value received from the previous stage (received.0, ...)
@@ -26,13 +27,13 @@ class Source:
 
     @property
     def element(self) -> int | None:
-        """The index of a list element: 3 for kv_caches.3; None for any other source."""
+        """The index within a list argument: 3 for kv_caches.3. None if the input is not an element of a list."""
         number = self.name.partition(".")[2]
         return int(number) if self.kind != "parameter" and number.isdecimal() else None
 
     @property
     def expression(self) -> str:
-        """The source as a Python expression over the forward's arguments."""
+        """The argument as a Python expression, such as kv_caches[3]. For a size: the argument whose size it is."""
         head, _, rest = self.name.partition(".")
         return self.name if self.element is None else f"{head}[{rest}]"
 
@@ -47,14 +48,17 @@ def is_parameter(node: object) -> bool:
 
 
 def parameter_of(placeholder: fx.Node) -> Parameter:
-    """Return the description of a placeholder for which `is_parameter` holds."""
+    """Return the Parameter that describes a placeholder. `is_parameter(placeholder)` must be true."""
     found = source_of(placeholder)
     assert isinstance(found, Parameter)
     return found
 
 
 def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
-    """Add an input for a parameter, after the graph's other inputs, and return it."""
+    """Add a placeholder for a parameter after the graph's other placeholders, and return it.
+
+    The graph must have another parameter, whose device and fake mode the new placeholder takes.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         node = graph.placeholder(re.sub(r"\W", "_", parameter.name))
@@ -66,20 +70,26 @@ def add_parameter(graph: fx.Graph, parameter: Parameter) -> fx.Node:
 
 
 def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
-    """Set the shard in the description of each of the graph's parameters. shards: by parameter name."""
+    """Record in each parameter placeholder which part of the undivided tensor this rank has.
+
+    shards: parameter name -> part; a parameter without an entry is not sharded.
+    """
     for node in graph.find_nodes(op="placeholder"):
         if is_parameter(node):
             node.meta["source"] = parameter_of(node).divided(shards)
 
 
 def shards_in(graph: fx.Graph) -> dict[str, Shard]:
-    """Return the shards that `describe_shards` has set, by parameter name."""
+    """Return the shards that `describe_shards` has recorded, by parameter name. Parameters without one are left out."""
     parameters = [parameter_of(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node)]
     return {leaf.name: leaf.shard for p in parameters for leaf in p.leaves() if leaf.shard is not None}
 
 
 def argument(graph: fx.Graph, name: str) -> fx.Node:
-    """Return the input of a forward argument, such as a pass's step tensor. Raises LookupError if there is none."""
+    """Return the placeholder of the forward argument `name`, such as a pass's step tensor.
+
+    Raises LookupError if the graph has no such placeholder.
+    """
     for node in graph.find_nodes(op="placeholder"):
         if source_of(node).kind == "argument" and source_of(node).name == name:
             return node

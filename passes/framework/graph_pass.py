@@ -1,4 +1,4 @@
-"""The protocol that passes implement, and the results they report."""
+"""GraphPass, the protocol that passes implement, and PassResult, which a run of a pass returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_engine.attention.inputs import StepTensor
 
 @dataclass(frozen=True)
 class CompileRange:
-    """A range of token counts, ends included, that shares one compiled version of the model."""
+    """A range of token counts, both ends included. Batches in it run the same compiled version of the model."""
 
     low: int
     high: int
@@ -30,7 +30,7 @@ class CompileRange:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A value that a pass replaced: the new node computes what the old one did."""
+    """A node that a pass replaced, and the node that computes the same value now."""
 
     before: str  # name of the old node
     after: fx.Node
@@ -38,7 +38,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class PassResult:
-    """The matches of one run of a pass, and what the verifier and the reports need."""
+    """The result of running a pass on a graph: its matches, and the nodes it replaced, for the verifier and reports."""
 
     matches: int
     near_misses: tuple[str, ...] = ()  # candidates that did not match, with the reason
@@ -59,7 +59,10 @@ class SplittingOp:
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """A rewrite of the whole model's ATen graph, in place, before splitting. A pass derives from this class."""
+    """A pass: it rewrites the whole model's ATen graph in place, before the graph is split into pieces.
+
+    Passes derive from this class, which has defaults for the optional members.
+    """
 
     name: str
     requires: tuple[str, ...] = ()  # names of passes that must be enabled
@@ -72,38 +75,40 @@ class GraphPass(Protocol):
     uuid: str | None = None
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        """Return None if the pass applies to the range and device, otherwise the reason why not."""
+        """Return None if the pass applies to the range and device; otherwise the reason, as text for the report."""
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return how often the pass must match, counted in the graph before any pass ran.
+        """Return how often the pass must match. graph: as it is before the first pass runs.
 
-        Count an independent mark of the pattern rather than the pattern itself. Variants that the pass does not know
-        are then counted too; the pass falls short of its contract and reports why.
+        Count a feature that every variant of the pattern has, such as the rsqrt of a norm, rather than call the pass's
+        own matcher. A variant that the matcher does not recognise is then counted too, and the pass is reported to have
+        matched less often than its contract.
         """
         ...
 
     def step_tensors(self) -> tuple[StepTensor, ...]:
-        """Return the step tensors that the pass reads in addition to those of every forward.
+        """Return the step tensors that the pass reads in addition to the arguments that every forward has.
 
-        These tensors exist wherever the pass is enabled; `graph_inputs.argument` finds their inputs in the graph.
+        If the pass is enabled, the graph has a placeholder for each of them, which `graph_inputs.argument` finds.
         """
         return ()
 
     def run(self, graph: fx.Graph) -> PassResult: ...
 
     def keep(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Receive the kept parameters of the model's graphs, by name, once they are allocated.
+        """Receive the parameters with role KEPT of the model's graphs, by name, when they have been allocated.
 
-        These tensors start as zeros and stay at their addresses, so the pass may write them now and between steps.
+        These tensors start as zeros and never move, so the pass may write to them now and between steps.
         """
         return  # without a body it would have to be there in every pass
 
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check the graph after the pass and return the number of compared values.
+        """Check the rewritten graph and return the number of values that were compared.
 
-        None, the default, lets the verifier compare the replacements. Raises VerificationError.
+        Returns None, as the default does, if the verifier is to compare the replacements in `result`. Raises
+        VerificationError if a value differs.
         """
         return None

@@ -13,14 +13,15 @@ CONTEXT_LINES = 2
 
 
 def graph_text(graph: fx.Graph) -> list[str]:
-    """Return a line `name: dtype[shape] = op(arguments)` for each node; lines of inputs show their source."""
+    """Return one line per node: `name: dtype[shape] = op(arguments)`, or for an input `... = input source`."""
     return [_line(node) for node in graph.nodes]
 
 
 def graph_diff(before: list[str], after: list[str]) -> str:
-    """Return a diff of two graph texts: removed lines (-), then added lines (+), with two lines of context.
+    """Return a diff of two graph texts, or "" if they have the same lines.
 
-    Lines of a graph are unique and unchanged lines keep their order, so the diff takes linear time.
+    A change shows its removed lines (-), then its added lines (+), between two unchanged lines on either side. The
+    lines of a graph are unique and unchanged lines keep their order, so the diff takes linear time.
     """
     went, came = set(before) - set(after), set(after) - set(before)
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Runs the passes over a graph in order and reports what each did, or why it did nothing."""
+"""Runs the passes over a graph in order, and reports for each pass what it changed or why it did not run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """The report of one pass on one graph."""
+    """The outcome of a pass on a graph: whether it ran, its matches against its contract, its time and its diff."""
 
     name: str
     enabled: bool
@@ -57,11 +57,13 @@ def run_passes(
     strict: bool = False,
     verify: bool = False,
 ) -> tuple[PassReport, ...]:
-    """Run the enabled passes in the order of `passes`, rewriting `graph` in place; returns a report per known pass.
+    """Run the enabled passes in the order of `passes`, rewriting `graph` in place.
 
-    A pass is skipped where it does not apply, or where `profile`, the device's measurements, shows a loss. Raises
-    ContractError if a required pass (in strict mode any pass) falls short of its contract, and VerificationError in
-    verify mode if a rewrite computes a different result.
+    Returns a report for each of `passes`, including those that did not run. A pass does not run if it is disabled, if a
+    pass that it requires is disabled, if it does not apply to the range and device, or if `profile`, the device's
+    measurements, shows that it is slower. Raises ContractError if a pass matches less often than its contract: always
+    for a required pass, and with `strict` for any pass. With `verify`, raises VerificationError if a rewrite computes a
+    different result.
     """
     reports = []
     text = graph_text(graph)
@@ -82,7 +84,7 @@ def run_passes(
 
 
 def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]) -> None:
-    """Raise ContractError for a pass that matched less often than its contract."""
+    """Raise ContractError for the first report of a pass that matched less often than its contract."""
     for report in reports:
         if report.matches < report.contract:
             raise ContractError(
@@ -116,9 +118,9 @@ def _run(
     device: torch.device,
     verify: bool,
 ) -> tuple[PassReport, list[str]]:
-    """Run a pass, and return its report and the text of the rewritten graph.
+    """Run a pass on the graph, in place. Returns its report and the rewritten graph's text, see `graph_text`.
 
-    text: the text of the graph before the pass.
+    text: the graph's text before the pass.
     """
     before = copy_of(graph) if verify else None
     start = time.perf_counter()
@@ -150,7 +152,7 @@ def _run(
 
 
 def pass_uuid(graph_pass: GraphPass) -> str:
-    """Return the digest of the pass's module source for the cache key, or the pass's own `uuid`.
+    """Return the text that stands for the pass in the cache key: its `uuid`, or else a digest of its module's source.
 
     Raises ValueError for a pass with neither, such as one written in a notebook.
     """

@@ -23,10 +23,10 @@ def rewrite_calls(
     target: Callable[..., Any],
     rewrite: Callable[[fx.Graph, fx.Node], Sequence[Replacement] | str | None],
 ) -> PassResult:
-    """Rewrite each pattern around a call of `target`, then erase unused nodes.
+    """Call `rewrite` with each call of `target` in the graph, then erase unused nodes. Returns the pass's result.
 
-    `rewrite` is called for each such call. It inserts the fused op and returns the replacements, returns the reason if
-    a candidate did not match, or None if the call is unrelated.
+    If the pattern around the call matches, `rewrite` inserts the fused op and returns the replacements. If the call
+    looks like the pattern but does not match, it returns the reason. If the call is unrelated, it returns None.
     """
     matches, near_misses = 0, []
     replacements: list[Replacement] = []
@@ -42,7 +42,7 @@ def rewrite_calls(
 
 
 def arg(node: fx.Node, index: int) -> Any:
-    """Return a positional argument of a call, untyped: FX's union type is too wide to work with."""
+    """Return a call's positional argument, typed as Any because FX's union type is too wide to work with."""
     return node.args[index]
 
 
@@ -54,7 +54,7 @@ def named(call: fx.Node) -> dict[str, Any]:
 
 
 def change(call: fx.Node, **arguments: Any) -> None:
-    """Replace some arguments of a call, given by their schema names, in place."""
+    """Replace arguments of a call in place. arguments: new values by schema name; the others keep theirs."""
     call.args, call.kwargs = _in_order(call.target, named(call) | arguments), {}
 
 
@@ -63,7 +63,7 @@ def _defaults(op: Any) -> dict[str, Any]:
 
 
 def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a call's positional arguments. Raises KeyError for a missing one."""
+    """Return the arguments in the order of the op's schema. Raises KeyError if the schema has one that is missing."""
     return tuple(arguments[each.name] for each in op._schema.arguments)
 
 
@@ -77,9 +77,9 @@ def is_call(node: object, *targets: Callable[..., Any]) -> bool:
 
 
 def through_cast(node: Any) -> Any:
-    """Return the value before a dtype conversion, or the node itself if it is none.
+    """Return the input of a dtype conversion; a node that is no dtype conversion is returned itself.
 
-    bf16 graphs have conversions that fp32 graphs lack.
+    Matchers skip conversions with it, since bf16 graphs have conversions that fp32 graphs lack.
     """
     return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
 
@@ -89,9 +89,9 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def user_through_cast(node: fx.Node) -> fx.Node | None:
-    """Return the only user of a value; if that is a dtype conversion, the only user of the conversion.
+    """Return the only user of a value; if that user is a conversion (`_to_copy`), the conversion's only user.
 
-    Returns None if there is no user, or more than one.
+    Returns None if the value or the conversion has no user, or more than one.
     """
     user = only_user(node)
     if user is not None and is_call(user, aten._to_copy.default):
@@ -100,13 +100,16 @@ def user_through_cast(node: fx.Node) -> fx.Node | None:
 
 
 def other_factor(product: fx.Node, factor: object) -> Any:
-    """Return the other operand of a multiplication by `factor`, which may be cast first."""
+    """Return the operand of a multiplication that is not `factor`. `factor` may be cast before it is multiplied."""
     left, right = arg(product, 0), arg(product, 1)
     return right if through_cast(left) is factor or left is factor else left
 
 
 def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """Return a product's operands in both orders, [(left, right), (right, left)]; [] for any other node."""
+    """Return the operands of a multiplication in both orders, [(left, right), (right, left)].
+
+    Returns [] if the node is no multiplication of two nodes.
+    """
     if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
         return []
     left, right = product.args
@@ -114,7 +117,7 @@ def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """Insert a call at the graph's insertion point, with its fake value, and return it."""
+    """Insert a call of `target` at the graph's insertion point, compute its fake value, and return the new node."""
     node = graph.call_function(target, args)
     values = fx.map_arg(args, lambda argument: argument.meta["val"])
     with fake_mode_of(values):
@@ -123,9 +126,9 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 
 def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
-    """Insert a call as `emit` does, with arguments by schema name; missing arguments take their defaults.
+    """Insert a call as `emit` does, and return it. arguments: by schema name; missing ones take the schema's defaults.
 
-    Names that the op does not have are ignored, so arguments of another op can be passed on.
+    Names that are not in the op's schema are ignored, so the arguments of another op's call can be passed.
     """
     return emit(graph, op, *_in_order(op, _defaults(op) | dict(arguments)))
 
@@ -137,7 +140,7 @@ def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:
 
 
 def always_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Return whether two sizes are equal for all values of their symbols."""
+    """Return whether two sizes, which may be symbolic, are known to be equal for all values of their symbols."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a quarter of a second
 
     return statically_known_true(a == b)

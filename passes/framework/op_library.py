@@ -1,8 +1,8 @@
-"""Declarations of ops: their implementations per device, and the properties that passes and the compiler read.
+"""Defines the passes' ops, and declares the properties of ops that passes and the compiler read.
 
-`define_op` defines a pass's op, which is opaque to Inductor, with a kernel for GPUs and a reference for CPUs.
-`declare_op` describes an op registered elsewhere, by ATen or a user. Passes and the compiler consult declarations
-instead of lists of names.
+`define_op` registers a pass's op, which is opaque to Inductor, with a kernel for GPUs and a reference for CPUs.
+`declare_op` declares the properties of an op that ATen or a user has registered. Passes and the compiler look up
+declarations instead of keeping lists of op names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
 
 @dataclass(frozen=True)
 class LinearArguments:
-    """Schema names of the arguments of an op that computes x @ weight^T + bias."""
+    """The arguments, by schema name, of an op that computes a linear: x @ weight^T + bias."""
 
     x: str
     weight: str
@@ -39,7 +39,7 @@ class LinearArguments:
 
 @dataclass(frozen=True)
 class OpDeclaration:
-    """Properties of an op that decide how it is matched and compiled."""
+    """Properties of an op: how passes match it as a linear, and how the compiler runs it."""
 
     direct: bool = False  # A piece with the op may run as generated Python: Inductor could do no more than call the op.
     call: Callable[..., Any] | None = None  # called by generated Python in place of the op, at less host time
@@ -92,11 +92,12 @@ def define_op(
     reference: Callable[..., Any] | None = None,
     linear: LinearArguments | None = None,
 ) -> OpOverload:
-    """Define the functional op compiled_engine::<schema> and return it.
+    """Register the functional op compiled_engine::<schema>, declare it as direct, and return it.
 
-    fake: returns the results' shapes and dtypes. reference, linear: see OpDeclaration. The op is registered directly in
-    torch's dispatcher, where a call costs several microseconds; torch.library.custom_op costs several times that.
-    `implementation` gives the function to call without any dispatch.
+    cpu, cuda: the op's implementations per device. fake: returns tensors of the results' shapes and dtypes, for
+    tracing. reference, linear: see OpDeclaration. The op is registered directly in torch's dispatcher, where a call
+    costs several microseconds; torch.library.custom_op costs several times that. `implementation` returns the function
+    that generated code calls past the dispatcher.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -111,25 +112,28 @@ def define_op(
 
 
 def declare_op(op: OpOverload, declaration: OpDeclaration) -> None:
-    """Declare an op not made by `define_op`. Raises ValueError if it has a different declaration already."""
+    """Declare the properties of an op. Raises ValueError if the op already has a different declaration.
+
+    `define_op` declares its ops itself.
+    """
     if _DECLARED.setdefault(op, declaration) != declaration:
         raise ValueError(f"op is {op}, which is declared as {_DECLARED[op]}; allowed: one declaration of an op")
 
 
 def declaration_of(op: object) -> OpDeclaration:
-    """Return the declaration of an op or call target; an empty one if there is none."""
+    """Return the declaration of an op; one with only defaults if it has none, or if `op` is no torch op."""
     return _DECLARED.get(op, _NOTHING) if isinstance(op, OpOverload) else _NOTHING
 
 
 def references() -> dict[OpOverload, Callable[..., Any]]:
-    """Return the reference implementation of each op that has one."""
+    """Return a mapping from each op that has a reference to that function of plain torch ops."""
     return {op: declared.reference for op, declared in _DECLARED.items() if declared.reference is not None}
 
 
 def implementation(op: OpOverload, device_type: str) -> Callable[..., Any]:
-    """Return the function that generated Python calls for an op on a device type.
+    """Return the function that generated Python calls in place of an op on a device type.
 
-    For an op made by `define_op`, or declared with a `call`, the function bypasses torch's dispatcher. Any other op is
-    returned itself.
+    For an op declared with a `call`, it is that function. For an op from `define_op`, it is the implementation for the
+    device type, called past torch's dispatcher. Any other op is returned itself.
     """
     return declaration_of(op).call or op.py_kernels.get(_KEYS[device_type], op)

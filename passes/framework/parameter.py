@@ -1,7 +1,7 @@
-"""Describes a graph's parameters: read from a checkpoint, packed from several, or computed from others.
+"""Describes how a graph's parameters are made: read from a checkpoint, packed from several, or computed from others.
 
-Passes put descriptions on placeholders, the plan stores them as JSON, and the loader allocates and fills the tensors.
-Packed and computed parameters are therefore rebuilt from the checkpoint whenever weights are read.
+Passes attach a `Parameter` to each placeholder, the plan stores it as JSON, and the loader allocates and fills the
+tensor. Packed and computed parameters are therefore rebuilt from the checkpoint whenever weights are read.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor that a rank keeps on its device, with its shape and dtype there.
+    """The description of a tensor that a rank keeps on its device. shape, dtype: on that device, after sharding.
 
-    Without members it is a tensor of the model, under the model's name. With members it packs their rows, and the
-    members are views of it. With `make` it is the result of these steps on the packed rows; members then have memory of
-    their own only if they are named elsewhere too.
+    - Without members: a tensor of the model, under the name that the model gives it.
+    - With members: the members concatenated along dimension 0. The members are views of this tensor.
+    - With `make`: the result of these steps on the concatenated members. The members then have memory of their own only
+      if another parameter of the graph needs them.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Parameter:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor, role: str = WEIGHT, shard: Shard | None = None) -> Parameter:
-        """Describe a tensor of the model, which may be fake or on the meta device."""
+        """Return the description of a tensor of the model. tensor: only its shape and dtype are read; may be fake."""
         return Parameter(name, tuple(tensor.shape), _name(tensor.dtype), role, shard=shard)
 
     @property
@@ -82,13 +83,13 @@ class Parameter:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """The shape, where packed codes count one by one."""
+        """The shape of the weight that the codes stand for: for codes packed two per byte, twice the columns."""
         *leading, columns = self.shape
         return (*leading, columns * self._per_element)
 
     @property
     def weight_shard(self) -> Shard | None:
-        """The shard, where packed codes count one by one."""
+        """The shard of the weight that the codes stand for: it counts codes, also where a byte holds two of them."""
         shard, count = self.shard, self._per_element
         if shard is None or count == 1:
             return shard
@@ -103,25 +104,25 @@ class Parameter:
         return LinearScheme.parse(self.scheme).weight.format.per_byte if self.role == CODES and self.scheme else 1
 
     def leaves(self) -> Iterator[Parameter]:
-        """Yield the model's tensors that the parameter is packed or made from."""
+        """Yield the descriptions of the model's tensors that the parameter is made from; without members, itself."""
         if not self.members:
             yield self
         for member in self.members:
             yield from member.leaves()
 
     def renamed(self, rename: Callable[[str], str]) -> Parameter:
-        """Return the description with other names for the parameter and its members."""
+        """Return a copy in which the parameter and all its members are renamed. rename: old name -> new name."""
         return replace(self, name=rename(self.name), members=tuple(m.renamed(rename) for m in self.members))
 
     def divided(self, shards: Mapping[str, Shard]) -> Parameter:
-        """Return the description with the model's tensors sharded. shards: by name."""
+        """Return a copy in which each tensor of the model has its shard. shards: by name; a missing one means None."""
         if not self.members:
             return replace(self, shard=shards.get(self.name))
         return replace(self, members=tuple(member.divided(shards) for member in self.members))
 
     @staticmethod
     def from_json(item: Mapping[str, Any]) -> Parameter:
-        """Read the JSON form of `dataclasses.asdict`."""
+        """Return the parameter that was written to JSON as `dataclasses.asdict(parameter)`."""
         shard = item["shard"]
         if shard is not None:
             sections = tuple(Section(*section) for section in shard["sections"])
@@ -136,7 +137,10 @@ class Parameter:
 
 
 def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
-    """Describe the members' rows stacked. Raises ValueError if members differ in more than their number of rows."""
+    """Return the description of the members concatenated along dimension 0.
+
+    Raises ValueError if their dtypes, or their sizes in other dimensions, differ.
+    """
     if len({(member.shape[1:], member.dtype) for member in members}) != 1:
         shapes = ", ".join(f"{member.shape} {member.dtype}" for member in members)
         raise ValueError(f"the members of {name} must agree in all but their rows, got {shapes or 'none'}")
@@ -145,7 +149,11 @@ def packed(name: str, members: tuple[Parameter, ...]) -> Parameter:
 
 
 def made(parameter: Parameter, step: str, operand: float | str, result: torch.Tensor) -> Parameter:
-    """Describe what one more step makes of the parameter. result: a tensor of its shape and dtype, may be fake."""
+    """Return the description of the tensor that a step computes from the parameter.
+
+    step, operand: a key of STEPS and the argument of its function. result: a tensor, maybe fake, with the shape and
+    dtype of the computed tensor.
+    """
     base = parameter if parameter.make else replace(parameter, members=(parameter,), shard=None)
     name = f"{parameter.name}.{step}({operand})"
     shape, dtype = tuple(result.shape), _name(result.dtype)
@@ -157,9 +165,10 @@ def compute(
     leaf: Callable[[Parameter], torch.Tensor],
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Compute the value of a parameter. leaf: returns the value of a tensor of the model.
+    """Compute the value of a parameter: concatenate its members' values and apply its steps.
 
-    scales: known ones, to which new ones are added, so that a weight's codes and scales need one computation of them.
+    leaf: returns the value of a parameter without members. scales: known ones, to which new ones are added, so that a
+    weight's codes and scales need one computation of them.
     """
     if not parameter.members:
         return leaf(parameter)

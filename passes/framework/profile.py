@@ -1,6 +1,6 @@
-"""Measured device profiles, shipped as JSON files: gains of passes and tiles of kernels.
+"""Measured device profiles, shipped as JSON files: the time that passes save, and the fastest tile sizes of kernels.
 
-`compiled-engine tune` writes them. Without a profile every applicable pass runs, with default tiles.
+`compiled-engine tune` writes them. On a device without a profile every applicable pass runs, with default tile sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EARLIER_BUCKETS = (128, 256, 288, 352, 384, 1024, 1152, 2048, 4096)
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """The fastest tiles for `first` to `last` tokens times a weight [num_rows, k]."""
+    """The fastest tile sizes of Hopper's kernel for `first` to `last` tokens and a weight [num_rows, k]."""
 
     first: int
     last: int
@@ -40,7 +40,7 @@ class MeasuredProduct:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The measurements of one GPU model: gains of passes and fastest tiles of kernels."""
+    """The measurements of one GPU model: the time that passes save, and the fastest tile sizes of kernels."""
 
     device: str
     # Pass name -> {tokens: microseconds that the pass saves in a step}, the smallest over all measured shapes.
@@ -52,9 +52,10 @@ class DeviceProfile:
     products: tuple[MeasuredProduct, ...] = ()  # where Hopper's kernel for many tokens is fastest
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
-        """Return the measured loss of a pass in the range, as text.
+        """Return why a pass is not worth running in the range, as text: it was measured to be slower.
 
-        Returns None if the pass is faster, if the loss is within the noise, or if the pass was not measured.
+        Returns None if the pass is faster at some token count in the range, if it is slower only within the noise, or
+        if it was not measured in the range.
         """
         measured = {
             tokens: gain for tokens, gain in self.gains_us.get(pass_name, {}).items() if tokens in compile_range
@@ -67,10 +68,10 @@ class DeviceProfile:
         return f"it is slower on {self.device}: {-gain:.1f} microseconds in a step of {tokens} tokens"
 
     def product(self, num_tokens: int, num_rows: int, k: int, gated: bool) -> dict[str, Any] | None:
-        """Return the measured tiles (fields of ProductTiles) of Hopper's kernel for many tokens.
+        """Return the fastest tile sizes (fields of ProductTiles) of Hopper's kernel for many tokens.
 
-        The product is [num_tokens, k] x [num_rows, k]. None if another kernel is faster, or if the shape was not
-        measured.
+        The kernel multiplies inputs [num_tokens, k] by the transpose of a weight [num_rows, k]. gated: the weight holds
+        the rows of gate and up. Returns None if another kernel is faster, or if the shape was not measured.
         """
         shape = num_rows, k, gated
         return next(
@@ -80,18 +81,18 @@ class DeviceProfile:
 
 
 def profile_path(device_name: str) -> Path:
-    """Return the file of a device's profile: nvidia_h200.json for an NVIDIA H200."""
+    """Return the path of a device's profile, such as .../nvidia_h200.json. The file need not exist."""
     return PROFILES / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
 
 
 def profile_of(device: torch.device) -> DeviceProfile | None:
-    """Return a GPU's profile; None if it has none, and for CPUs, where every applicable pass runs."""
+    """Return the profile of a GPU's model. Returns None for a GPU without a profile and for any other device."""
     return load_profile(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @cache
 def load_profile(device_name: str) -> DeviceProfile | None:
-    """Return a device's profile; None if it was never measured."""
+    """Return the profile of a device model, such as "NVIDIA H200"; None if none is shipped."""
     path = profile_path(device_name)
     return parse_profile(path.read_text()) if path.exists() else None
 

@@ -1,6 +1,6 @@
-"""Random inputs of a graph: a valid batch, a filled KV cache, and weights of ordinary magnitude.
+"""Makes random inputs for a graph: a valid batch, a filled KV cache, and weights of ordinary magnitude.
 
-Step tensors of passes contain padding, which changes no token.
+Step tensors of passes hold their padding value, such as "no adapter", with which the op changes nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ MOST_CONTEXT = 24
 
 
 class RandomInputs:
-    """Random values for a graph's inputs.
+    """Random values for the inputs of a graph.
 
-    An input's value depends on its name alone, so both sides of a rewrite read equal numbers.
+    A value is drawn once per input name, so the graphs before and after a rewrite read the same values.
     """
 
     def __init__(self, graph: fx.Graph, num_tokens: int, device: torch.device, scale: float):
-        """Make a batch of up to two decodes and one prompt with the remaining tokens.
+        """Make a batch of `num_tokens` tokens: up to two decodes, and a prompt with the remaining tokens.
 
-        With more than one token, the first is not written to the KV cache. scale: of embeddings, matrices and biases;
-        if small, hidden states are so small that a norm's eps matters.
+        If there is more than one token, the first has no KV cache slot (-1), so it is not written to the cache. scale:
+        factor of embeddings, matrices and biases; a small one makes hidden states so small that a norm's eps matters.
         """
         self._scale = scale
         self._generator = torch.Generator(device="cpu").manual_seed(num_tokens)
@@ -68,7 +68,7 @@ class RandomInputs:
                 self._arguments[name] = self._normal((num_tokens, *fake.shape[1:]), fake.dtype)
 
     def of(self, placeholder: fx.Node) -> Any:
-        """Return the value of a graph input."""
+        """Return the value of a placeholder: a tensor, or an int for a size."""
         source = source_of(placeholder)
         if isinstance(source, Source):
             value = self._arguments[source.name]
@@ -76,7 +76,10 @@ class RandomInputs:
         return compute(source, self.parameter)
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
-        """Return a parameter's value. With scale 1, matrices preserve magnitudes and norm weights are around 1."""
+        """Return the value of a tensor of the model, drawn at the first call. parameter: without members.
+
+        Norm weights are around 1. With scale 1, a product with a matrix preserves the magnitude of its input.
+        """
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
@@ -107,9 +110,9 @@ class RandomInputs:
         return torch.randn(sizes, generator=self._generator).to(self._device, dtype)
 
     def _cache(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a KV cache of normally distributed keys and values.
+        """Return a KV cache of this shape with normally distributed keys and values.
 
-        A cache of 8 bits holds their codes, as the writing kernels compute them.
+        If the dtype is that of 8-bit codes, the cache holds the codes that the KV write kernels would store.
         """
         if not is_coded(dtype):
             return self._normal(shape, dtype)

@@ -1,8 +1,11 @@
-"""Quantisation to codes with scales and back: the formula that loader, references and kernels share.
+"""Quantises matrices to codes with one scale per tile, and dequantises them; loader, references and kernels share it.
 
-A tile's scale, in fp32, is its largest magnitude over the element type's largest value; a code is the value over its
-scale, rounded. A tile of zeros has a small scale, never zero. Scales of codes in four bits are searched, since a
-smaller scale that clips the largest values often has the smaller error.
+Shapes: values [N, K], divided into R x C tiles; scales [R, C]; E experts. Codes of four bits are packed two per byte,
+in B = K / 2 bytes per row.
+
+A tile's scale, in fp32, is the tile's largest magnitude divided by the largest value of the element format. A code is
+the value divided by the scale, rounded. A tile of zeros gets a small scale, never zero. For integers of four bits the
+scale is searched, since a smaller scale that clips the largest values often has the smaller error.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _REORDERED_ROWS = 4096
 
 
 def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the scales [R, C] in fp32, one per tile."""
+    """Return the scale of each tile, fp32 [R, C]."""
     tiles_RrCc = _tiles(values_NK, rounding)
     if rounding.format.zero is not None:
         at_once = _SEARCHED_ON_CPU if tiles_RrCc.device.type == "cpu" else _SEARCHED_ON_GPU
@@ -38,7 +41,7 @@ def scales_of(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return values padded with zeros to whole tiles: [R, rows, C, columns]."""
+    """Return values as tiles, [R, rows, C, columns]; zeros fill incomplete tiles at the end of both dimensions."""
     N, K = values_NK.shape
     rows, columns = rounding.rows or N, rounding.columns or K
     padded = F.pad(values_NK, (0, -K % columns, 0, -N % rows))
@@ -46,7 +49,10 @@ def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return for each tile the scale with the smallest squared error among those of SEARCHED, rounded to bfloat16."""
+    """Return the scale [R, C] with the smallest squared error for each tile. SEARCHED has the factors that are tried.
+
+    Scales are rounded to bfloat16, since stored scales are.
+    """
     tiles = tiles_RrCc.float()
     largest = tiles.abs().amax((1, 3), keepdim=True).clamp_min(SMALLEST_MAXIMUM)
     best_RC = least_RC = torch.empty(0)
@@ -66,14 +72,14 @@ def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _round(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Round values over their scales in place to the values of integer codes, and return them."""
+    """Round values, already divided by their scales, in place to integers of the format's range [-zero, zero - 1]."""
     zero = rounding.format.zero
     assert zero is not None, rounding
     return scaled.round_().clamp_(-zero, zero - 1)
 
 
 def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Quantise values [N, K] to codes, [N, K] or packed; out-of-range values are clamped."""
+    """Return the codes [N, K] of values [N, K], or [N, B] in a packed format. Values out of range are clamped."""
     scaled_NK = values_NK.float() / spread(scales_RC, rounding, *values_NK.shape)
     if (zero := rounding.format.zero) is not None:
         return pack(_round(scaled_NK, rounding).add_(zero).to(rounding.dtype), rounding)
@@ -85,14 +91,17 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
 def decode(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Dequantise codes, [N, K] or packed, to fp32 values [N, K]. zeros_RC: zero points, for formats with them."""
+    """Return the fp32 values [N, K] of codes, [N, K] or in a packed format [N, B].
+
+    zeros_RC: zero points, for formats that have them per tile.
+    """
     return dequantise(unpack(codes_NK, rounding), scales_RC, rounding, zeros_RC)
 
 
 def dequantise(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Rounding, zeros_RC: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Dequantise codes [N, K] that are not packed, as `decode` does."""
+    """Return the fp32 values [N, K] of codes [N, K], one per element even in a packed format. See `decode`."""
     values_NK = values_of(codes_NK, rounding)
     if rounding.format.has_zeros:
         assert zeros_RC is not None, rounding
@@ -103,7 +112,7 @@ def dequantise(
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Return stored scales in fp32. Scales of uint8 are exponents of 2 plus 127; 255 is NaN."""
+    """Return stored scales as fp32. A uint8 scale is the exponent of a power of two plus 127 (E8M0); 255 is NaN."""
     if scales.dtype != torch.uint8:
         return scales.float()
     exponents = scales.float()
@@ -111,7 +120,10 @@ def scale_values(scales: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the value in fp32 of each code that is not packed, before zero points and scales."""
+    """Return the fp32 value of each code before its zero point is subtracted and its scale applied.
+
+    codes: any shape, one per element.
+    """
     if not rounding.format.values:
         return codes.float()
     return _table(rounding.format.values, codes.device)[codes.int()]
@@ -124,15 +136,17 @@ def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Pack codes [..., K], one a byte, into full bytes; a byte holds neighbouring columns, the first in the low
-    bits."""
+    """Pack codes [..., K], one per byte, two into each byte: [..., K / 2]. The even column is in the low four bits.
+
+    Codes of a format with one code per byte are returned unchanged.
+    """
     if rounding.format.per_byte == 1:
         return codes
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpack(codes: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return codes [..., K], one a byte, from packed ones."""
+    """Unpack what `pack` returns to codes [..., K], one per byte."""
     if rounding.format.per_byte == 1:
         return codes
     return _unpacked(codes)
@@ -143,10 +157,10 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(codes_NB: torch.Tensor) -> torch.Tensor:
-    """Return packed codes of four bits [N, K / 2] in the order of Hopper's kernel, int32 [N, K / 8].
+    """Return packed codes of four bits [N, K / 2] reordered as Hopper's kernel reads them: int32 words [N, K / 8].
 
-    In each block of 128 columns, word w of 16 holds columns w, 16 + w, ..., 112 + w, the first in its lowest bits. K is
-    a multiple of 128.
+    A block of 128 columns is 16 words. Word w has the codes of the block's columns w, 16 + w, ..., 112 + w, the first
+    in the lowest bits. K must be a multiple of 128.
     """
     num_rows, num_bytes = codes_NB.shape
     words = torch.empty((num_rows, num_bytes // 4), dtype=torch.int32, device=codes_NB.device)
@@ -159,20 +173,23 @@ def to_words(codes_NB: torch.Tensor) -> torch.Tensor:
 
 
 def from_words(words: torch.Tensor) -> torch.Tensor:
-    """Return packed codes in the order of their columns, uint8 [N, K / 2]; the inverse of `to_words`."""
+    """Undo `to_words`: return packed codes in the order of their columns, uint8 [N, K / 2]."""
     pairs = words.contiguous().view(torch.uint8).view(len(words), -1, 16, 4).transpose(2, 3)
     singly = torch.stack((pairs & 15, pairs >> 4), 3).view(len(words), -1)
     return singly[:, 0::2] | singly[:, 1::2] << 4
 
 
 def unit_of(rounding: Rounding, num_columns: int) -> int:
-    """Return the number of columns in a unit of `in_halves`. Tiles end where units end."""
+    """Return the number of columns per unit for `in_halves`. It divides the columns of a tile and of the matrix."""
     return math.gcd(MOST_UNIT, rounding.columns, num_columns)
 
 
 def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
-    """Return packed codes [E, N, K / 2] in the order that the kernels of experts read: in each unit of columns, the low
-    bits of the bytes hold the first half, and the high bits the second."""
+    """Return packed codes of four bits [E, N, K / 2] reordered as the kernels of experts read them; the shape stays.
+
+    Columns are taken in units of `unit`. The low bits of a unit's bytes hold the codes of its first half of columns,
+    and the high bits those of its second half.
+    """
     found = torch.empty_like(codes_ENB)
     for codes_NB, out_NB in zip(codes_ENB, found, strict=True):  # one by one, to save memory
         first, second = _unpacked(codes_NB).unflatten(-1, (-1, 2, unit // 2)).unbind(-2)
@@ -181,13 +198,16 @@ def in_halves(codes_ENB: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def from_halves(codes_NB: torch.Tensor, unit: int) -> torch.Tensor:
-    """Return codes [N, K / 2] of `in_halves` one by one and in the order of the columns, [N, K]."""
+    """Return codes, given as [N, K / 2] in the order of `in_halves`, one per byte in column order: [N, K]."""
     units = codes_NB.unflatten(-1, (-1, unit // 2))
     return torch.cat((units & 15, units >> 4), -1).flatten(-2)
 
 
 def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Repeat scales [R, C] to [num_rows, num_columns]. A dimension that has a single scale stays 1."""
+    """Return each tile's scale, repeated for the tile's elements, [num_rows, num_columns].
+
+    A dimension with a single scale keeps size 1 and broadcasts.
+    """
     for dim, size, tile in ((0, num_rows, rounding.rows), (1, num_columns, rounding.columns)):
         if tile > 1 and scales_RC.shape[dim] > 1:
             scales_RC = scales_RC.repeat_interleave(tile, dim).narrow(dim, 0, size)
@@ -195,7 +215,10 @@ def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_colum
 
 
 def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return the scales for the tiles of `kept`, each of which lies within a tile of `stored`."""
+    """Convert scales of the tiles of `stored` to smaller tiles: repeat each for the tiles of `kept` within its tile.
+
+    scales: one per stored tile, in any shape. Returns one per kept tile, [R, C].
+    """
     scales_RC = scales.reshape(stored.grid(num_rows, num_columns))
     for dim, size in ((0, num_rows), (1, num_columns)):
         old, new = ((stored.rows, kept.rows), (stored.columns, kept.columns))[dim]
@@ -208,15 +231,19 @@ def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int
 def round_inputs(
     x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a linear's inputs: codes [T, K] and scales [T, C], or [1, 1] for a static scale."""
+    """Quantise a linear's inputs. Returns codes [T, K] and scales [T, C], or [1, 1] with a static scale.
+
+    static_1: the scale from the checkpoint; None: compute the scales from the inputs.
+    """
     scales = static_1.view(1, 1) if static_1 is not None else scales_of(x_TK, rounding)
     return codes_of(x_TK, scales, rounding), scales
 
 
 def weight_codes(weight: torch.Tensor, scheme: str, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the codes, maybe packed, of a weight [N, K], or [E, N, K] of whole tiles, that is quantised while loading.
+    """Quantise a weight [N, K], or [E, N, K] for experts, while it is loaded. Returns its codes, maybe packed.
 
-    scales: the result of `weight_scales`, if it is known.
+    scheme: the text form of a LinearScheme. With experts, N must be a multiple of a tile's rows. scales: the result of
+    `weight_scales`, if it is known.
     """
     rounding = LinearScheme.parse(scheme).weight
     scales_RC = (weight_scales(weight, scheme) if scales is None else scales).flatten(0, -2)
@@ -224,15 +251,16 @@ def weight_codes(weight: torch.Tensor, scheme: str, scales: torch.Tensor | None 
 
 
 def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return the scales [R, C], or [E, R, C], of a weight that is quantised while loading."""
+    """Return the scales, [R, C] or [E, R, C], of the codes that `weight_codes` returns for the same arguments."""
     scales_RC = scales_of(weight.flatten(0, -2), LinearScheme.parse(scheme).weight)
     return scales_RC.unflatten(0, (*weight.shape[:-2], -1))
 
 
 def the_same(values: torch.Tensor, names: str) -> torch.Tensor:
-    """Return the common input scale of merged linears, [1] of [S], or their common order of columns, [1, K] of [S, K].
+    """Return the first of S equal values, [1, ...] of [S, ...]; raise ValueError if they differ.
 
-    Raises ValueError if they differ. names: the parameters of the linears.
+    values: a value for each of S linears that are merged into one: input scales [S] or column orders [S, K]. names: the
+    linears' parameters, for the error.
     """
     if (values != values[0]).any():
         found = f"the scales of the inputs of {names} are {values.tolist()}"

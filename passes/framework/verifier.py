@@ -1,10 +1,10 @@
-"""Verifies a pass: runs each rewritten region before and after on random inputs and compares both with an fp32 oracle.
+"""Verifies a pass: runs each rewritten region and its original on random inputs, and compares both with an fp32 oracle.
 
-The graph before the pass runs once as a whole. Each replacement then defines a region: from the replaced value back to
-values that both graphs share, where both sides start from the recorded numbers. A value that kept its name but has
-other inputs, which the pass did not report, is checked too. Everything runs twice, with ordinary weights and with tiny
-ones, where a norm's eps matters. The oracle is the original region in fp32 without casts to narrower dtypes; the
-rewrite's error may be about as large as the original's.
+The graph before the pass runs once as a whole, and its values are recorded. Each replacement defines a region: the
+calls from the replaced value back to values that both graphs have. The region runs in both graphs, on the recorded
+values. A call that the pass did not report, but whose arguments changed, is checked too. The oracle is the original
+region in fp32, without casts to narrower dtypes; the rewrite's error may be about as large as the original's. All this
+is done twice: with ordinary weights, and with tiny ones, for which a norm's eps matters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Values = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class _Run:
-    """The values of the graph before the pass, from one execution on random inputs."""
+    """The recorded values of one execution, on random inputs, of the graph before the pass."""
 
     inputs: RandomInputs
     values: Values
@@ -52,7 +52,7 @@ class VerificationError(RuntimeError):
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of the graph with the same node names, for `verify_rewrites`."""
+    """Return a copy of the graph whose nodes keep their names, which `verify_rewrites` matches nodes by."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -65,9 +65,10 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 def verify_rewrites(
     name: str, before: fx.Graph, after: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
 ) -> int:
-    """Check all replacements and unreported changes of pass `name` at both ends of the range; returns their number.
+    """Check all replacements and unreported changes of the pass `name`, and return how many values were compared.
 
-    Raises VerificationError with the value, the number of tokens and the error.
+    Token counts: the low and the high end of the range, but at most MOST_TOKENS at the high end. Raises
+    VerificationError that names the first differing value, the number of tokens and the error.
     """
     old_by_name = {node.name: node for node in before.nodes}
     present = set(after.nodes)
@@ -87,9 +88,10 @@ def verify_rewrites(
 
 
 def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return unreported nodes whose values must be equal, after -> before.
+    """Return pairs of nodes, after -> before, that the pass did not report but whose values must be equal.
 
-    These are calls with changed arguments, and the results of the graph.
+    These are calls whose arguments changed, and graph outputs that are other nodes now. same: nodes of the rewritten
+    graph -> nodes of the original graph with the same value.
     """
     kept = {new: old for new, old in same.items() if new.op == "call_function" and new.name == old.name}
     changed = {
@@ -102,16 +104,17 @@ def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node])
 
 
 def _arguments(node: fx.Node, same: dict[fx.Node, fx.Node]) -> Any:
-    """Return a call's arguments as the corresponding nodes of the original graph."""
+    """Return (args, kwargs) of a call, with each node replaced by its counterpart in `same`, if it has one."""
     return fx.map_arg((node.args, node.kwargs), lambda argument: same.get(argument, argument))
 
 
 def _check_inputs_and_writes(
     name: str, before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]
 ) -> None:
-    """Check what comparing values cannot show: inputs with another source, and added or removed writes.
+    """Raise VerificationError for a change that comparing values would miss.
 
-    Raises VerificationError if there are any.
+    These are an input whose source has changed, and a call that writes to its arguments and was added or removed
+    outside the compared regions.
     """
     for new, old in same.items():
         if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
@@ -125,9 +128,9 @@ def _check_inputs_and_writes(
 
 
 def run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple[fx.Node, fx.Node], torch.Tensor]]:
-    """Return all values of the graph, and a copy of each mutated tensor from before the op that mutates it.
+    """Run the graph. Returns the value of each node, and copies of mutated tensors from before the mutation.
 
-    The copies are by (tensor, mutating op).
+    The copies are by (node of the tensor, node of the call that mutates it).
     """
     values: Values = {}
     snapshots = {}
@@ -166,9 +169,10 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
 
 def _region(node: fx.Node, known: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the leaves (shared values and inputs) and the calls, in order, that compute the node.
+    """Return the region that computes a node: its leaves, and its calls in graph order.
 
-    Includes the calls that write to tensors allocated in the region.
+    The leaves are nodes in `known`, whose values are recorded, and placeholders. The calls include those that write to
+    tensors allocated in the region.
     """
     leaves: set[fx.Node] = set()
     inner: set[fx.Node] = set()
@@ -203,7 +207,7 @@ def run_call(node: fx.Node, values: Values) -> Any:
 
 
 def mutated(node: fx.Node) -> dict[str, fx.Node]:
-    """Return the tensors that a call writes to, by their names in the op's schema."""
+    """Return the argument nodes that a call writes to, by their names in the op's schema. Empty if it is functional."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     arguments = node.target._schema.arguments
@@ -217,10 +221,11 @@ def mutated(node: fx.Node) -> dict[str, fx.Node]:
 def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
-    """Return (description, old node, new node) of each tensor to compare.
+    """Return (description, old node, new node) for each pair of tensors to compare.
 
-    These are the values of both nodes, unless the old node is a call that writes to its inputs, and the tensors from
-    outside the regions that the regions write to.
+    One pair is the nodes' own values, unless the old node is a call that writes to its arguments. The others are the
+    tensors from outside the regions that both regions write to. Raises VerificationError if they write to different
+    arguments.
     """
     written, rewritten = (
         {name: node for call in inner for name, node in mutated(call).items() if node not in inner}
@@ -233,12 +238,18 @@ def _results(
 
 
 def _widened(value: Any) -> Any:
-    """Convert a tensor to fp32. 8-bit codes, which kernels multiply as they are, and other values stay unchanged."""
+    """Convert a floating-point tensor (fp32, bf16, fp16) to fp32; return any other value unchanged.
+
+    8-bit codes stay unchanged too, since ops multiply them in their own dtype.
+    """
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in ULPS else value
 
 
 def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
-    """Compare row by row: None if `found` is about as close to the oracle as `expected`, otherwise the difference."""
+    """Return None if in each row `found` is about as close to the oracle as `expected`; otherwise the problem, as text.
+
+    Tensors of other dtypes than floating-point must be equal. A different shape or dtype is a problem too.
+    """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
     if not expected.is_floating_point() or not expected.numel():

@@ -1,8 +1,8 @@
-"""Returns the hidden states that enter chosen layers as further graph outputs, for a draft head.
+"""Adds the hidden states that enter chosen layers to the graph's outputs, for a draft head.
 
 EAGLE-3 (Li, Wei, Zhang and Zhang, 2025) reads the residual stream before three layers. Model files need no change for
-it: a layer's first op with a parameter is a norm, or a linear in post-norm models, and its input is the value to
-return.
+it. A layer's first op that reads a parameter is a norm or, in post-norm models, a linear. The input of this op is the
+hidden state to return.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from compiled_engine.passes.norm.norms import norm_of
 
 
 def layer_stack(names: Iterable[str]) -> str:
-    """Return the path of a model's layers: the path that the most different numbers follow in parameter names.
+    """Return the path of a model's list of layers, such as model.layers, found from its parameter names.
 
-    Empty if no name has a number.
+    It is the path that most distinct numbers follow, as in model.layers.0.mlp and model.layers.1.mlp. Returns "" if no
+    name has a number.
     """
     numbers: dict[str, set[str]] = defaultdict(set)
     for name in names:
@@ -35,9 +36,10 @@ def layer_stack(names: Iterable[str]) -> str:
 
 
 class AuxHiddenStates(GraphPass):
-    """Appends the inputs of the given layers, [T, D] each, to the graph's outputs.
+    """Appends the inputs of the layers with these indices, [T, D] each, to the graph's outputs.
 
-    Runs once the graph has all layers (see repeated_layers) and is divided among ranks, and before all fusing passes.
+    Runs after the layers that were not traced have been added (see repeated_layers) and after tensor_parallel, and
+    before all passes that fuse ops.
     """
 
     name = "aux_hidden_states"
@@ -69,7 +71,10 @@ class AuxHiddenStates(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check that each returned value is the only one that crosses into its layer. Raises VerificationError."""
+        """Check that each layer reads no other value computed before it than the hidden state returned for it.
+
+        Raises VerificationError if it does. Returns the number of layers.
+        """
         path = _stack(graph)
         for layer, aux_hidden_state in zip(
             self._layers, arg(graph.output_node(), 0)[-len(self._layers) :], strict=True
@@ -82,7 +87,7 @@ class AuxHiddenStates(GraphPass):
         return len(self._layers)
 
     def _entering(self, graph: fx.Graph, prefix: str) -> fx.Node | str:
-        """Return the value that enters the layer with this parameter prefix, or why it was not found."""
+        """Return the hidden state that enters the layer whose parameters have this prefix, or why it was not found."""
         placeholders = graph.find_nodes(op="placeholder")
         # Values computed from parameters of the layer alone -> these parameters.
         own = {node: {node} for node in placeholders if is_parameter(node) and _name(node).startswith(prefix)}
@@ -111,9 +116,9 @@ def _stack(graph: fx.Graph) -> str:
 
 
 def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
-    """Return the values computed in layers before this one that this layer, or what is computed after it, reads.
+    """Return the values that are computed before layer `layer` and read in it or after it.
 
-    Ops that read `aux_hidden_state` count as part of this layer.
+    path: of the model's layers, see `layer_stack`. An op that reads `aux_hidden_state` counts as part of the layer.
     """
     numbered = re.compile(rf"{re.escape(path)}\.(?P<number>\d+)\.")
     early: set[fx.Node] = set()

@@ -1,7 +1,7 @@
-"""Describes a value as a form: a view of another value, its core.
+"""Defines Form, which describes a value as a view of another value: its core.
 
-The view permutes the core's dimensions, and adds dimensions of size one. `normalise_layout` follows values through a
-graph as forms, which removes batch dimensions of one and transpositions.
+The view may permute the core's dimensions and add dimensions of size one. `normalise_layout` tracks the form of each
+value in a graph. Ops then run on the cores, which have no batch dimension of one and are not transposed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Size = int | torch.SymInt
 
 @dataclass(frozen=True)
 class Form:
-    """A value as a view of `core`, each of whose dimensions occurs once in `dims`."""
+    """A value described as a view of `core`. Each dimension of the core occurs once in `dims`."""
 
     core: fx.Node
     dims: tuple[int | None, ...]  # for each dimension of the value, the core's dimension; None: size one
 
     @classmethod
     def of(cls, value: fx.Node) -> Form:
-        """Return the form of a value that is its own core."""
+        """Return the trivial form of a value: its core is the value itself."""
         fake = value.meta["val"]
         return cls(value, tuple(range(fake.dim())) if isinstance(fake, torch.Tensor) else ())
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The core's dimensions in the order in which the value has them."""
+        """The indices of the core's dimensions, in the order in which they occur in the value."""
         return tuple(dim for dim in self.dims if dim is not None)
 
     @property
@@ -59,7 +59,7 @@ def unsqueezed(form: Form, dim: int) -> Form:
 
 
 def squeezed(form: Form, dim: int) -> Form | None:
-    """Return the form without this dimension of size one; None if it is a dimension of the core."""
+    """Return the form without the value's dimension `dim` of size one; None if that is a dimension of the core."""
     dim %= form.rank
     return Form(form.core, (*form.dims[:dim], *form.dims[dim + 1 :])) if form.dims[dim] is None else None
 
@@ -71,8 +71,9 @@ def permuted(form: Form, order: Sequence[int]) -> Form:
 def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tuple[int | None, ...]] | None:
     """Convert a reshape of the value to the shape `wanted` into a reshape of its core.
 
-    Returns the core's new shape (None if it does not change) and the dims of the new form. Returns None if the reshape
-    would merge dimensions that are not adjacent in the core, or if symbolic sizes leave open how dimensions correspond.
+    Returns (core shape, dims): the core's new shape, None if it does not change, and `Form.dims` of the result. Returns
+    None instead of a pair if the core cannot be reshaped accordingly: if dimensions would be merged that are not
+    adjacent in the core, or if symbolic sizes leave open which dimensions correspond.
     """
     new_of: dict[int, list[int]] = {}  # first core dimension of a group -> the value's new dimensions from it
     merged: set[int] = set()
@@ -108,9 +109,9 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
 
 
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]] | None:
-    """Pair the smallest groups of old and new dimensions with equal element counts, from the left.
+    """Return the smallest groups of consecutive old and new dimensions with equal element counts, from the left.
 
-    Returns None if symbolic sizes leave the groups open.
+    (2, 3, 4) and (6, 4) give [([0, 1], [0]), ([2], [1])]. Returns None if symbolic sizes leave the groups open.
     """
     groups = []
     i = j = 0
@@ -138,9 +139,9 @@ def _product(shape: Sequence[Size], places: list[int]) -> Size:
 
 
 def _is_less(left: Size, right: Size) -> bool:
-    """Return whether the left group is the one to extend.
+    """Return whether an element count is smaller than another one, taking an int to be smaller than a symbolic size.
 
-    It is if its product is smaller, or if only the right product has a symbolic size.
+    False if `left` is symbolic.
     """
     return left < right if isinstance(left, int) and isinstance(right, int) else isinstance(left, int)
 

@@ -1,4 +1,4 @@
-"""Applies ops other than views to values in forms: emits the equivalent op on their cores."""
+"""Rewrites ops that are no views to work on the cores of their inputs, see layout_form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _BY_DIMENSION = {
 class LayoutOps:
     """Emits ops on the cores of their inputs, and returns the forms of their results.
 
-    form: returns a value's form. ordered: converts a form to one with an ordered core. view: emits a view of a core.
+    form: returns a value's form. ordered: returns an equal form whose core has its dimensions in the value's order.
+    view: emits a call of a view op on a core, and returns the node.
     """
 
     def __init__(
@@ -40,7 +41,10 @@ class LayoutOps:
         self.graph, self.form, self.ordered, self.view = graph, form, ordered, view
 
     def follow(self, node: fx.Node) -> Form | None:
-        """Emit the op on the core and return the form of the node's value; None for an unknown op."""
+        """Emit the node's op on the cores of its inputs, and return the form of the node's value.
+
+        Returns None for an op that is not known, or that cannot be applied to the cores.
+        """
         if is_call(node, aten.cat.default):
             return self._cat(node)
         if is_call(node, aten.stack.default):
@@ -141,9 +145,10 @@ class LayoutOps:
         return Form(core, tuple(where.get(position) for position in range(rank)))
 
     def _aligned(self, core: fx.Node, place: dict[int, int], order: list[int]) -> fx.Node:
-        """Return the core with its dimensions in this order.
+        """Return the core as a view whose dimensions are in the given order.
 
-        Dimensions that it lacks are added with size one, except those before its first, which broadcasting adds.
+        place: dimension of the op's result -> the core's dimension. order: the result's dimensions in the wanted order.
+        A dimension that the core lacks is added with size one; leading ones are left to broadcasting.
         """
         own = [place[position] for position in order if position in place]
         if own != sorted(own):
@@ -162,7 +167,10 @@ class LayoutOps:
 
 
 def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
-    """Emit a call of the node's op on other arguments, with its keywords."""
+    """Emit a call of the node's op on the arguments `args`, with the node's keyword arguments, and return it.
+
+    Keywords with which a conversion changes nothing are left out.
+    """
     given = {name: value for name, value in node.kwargs.items() if not _says_nothing(node, name)}
     new = graph.call_function(node.target, args, given)  # type: ignore[arg-type]
     values, keywords = fx.map_arg((args, given), lambda argument: argument.meta["val"])
@@ -172,9 +180,9 @@ def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
 
 
 def _says_nothing(node: fx.Node, name: str) -> bool:
-    """Return whether a conversion's keyword names a property that the value already has.
+    """Return whether the node is a conversion (`_to_copy`) in which the keyword `name` changes nothing.
 
-    Conversions by `type_as` have such keywords.
+    `type_as` makes conversions with such keywords: a layout, and the device that the input is on.
     """
     if not is_call(node, aten._to_copy.default):
         return False

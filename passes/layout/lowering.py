@@ -1,4 +1,7 @@
-"""Passes that convert a foreign model's graph to the textbook form before all other passes. They cannot be disabled."""
+"""Passes that convert the graph of a model from transformers' code to the form of the project's textbook models.
+
+They run before all other passes and cannot be disabled.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def _operand(node: fx.Node) -> float | str:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Return whether the node casts a vector parameter, or adds a constant to it or multiplies it by one.
+    """Return whether the node casts a parameter of at most one dimension, or adds or multiplies it by a constant.
 
     Operations that a norm applies to its weight belong to the norm and do not count.
     """
@@ -99,7 +102,7 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match per KV cache, as every layer with a cache attends, and per attention without a cache."""
+        """Return the number of KV caches, whose layers attend once each, and of attentions without a KV cache."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -124,7 +127,7 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each recurrent state."""
+        """Return the number of parameters that hold the state of a recurrence."""
         inputs = graph.find_nodes(op="placeholder")
         return sum(1 for node in inputs if node.users and is_parameter(node) and parameter_of(node).role == KEPT)
 
@@ -160,9 +163,9 @@ _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
 def lower(
     graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
 ) -> tuple[PassReport, ...]:
-    """Run these passes on a foreign model's graph, in place, and return their reports.
+    """Run the passes of this module and NormaliseLayout on a foreign model's graph, in place. Returns their reports.
 
-    Raises what `run_passes` raises.
+    strict, verify and the errors raised are those of `run_passes`.
     """
     recurs = any(node.target in VALUES for node in graph.nodes)
     reports: tuple[PassReport, ...] = ()

@@ -1,7 +1,7 @@
-"""Removes ops that return their input unchanged: multiplications by one, casts and views that change nothing.
+"""Removes ops whose result equals an input: multiplications by one, and casts, views and copies that change nothing.
 
-Why: textbook code is general (a rope scaling factor of 1, a cast that a dtype does not need), and the no-ops that it
-leaves in the graph hide patterns from later passes. Inductor would fuse most of them.
+Why: model code is general (a RoPE scaling factor that is 1, a cast to the dtype that the value has), and the no-ops
+that it leaves in the graph hide patterns from later passes. Inductor would fuse most of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NoOpElimination(GraphPass):
     name = "no_op_elimination"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each multiplication by one; the number of other no-ops depends on the trace."""
+        """Return the number of multiplications by one; the number of other no-ops depends on the trace."""
         products = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         return sum(1 for product in products if product.args[1:] == (1.0,))
 
@@ -36,7 +36,7 @@ class NoOpElimination(GraphPass):
 
 
 def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
-    """Return the input that a no-op equals in value, shape, strides and dtype; None for other nodes."""
+    """Return the input whose value, shape, strides and dtype the node's result has; None if the node is no no-op."""
     if is_call(node, aten.cat.default):
         full = [part for part in arg(node, 0) if 0 not in part.meta["val"].shape]
         return full[0] if len(full) == 1 and _alike(full[0].meta["val"], node.meta["val"]) else None

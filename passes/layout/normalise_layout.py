@@ -1,9 +1,9 @@
-"""Converts foreign code to the textbook's layout: no batch dimension of one, tokens before heads.
+"""Converts graphs of transformers' code to the layout of textbook models: no batch dimension, tokens before heads.
 
-Why: transformers computes [1, T, D] and attends over [1, H, T, d]; the other passes and the kernels use [T, D] and [T,
-H, d]. Each value is followed as a view of a core without dimensions of size one (layout_form.py), so views and
-transpositions become free. An unknown op gets its original inputs: the result is correct, but other passes do not
-recognise the op.
+Why: transformers computes hidden states [1, T, D] and attends over [1, H, T, d]; the other passes and the kernels use
+[T, D] and [T, H, d]. The pass describes each value as a view of a core without dimensions of size one (layout_form.py),
+and lets ops compute the cores, so that views and transpositions disappear. An op that the pass does not know gets its
+inputs in their original layout: the result is correct, but other passes do not recognise the op.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value with a leading batch dimension of one."""
+        """Return the number of calls whose results have a leading dimension of size one, the batch."""
         return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -68,7 +68,7 @@ class _Normalisation:
         return self.forms.get(value) or Form.of(value)
 
     def ordered(self, form: Form) -> Form:
-        """Return the form with a core whose dimensions are in the value's order."""
+        """Return an equal form whose core has its dimensions in the value's order; emits a permutation if needed."""
         if form.is_ordered:
             return form
         core = self._view(aten.permute.default, form.core, list(form.order))
@@ -76,7 +76,7 @@ class _Normalisation:
         return Form(core, tuple(None if dim is None else next(places) for dim in form.dims))
 
     def _view(self, target: Any, core: fx.Node, *arguments: Any) -> fx.Node:
-        """Emit a view right after its core, or return the equal view that was emitted before."""
+        """Return a view of a core: a call of `target`, emitted right after the core unless an equal one exists."""
         key = (target, core, str(arguments))
         if key not in self.views:
             with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
@@ -84,7 +84,7 @@ class _Normalisation:
         return self.views[key]
 
     def _whole(self, value: fx.Node) -> fx.Node:
-        """Return a value with its original layout, which may be emitted as a view of its core."""
+        """Return a node that has the value in its original layout. It may be a new view of the value's core."""
         if value not in self.forms:
             return value
         form = self.ordered(self.forms[value])
@@ -95,7 +95,10 @@ class _Normalisation:
         return core
 
     def _follow(self, node: fx.Node) -> Form | None:
-        """Emit the ops that compute the core, and return the form of the node's value; None for an unknown op."""
+        """Return the form of the node's value, and emit the op that computes its core, unless the node is a view.
+
+        Returns None for an op that cannot be applied to cores; it must read its inputs in their original layout.
+        """
         target, args = node.target, node.args
         if node.op == "output" or not args or not _are_tensors(node):
             return None
@@ -124,9 +127,9 @@ class _Normalisation:
         return self.ops.follow(node)
 
     def _expanded(self, node: fx.Node, form: Form) -> Form | None:
-        """Emit an expansion of the core: dimensions of size one that grow become dimensions of the core.
+        """Emit an `expand` on the core, and return the form of the result. Expanded dimensions join the core.
 
-        Returns the new form; None for an expansion that adds dimensions, or to a symbolic size.
+        Returns None if the expansion adds dimensions, expands a dimension of the core, or has a symbolic size.
         """
         wanted = node.meta["val"].shape
         if len(wanted) != form.rank:
@@ -174,7 +177,7 @@ class _Normalisation:
 
 
 def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
-    """Return whether a tensor with these strides can be viewed with these sizes."""
+    """Return whether the tensor can be reshaped to these sizes without a copy."""
     try:
         with fake_mode_of(fake):
             fake.view(sizes)  # type: ignore[arg-type]
@@ -184,7 +187,7 @@ def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
 
 
 def _are_tensors(node: fx.Node) -> bool:
-    """Return whether the node's results are tensors."""
+    """Return whether the node's result is a tensor, or a list or tuple of tensors."""
     made = node.meta.get("val")
     return isinstance(made, torch.Tensor) or (
         isinstance(made, list | tuple) and all(isinstance(item, torch.Tensor) for item in made)
@@ -192,7 +195,7 @@ def _are_tensors(node: fx.Node) -> bool:
 
 
 def _has_batch(node: fx.Node) -> bool:
-    """Return whether the value is a tensor of several dimensions with a first one of size one."""
+    """Return whether the node's value is a tensor of at least two dimensions whose first has size one."""
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor) and value.dim() > 1 and isinstance(value.shape[0], int) and value.shape[0] == 1

@@ -1,15 +1,15 @@
 """The op that adds LoRA adapters to the result of a linear: y[t] + B[s] A[s] x[t], where s is token t's adapter slot.
 
-A token has one adapter or none. Slots hold A and B at the largest rank and `ranks_SM` has the ranks in use, so a batch
-may mix ranks. The adapter's scale is multiplied into B when the adapter is loaded into a slot.
+A token has one adapter or none. A slot has room for an adapter of the largest rank, and `ranks_SM` has the ranks in
+use, so a batch may mix ranks. The adapter's scale is multiplied into B when the adapter is loaded into a slot.
 
-Two kernels run: shrink computes z = A x for all members of a merged linear at once, expand adds B z. Small and large
-batches have different kernels. The host sorts and counts nothing and grids depend on shapes alone, so CUDA graphs can
-hold the kernels.
+Two kernels run. Shrink computes z = A x, at once for all members of a merged linear: the linears that were merged into
+it, each with an A and a B of its own. Expand adds B z. There are different kernels for few and for many tokens. Grids
+depend only on shapes, and the host neither sorts nor counts tokens, so CUDA graphs can hold the kernels.
 
-Kernels load what depends on slots alone before waiting for the previous kernel (programmatic dependent launch). This is
-safe because slots are parameters, and the kernel that writes the tokens' slots does not let the next one start early;
-every program waits before it ends.
+Before waiting for the previous kernel (programmatic dependent launch), kernels already load data that depends only on
+the slots. This is safe because slots are parameters, and the kernel that writes the tokens' slot numbers does not let
+the next one start early. Every program waits before it ends.
 
 Grouping by slot follows Punica's and S-LoRA's kernels (Chen et al., arXiv:2310.18547; Sheng et al., arXiv:2311.03285).
 """
@@ -40,12 +40,12 @@ def reference(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """Return y + B[slot] A[slot] x for each token, and y where the slot is negative: [T, N].
+    """Return y + B[slot] A[slot] x for each token, and y for a token whose slot is negative: [T, N].
 
-    x_TK, y_TN: input and result of a linear that merges M members with these sizes.
-    a_SRK: A, `rank` rows per slot and member. b_SNR: B, [slots, N, rank].
-    ranks_SM: int32, the ranks in use. Rows of A and columns of B beyond them are left out, since multiplying by zeros
-    would let NaN through.
+    x_TK, y_TN: input and result of a linear into which M linears, the members, are merged. sizes: outputs per member.
+    a_SRK: A of each slot, `rank` rows for each member. b_SNR: B of each slot, [N, rank].
+    ranks_SM: int32, the rank in use for each slot and member. Rows of A and columns of B beyond it are left out, since
+    a multiplication of x by zeros would let NaN through.
     slots_T: int32, the slot of each token.
     """
     rank, ends = b_SNR.shape[2], list(accumulate(sizes))
@@ -71,7 +71,7 @@ def launch(
     slots_T: torch.Tensor,
     sizes: list[int],
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels for few or for many tokens. All tensors but x and y must be contiguous."""
+    """Return the result of `reference`, computed by the kernels. All tensors but x and y must be contiguous."""
     operands = Operands(y_TN.contiguous(), x_TK.contiguous(), a_SRK, b_SNR, ranks_SM, slots_T, sizes)
     num_slots, rows, k = a_SRK.shape
     if len(y_TN) <= FEW_TOKENS:

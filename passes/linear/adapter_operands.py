@@ -28,10 +28,10 @@ class Operands(NamedTuple):
 
 
 def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Divide each member's results into tiles of `width`, numbered over all members.
+    """Divide the outputs of each member of a merged linear into tiles of `width`, numbered over all members.
 
-    Returns (constexprs, number of tiles). BEGINS, ENDS, FIRST_TILES: for each member its first result, the end of its
-    results, and its first tile.
+    sizes: outputs of each member. Returns (constexprs of the kernels, number of tiles). The constexprs have an entry
+    per member: BEGINS and ENDS are the bounds of its outputs in the merged result, FIRST_TILES its first tile.
     """
     ends = tuple(accumulate(sizes))
     last_tiles = tuple(accumulate(cdiv(size, width) for size in sizes))
@@ -42,7 +42,10 @@ def tiles_of_members(sizes: list[int], width: int) -> tuple[dict[str, tuple[int,
 def member_of(
     tile: tl.tensor, BEGINS: tl.constexpr, ENDS: tl.constexpr, FIRST_TILES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (member of a tile of WIDTH results, the tile's first result, the member's end). See tiles_of_members."""
+    """Return (index of the member that a tile belongs to, the tile's first output, the end of the member's outputs).
+
+    The other arguments are those that tiles_of_members returns. WIDTH: outputs per tile.
+    """
     member, begin, end = tile * 0, tile * WIDTH, tile * 0 + ENDS[0]
     for each in tl.static_range(1, len(ENDS)):
         of_later = tile >= FIRST_TILES[each]

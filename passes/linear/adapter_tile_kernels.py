@@ -1,12 +1,12 @@
-"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window of tokens.
+"""Adapter kernels for many tokens: each program handles the tokens of one slot within a window of consecutive tokens.
 
 A program gathers its slot's tokens and multiplies them on tensor cores, so that A and B are read once for several
-tokens, and other slots' tokens are not read. Each window has a program per possible slot. If its tokens have fewer
-slots, as in a prompt, the spare programs share the slots' tokens. Programs prefetch their part of A or B into the L2
-cache before waiting for the previous kernel.
+tokens, and other slots' tokens are not read. A window has a program for each slot that may occur. If fewer occur, as in
+a prompt, several programs divide the tokens of a slot. Programs prefetch their part of A or B into the L2 cache before
+they wait for the previous kernel.
 
-With many windows, each has one program that loops over the window's slots; prompts are long, so there is usually one
-slot.
+If there are many windows, each has only one program, which loops over the window's slots. Usually there is only one
+slot, since prompts are long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_SLOT = tl.constexpr(1 << 30)  # larger than any slot
 
 @triton.jit
 def _ask_for_lines(address: tl.tensor, wanted: tl.tensor) -> None:
-    """Prefetch the cache lines at these addresses, where `wanted`, into the L2 cache without waiting."""
+    """Prefetch the cache lines at the addresses for which `wanted` is set into the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -64,11 +64,11 @@ def shrink_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Shrink: write z = A x, by split of K, for all members of a merged linear.
+    """Write partial sums of z = A x (shrink) over splits of K, for all members of a merged linear.
 
-    Program (window of tokens, one of TURNS and tile of A's rows, split of K) takes the window's tokens that have one of
-    the program's slots. It multiplies them by BLOCK_R rows of A, over SPLIT_COLUMNS columns. Rows beyond an adapter's
-    rank, and tokens without an adapter, are not written.
+    Program (window of tokens, one of TURNS programs per tile of A's rows, split of K). For each slot assigned to it, a
+    program takes the window's tokens with this slot, and multiplies them by BLOCK_R rows of A over SPLIT_COLUMNS
+    columns. Rows beyond an adapter's rank, and tokens without an adapter, are not written.
 
     x_ptr: [num_tokens, K]; a_ptr: [slots, MEMBERS * RANK, K]; ranks_ptr: int32 [slots, MEMBERS]; slots_ptr: int32
         [num_tokens].
@@ -127,10 +127,10 @@ def shrink_kernel(
 def _share_of(
     turn: tl.tensor, lowest: tl.tensor, end: tl.tensor, TURNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Divide the slots from `lowest` to `end` among TURNS programs.
+    """Assign one of the slots lowest, ..., end - 1 to program number `turn` of TURNS.
 
-    Returns (a program's first slot, its part of that slot's tokens, the number of parts). There are several parts if
-    there are fewer slots than programs. turn: the program's number.
+    Returns (the program's first slot, the index of its part of that slot's tokens, the number of parts). If there are
+    fewer slots than programs, the tokens of a slot are divided into parts for several programs.
     """
     num_slots = tl.maximum(end - lowest, 1)
     place = turn % num_slots
@@ -141,10 +141,10 @@ def _share_of(
 def _chosen(
     token_W: tl.tensor, own_W: tl.tensor, first: tl.tensor, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (numbers of BLOCK_T tokens with the slot, from its `first` token on; mask of those that exist).
+    """Gather BLOCK_T of the window's tokens that have a slot, from the `first` of these on.
 
-    token_W, own_W: the window's tokens, and whether they have the slot. If BLOCK_T is the window's size, both are
-    returned unchanged.
+    Returns (indices of the tokens, which of them exist). token_W: indices of the window's tokens. own_W: whether each
+    has the slot. If BLOCK_T is the window's size, both are returned unchanged.
     """
     if BLOCK_T == WINDOW:
         return token_W, own_W
@@ -193,16 +193,16 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Expand: write out = y + B z, where z is summed over the splits of K.
+    """Write out = y + B z (expand), where z is the sum of shrink's partial sums.
 
-    Program (window of tokens, NUM_BLOCKS tiles of a member's results, one of TURNS) computes these results for the
-    window's tokens that have one of the program's slots. Tokens with slot -1, without an adapter, are copied.
+    Program (window of tokens, NUM_BLOCKS tiles of a member's outputs, one of TURNS programs). A program computes these
+    outputs for the window's tokens with the slots assigned to it. For tokens without an adapter (slot -1), y is copied.
 
     y_ptr, out_ptr: [num_tokens, N]; z_ptr: see shrink_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_kernel.
-    BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: results of a tile.
+    BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: outputs of a tile.
     TURNS: programs that share the slots of a window. WINDOW: tokens of a window; BLOCK_T: tokens multiplied at a time.
-    BLOCK_R: RANK rounded up to a power of two, at least 16. AHEAD: prefetch B before the wait.
+    BLOCK_R: RANK rounded up to a power of two, at least 16. AHEAD: prefetch B before waiting for the previous kernel.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -273,7 +273,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, dtype: torch.dtype) -> Tiles:
-    """Choose the tile sizes. rows: of one slot's A, over all members. rank: the largest rank that a slot holds."""
+    """Return the tile sizes for a batch. rows: rows of a slot's A for all members. rank: largest rank of a slot."""
     most = next((most for most in WINDOWS if num_tokens <= most), None)
     rows, results = min(64, _block(rows)), max(16, MOST_ELEMENTS // _block(rank))
     if dtype == torch.float32:  # no tensor cores, and twice the bytes
@@ -288,7 +288,10 @@ def choose_tiles(num_tokens: int, k: int, rows: int, rank: int, num_slots: int, 
 
 
 def _turns(window: int, num_slots: int) -> int:
-    """Return the programs per window: enough for all slots, or for all tokens of one slot, up to MOST_TURNS."""
+    """Return the number of programs per window: enough for all slots, or for all tokens if they have the same slot.
+
+    At most MOST_TURNS.
+    """
     return min(max(num_slots, window // 16), MOST_TURNS)
 
 

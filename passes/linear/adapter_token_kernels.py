@@ -1,7 +1,7 @@
 """Adapter kernels for few tokens: each program handles one token.
 
-All its addresses follow from the token's slot, so its loads are issued at once: latency dominates here. A program loads
-its part of A or B into registers before waiting for the previous kernel.
+Latency dominates with few tokens. A program issues all its loads at once, since all addresses follow from the token's
+slot, and loads its part of A or B into registers before it waits for the previous kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shrink_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """LoRA shrink for one token: partial sums of z = A x over one split of K, for BLOCK_R rows of a member's A.
+    """Write partial sums of z = A x (LoRA's shrink) of one token over a split of K, for BLOCK_R rows of a member's A.
 
     Program (token, split of K, member and tile of rows of A). Members are the linears that were merged into one, each
     with an A of its own. Rows beyond the rank that a member has in the token's adapter, and tokens with a negative
@@ -93,11 +93,11 @@ def expand_token_kernel(
     BLOCK_R: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Expand: write out = y + B z of one token for a tile of a member's results; program (token, tile).
+    """Write out = y + B z (LoRA's expand) of one token, for a tile of a member's outputs. Program (token, tile).
 
     y_ptr, out_ptr: [T, N]; z_ptr: see shrink_token_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_token_kernel.
-    BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: results of a tile.
+    BEGINS, ENDS, FIRST_TILES: see tiles_of_members. BLOCK_N: outputs of a tile.
     BLOCK_S, BLOCK_R: NUM_SPLITS and RANK rounded up to powers of two.
     """
     if DEPENDENT_LAUNCH:

@@ -58,7 +58,7 @@ class Adapters(GraphPass):
         return (ADAPTER_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -83,9 +83,10 @@ class Adapters(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check what comparing values cannot show, as verification batches have no adapters. Raises VerificationError.
+        """Check that each linear has its own slots and input, and that the op's kernels are right on random slots.
 
-        Each linear must have its own slots and input, and the op's kernels must be right on random slots.
+        Raises VerificationError otherwise. Returns None, so that the replacements are compared too. Their comparison
+        alone does not show these errors, since batches for verification have no adapters.
         """
         for node in graph.find_nodes(op="call_function", target=adapter_add):
             _verify(node, min(compile_range.high, _MOST_TOKENS), device)
@@ -93,16 +94,19 @@ class Adapters(GraphPass):
 
 
 def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[Parameter, ...] | None:
-    """Return the weights whose adapters a kept parameter holds, if it is a matrix A of this pass, otherwise None.
+    """Return the weights whose adapters a parameter holds, if it is a matrix A that this pass added; otherwise None.
 
-    described: the graph's parameters by name. The weights are the members of one linear, in order.
+    The weights are those that are merged into one linear, in order. described: the graph's parameters by name.
     """
     name = parameter.name.removesuffix(MATRIX_A)
     return _members(described[name]) if parameter.role == KEPT and name != parameter.name else None
 
 
 def slots_of(weight: Parameter, k: int, dtype: torch.dtype, config: AdapterConfig) -> tuple[Parameter, ...]:
-    """Describe the slots of a linear with inputs [T, K] of this dtype, as kept parameters: A, B and ranks."""
+    """Return descriptions of the parameters that hold the adapters of a linear: A, B and the ranks in use.
+
+    weight: of the linear. k: number of its inputs. dtype: of A and B.
+    """
     slots, rank, members = config.max_loras, config.max_lora_rank, len(_members(weight))
     name = str(dtype).removeprefix("torch.")
     return (

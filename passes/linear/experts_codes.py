@@ -31,7 +31,7 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 def projections_of(name: str) -> tuple[str, ...]:
-    """Return the projections whose rows an expert parameter of this name holds; empty for other parameters."""
+    """Return the names of the projections whose rows the expert parameter `name` holds; () for other parameters."""
     return _PROJECTIONS.get(name.rpartition(".")[2], ())
 
 
@@ -45,10 +45,11 @@ def scaled(
     K: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return rows of codes times their scales, in fp32. w_NK: the codes, from column k on, as numbers in fp32.
+    """Return decoded codes times their scales, in fp32.
 
-    scales_ptr: float32, one row per tile of rows, with one scale per TILE_COLUMNS columns (0: per row).
-    scale_row_N: the row of scales for each row of codes; mask_N: whether the row exists.
+    w_NK: values of codes, fp32, of N rows of a weight with K columns, from column k on.
+    scales_ptr: float32, [tiles of rows, tiles of columns]. TILE_COLUMNS: columns that share a scale; 0: all.
+    scale_row_N: for each row its index in the first dimension of the scales; mask_N: whether the row exists.
     """
     ROWS: tl.constexpr = w_NK.shape[0]
     BLOCK_K: tl.constexpr = w_NK.shape[1]
@@ -64,9 +65,9 @@ def scaled(
 
 
 def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernels do not support codes of this scheme, with num_columns columns a row; None if they do.
+    """Return why experts' kernels do not support codes of this scheme, with `num_columns` columns; None if they do.
 
-    On a CPU, plain torch decodes the codes.
+    On a CPU, where ops of torch decode the codes, all limits but the GPU's capability apply. dtype: of the results.
     """
     rounding = scheme.weight
     columns, is_packed = rounding.columns, rounding.format.per_byte > 1
@@ -89,10 +90,10 @@ def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device:
 
 
 def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
-    """Return the constexprs of kernels that read weights of num_columns columns.
+    """Return the constexprs of kernels that read weights with `num_columns` columns.
 
-    scheme: "" for weights that are not quantised. PACKED: "" for none, "e2m1" or "integers"; ZERO: the zero point of
-    all tiles; UNIT: see `unit_of`.
+    scheme: the text form of a Rounding; "" for weights that are not quantised. PACKED: the kind of codes that share a
+    byte, "e2m1" or "integers"; "" for others. ZERO: the zero point of all tiles. UNIT: see `unit_of`.
     """
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
     packed, zero, unit = "", 0, 0
@@ -103,8 +104,9 @@ def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
 
 
 def columns_of(codes: torch.Tensor, scheme: str) -> int:
-    """Return the number of columns of a weight, given its values [..., N, K], or its codes, several of which may share
-    a byte.
+    """Return the number of columns K of a weight, given its values or codes.
+
+    codes: [..., N, K], or fewer columns if several codes share a byte. scheme: see `constants_of`.
     """
     return codes.shape[-1] * (Rounding.parse(scheme).format.per_byte if scheme else 1)
 
@@ -112,7 +114,7 @@ def columns_of(codes: torch.Tensor, scheme: str) -> int:
 def decoded(
     codes_NK: torch.Tensor, scales_RC: torch.Tensor, zeros_RC: torch.Tensor | None, scheme: str
 ) -> torch.Tensor:
-    """Return an expert's weight, fp32 [N, K], from its codes, scales and zero points. scheme: for Rounding.parse."""
+    """Return an expert's weight, dequantised to fp32 [N, K]. scheme: the text form of a Rounding."""
     rounding = Rounding.parse(scheme)
     if rounding.format.per_byte == 1:
         return decode(codes_NK, scales_RC, rounding)

@@ -24,14 +24,14 @@ from compiled_engine.passes.linear.quantised_linear_op import quantised_linear
 def reference(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """Return activation(first half of linear(x)) * second half, [T, N / 2]."""
+    """Return activation(gate) * up, [T, N / 2], where gate and up are the two halves of linear(x)."""
     return silu_mul.reference(torch.nn.functional.linear(x_TK, weight_NK, bias_N), activation)
 
 
 def launch(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, activation: str = "silu"
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels."""
+    """Return the result of `reference`, computed by the kernels that the module's docstring names."""
     products = hopper_product.product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if products is not None and bias_N is None:
         return hopper_product.hopper_product(x_TK, weight_NK, True, activation, products)

@@ -1,4 +1,4 @@
-"""Hopper's kernel for quantised linears of over 128 tokens: the conditions that it sets, its tiles and its launch."""
+"""Launches Hopper's kernel for quantised linears of more than 128 tokens: which it supports, its tile sizes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GROUPS, COLUMNS = 2, 128
 
 @dataclass(frozen=True)
 class CodesTiles:
-    """The tile of a program: 2 * `tokens` tokens and `rows` rows of the weight, gate and up counted together.
+    """Tile sizes of a program: 2 * `tokens` tokens and `rows` rows of the weight, gate and up counted together.
 
-    Columns are processed in `stages` stages of 128.
+    stages: stages of the ring buffer in shared memory, of 128 columns each.
     """
 
     tokens: int  # 64 or 128
@@ -40,11 +40,11 @@ TOKEN_COUNTS = (64, 128, 256, 384, 1024, 1152, 2048, 4096)
 
 @cache
 def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiprocessors: int) -> CodesTiles:
-    """Return the tiles with the least estimated time.
+    """Return the tile sizes with the least estimated time.
 
-    The estimate is the number of rounds, each of one tile per multiprocessor, times a tile's time in COSTS.
+    The estimate is the number of tiles that a multiprocessor computes one after another, times a tile's time in COSTS.
 
-    num_rows: gate and up counted together. has_blocks: scales are of blocks, not of whole rows.
+    num_rows: gate and up counted together. has_blocks: a scale is shared by a block of the weight, not by a whole row.
     """
 
     def cost(tiles: CodesTiles) -> float:
@@ -55,7 +55,10 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
 
 def why_not_on_the_left(num_rows: int, gated: bool, scheme: LinearScheme) -> str | None:
-    """Return why the kernel does not support a linear that Hopper's product kernel supports; None if it does."""
+    """Return why this kernel does not support a linear that Hopper's product kernel supports; None if it does.
+
+    num_rows: of the weight. gated: gate and up, which are counted together.
+    """
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
     if weight.columns != input_columns:
@@ -77,10 +80,10 @@ def hopper_codes(
     dtype: torch.dtype,
     tiles: CodesTiles | None = None,
 ) -> torch.Tensor:
-    """Compute the linear of codes, [T, N], or with `gated` activation(gate) * up of its halves, [T, N / 2], in `dtype`.
+    """Return y = x @ weight^T, [T, N], or with `gated` activation(gate) * up, [T, N / 2], in `dtype`.
 
-    The weight is contiguous, K a multiple of 16, and N of 8, or of 16 with `gated`; see why_not_on_the_left. tiles: by
-    default those of codes_tiles.
+    x and the weight are codes; gate and up are the halves of y. The weight must be contiguous, K a multiple of 16,
+    and N of 8, or of 16 with `gated`; see also why_not_on_the_left. tiles: None for those of codes_tiles.
     """
     if tiles is None:
         many = multiprocessors(x_TK.device)

@@ -1,7 +1,7 @@
-"""Hopper's kernel for linears with four-bit codes: which it supports, the layout it reads, its tiles and launch.
+"""Launches Hopper's kernel for linears with four-bit codes: which it supports, the layout it reads, its tile sizes.
 
-The codes are in words (see `to_words`), and the scales and zero points transposed, one row for each 128 columns. Codes
-of dtype int32 mean this layout.
+The kernel reads codes in words (see `to_words`), and scales and zero points transposed, [K / 128, N]. If a linear's
+codes have dtype int32, its operands are in this layout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def why_not_in_words(num_rows: int, k: int, scheme: LinearScheme, dtype: torch.d
 def in_rows(
     words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Convert operands of Hopper's kernel to codes, scales and zero points by rows, as other kernels read them."""
+    """Convert operands of Hopper's kernel to the layout that other kernels read.
+
+    Returns packed codes [N, K / 2], scales [N, K / 128], and zero points of the same shape or None.
+    """
     return from_words(words), scales_CN.t(), None if zeros_CN is None else zeros_CN.t().to(torch.uint8)
 
 
@@ -61,10 +64,11 @@ def in_rows(
 def integer_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, has_zeros: bool, num_multiprocessors: int
 ) -> tuple[HopperTiles, int]:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product of four-bit codes, and its number of splits.
+    """Return (tile sizes, number of splits of K) for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    Each program reads all tokens' values in its columns. From about 16 tokens on, these are more bytes than the codes.
-    Programs therefore share K rather than rows: as many splits as there are places on the multiprocessors.
+    A program reads the inputs of all tokens in its columns, and from about 16 tokens on these are more bytes than the
+    codes. Work is therefore divided among programs by columns rather than rows: K is split until the programs fill the
+    multiprocessors. gated: num_rows counts gate and up together.
     """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
     programs, blocks = cdiv(num_rows, 64), k // COLUMNS
@@ -89,13 +93,16 @@ def integer_tiles(
 
 
 def stage_bytes(tiles: HopperTiles, has_zeros: bool) -> int:
-    """Return the shared memory of a stage: codes, scales, zero points and tokens."""
+    """Return the shared memory of a stage in bytes: for codes, scales, zero points and tokens."""
     rows = 64 * tiles.groups
     return tiles.products * (rows * (COLUMNS // 2 + 4 + 2 * has_zeros) + tiles.parts * tiles.tokens * 2 * COLUMNS)
 
 
 def with_stages(tiles: HopperTiles, gated: bool, has_zeros: bool, k: int, together: int) -> HopperTiles:
-    """Return the tiles with as many stages as fit `together` programs on a multiprocessor, at most one per step."""
+    """Return the tile sizes with as many stages as fit the shared memory, at most one per step along k.
+
+    together: number of programs that run on a multiprocessor at the same time.
+    """
     steps = k // (COLUMNS * tiles.parts * tiles.products)
     room = SHARED_MEMORY // together - tiles.ending_bytes(gated)
     return replace(tiles, stages=max(1, min(room // stage_bytes(tiles, has_zeros), steps)))
@@ -113,10 +120,11 @@ def hopper_integers(
     zero: int,
     tiles: tuple[HopperTiles, int] | None = None,
 ) -> torch.Tensor:
-    """Compute linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
+    """Return y = linear(x) + residual, [T, N], or with `gated` activation(gate) * up + residual, [T, N / 2].
 
-    words: int32 [N, K / 8]; scales_CN: fp32 [K / 128, N]; zeros_CN: int16 [K / 128, N], or None for `zero`. T is at
-    most MOST_TOKENS, and the tiles' tokens; see why_not_in_words. tiles: by default those of integer_tiles.
+    gate and up are the halves of linear(x). words: int32 [N, K / 8]; scales_CN: fp32 [K / 128, N]; zeros_CN: int16 [K /
+    128, N]; None: the zero point of all codes is `zero`. T may be at most MOST_TOKENS and the tokens of the tile; see
+    also why_not_in_words. tiles: (tile sizes, splits); None for those of integer_tiles.
     """
     from compiled_engine.kernels import hopper_linear_kernel as ring  # Gluon takes a while to import
 
@@ -176,7 +184,7 @@ def hopper_integers(
 
 @cache
 def _boxes(tiles: HopperTiles, gated: bool) -> tuple[Box, Box, Box, Box]:
-    """Return the TMA boxes of words, tokens, scales and zero points."""
+    """Return (TMA box of the words, of the tokens, of the scales, of the zero points)."""
     from compiled_engine.kernels import hopper_integers as kernels
     from compiled_engine.kernels import hopper_linear_kernel as ring
 

@@ -1,4 +1,4 @@
-"""Hopper's kernel for linears of up to 128 tokens: when to use it (by the device's profile), its tiles, its launch."""
+"""Launches Hopper's kernel for linears of up to 128 tokens. The device's profile says when, and has the tile sizes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | 
 
 
 def rows_for_boxes(x_TK: torch.Tensor) -> torch.Tensor:
-    """Return x with rows that TMA can copy: contiguous, and starting at multiples of 16 bytes.
+    """Return x if TMA can copy its rows, otherwise a contiguous copy of x.
 
-    This is x itself if its rows are like that, otherwise a copy.
+    The elements of a row must be consecutive, and rows must begin at multiples of 16 bytes.
     """
     if x_TK.stride(1) != 1 or x_TK.stride(0) * x_TK.element_size() % 16 or x_TK.data_ptr() % 16:
         return x_TK.clone(memory_format=torch.contiguous_format)
@@ -40,9 +40,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def layout_of_boxes(bits: int, rank: int) -> Any:
-    """Return the shared-memory layout of boxes with elements of this many bits, see shared_layout.
+    """Return the shared-memory layout of TMA boxes with `rank` dimensions and elements of `bits` bits.
 
-    Cached, as creating a layout takes the host as long as a launch.
+    See shared_layout. The result is cached, since creating a layout takes the host as long as a launch.
     """
     from compiled_engine.kernels.hopper_linear_kernel import shared_layout
 
@@ -51,7 +51,7 @@ def layout_of_boxes(bits: int, rank: int) -> Any:
 
 @cache
 def box_of_results(tokens: int, outputs: int) -> Box:
-    """Return a TMA box of [tokens, outputs] 16-bit results."""
+    """Return the TMA box through which results [tokens, outputs] of 16 bits are written."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
@@ -60,7 +60,7 @@ def box_of_results(tokens: int, outputs: int) -> Box:
 
 @cache
 def columns_of_boxes(bits: int) -> int:
-    """Return the number of columns of a box with elements of this many bits."""
+    """Return the number of columns of a TMA box of the weight or the tokens. bits: of an element."""
     from compiled_engine.kernels.hopper_linear_kernel import step_of
 
     return int(step_of(bits))
@@ -79,10 +79,10 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """A program's tile: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up counted together.
+    """Tile sizes of a program: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up together.
 
-    Columns are processed in `stages` stages of shared memory, each of `products` * `parts` * 64 columns. With several
-    parts, a product of the tensor cores computes that many parts of K at once, each for fewer rows.
+    stages: stages of the ring buffer in shared memory, of `products` * `parts` * 64 columns each. parts: if more than
+    1, a tensor-core product of 64 rows takes 64 / parts rows of the weight, each in as many parts of K.
     """
 
     groups: int  # 1 to 3
@@ -95,7 +95,7 @@ class HopperTiles:
 
     @property
     def columns(self) -> int:
-        """The columns of the weight that a stage holds, for 16-bit elements."""
+        """The number of columns in a stage, for 16-bit elements."""
         return columns_of_boxes(16) * self.parts * self.products
 
     @property
@@ -103,12 +103,12 @@ class HopperTiles:
         return (64 * self.groups + self.parts * self.tokens) * self.products * 128
 
     def ending_bytes(self, gated: bool) -> int:
-        """Return the shared memory besides the stages: for results, and for the sums of parts."""
+        """Return the shared memory in bytes that a program needs besides the stages: for results and sums of parts."""
         outputs = 64 // self.parts // (2 if gated else 1)
         return self.groups * self.tokens * (2 * outputs + (256 if self.parts > 1 else 0))
 
     def share_of_busy(self, num_rows: int, num_sms: int) -> float:
-        """Return the average share of busy multiprocessors, if each runs one program at a time."""
+        """Return the average fraction of busy multiprocessors if each of `num_sms` runs one program at a time."""
         programs = cdiv(num_rows, 64 // self.parts * self.groups)
         return programs / (cdiv(programs, num_sms) * num_sms)
 
@@ -118,7 +118,10 @@ class HopperTiles:
 
 
 def registers_for(groups: int, columns: int) -> int:
-    """Return the registers per thread; 0: all. Narrow products get few, so that two programs share a multiprocessor."""
+    """Return the limit on the registers per thread; 0: no limit. columns: of a tensor-core product, tokens times parts.
+
+    Products of few columns get few registers, so that two programs can run on a multiprocessor.
+    """
     if columns <= 32:
         return 64
     return 128 if groups == 1 else 0
@@ -128,9 +131,10 @@ def registers_for(groups: int, columns: int) -> int:
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
-    """Return the tiles of a product by the device's profile, see `tiles_for`.
+    """Return the tile sizes for a linear by the device's profile, see `tiles_for`.
 
-    Returns None if the device has no profile, or for more than 128 tokens.
+    Returns None if the device is no Hopper GPU with a profile, if `dtype` does not have two bytes, for more than 128
+    tokens, and where `tiles_for` does.
     """
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     return None if profile is None else tiles_for(profile, num_tokens, num_rows, k, gated, multiprocessors(device))
@@ -139,9 +143,10 @@ def hopper_tiles(
 def tiles_for(
     profile: DeviceProfile, num_tokens: int, num_rows: int, k: int, gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product. gated: num_rows counts gate and up together.
+    """Return the tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    None if another kernel is faster, or no shape near enough was measured.
+    gated: num_rows counts gate and up together. Tile sizes measured for a similar shape are adapted. Returns None if
+    another kernel is faster, if no similar shape was measured, or if its tile sizes cannot be adapted.
     """
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
     measured_shapes = (*profile.tiles, *profile.hopper_tiles)
@@ -154,7 +159,10 @@ def tiles_for(
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the shape whose rows and columns differ by the smallest factors, each at most NEAR; None without one."""
+    """Return the shape that is most similar to `shape`: its rows and columns differ by the smallest factors.
+
+    Returns None if there is none whose factors are at most NEAR.
+    """
 
     def factors(other: tuple[int, int]) -> list[float]:
         return [max(here / there, there / here) for here, there in zip(shape, other, strict=True)]
@@ -166,9 +174,10 @@ def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tup
 def _fitted(
     tiles: HopperTiles, near: tuple[int, int], shape: tuple[int, int], gated: bool, num_sms: int
 ) -> HopperTiles | None:
-    """Adapt the tiles measured for the shape `near` to `shape`, see AS_BUSY.
+    """Adapt the tile sizes measured for the shape `near` to another shape, with smaller tiles if needed.
 
-    None if too few multiprocessors would be busy, or if rows or columns are not divisible.
+    Returns None if too few multiprocessors would be busy (see AS_BUSY), or if rows or columns are not divisible by the
+    tile sizes.
     """
     num_rows, k = shape
     there = tiles.share_of_busy(near[0], num_sms)
@@ -187,7 +196,7 @@ def _fitted(
 
 
 def _changed(tiles: HopperTiles, **fields: int) -> HopperTiles:
-    """Return the tiles with these fields, and with registers to match."""
+    """Return the tile sizes with changed fields, and with the registers that `registers_for` gives for them."""
     tiles = replace(tiles, **fields)
     return replace(tiles, registers=registers_for(tiles.groups, tiles.parts * tiles.tokens))
 
@@ -203,13 +212,14 @@ def hopper_linear(
     scaling: Scaling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return linear(x), or with `gated` activation(gate) * up of its halves, plus residual: [T, N] or [T, N / 2].
+    """Return linear(x) + residual, [T, N], or with `gated` activation(gate) * up + residual, [T, N / 2].
 
-    Weight and residual are contiguous. K is a multiple of 8; with several parts or products, of 64 * parts * products.
-    N is a multiple of 8; with `gated`, of 16. T is at most the tiles' tokens.
+    gate and up are the halves of linear(x). Weight and residual must be contiguous. K must be a multiple of 8; with
+    several parts or products, of 64 * parts * products. N must be a multiple of 8; with `gated`, of 16. T may be at
+    most tiles.tokens.
 
-    scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16;
-    with several parts or products, of 128 * parts * products.
+    scaling: if given, x and the weight are 8-bit codes with these scales, per 128 columns or whole row, and the results
+    have `dtype`. K must then be a multiple of 16; with several parts or products, of 128 * parts * products.
 
     Raises ValueError for gate and up in four parts, which would leave a program too few rows of each.
     """

@@ -1,4 +1,4 @@
-"""Hopper's kernel for linears of over 64 tokens: when to use it (by the device's profile), its tiles, its launch."""
+"""Launches Hopper's kernel for linears of over 64 tokens. The device's profile says when, and has the tile sizes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ LEAST_BESIDE_256 = 64
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """A program's tile: `groups` * `rows` rows of the weight, gate and up counted together, and sum(`parts`) tokens.
+    """Tile sizes of a program: `groups` * `rows` rows of the weight, gate and up together, and sum(`parts`) tokens.
 
-    Columns are processed in `stages` stages of 64. A thread needs rows * tokens / 128 registers for sums, at most
-    MOST_SUMS. Raises ValueError for other values than the comments allow.
+    stages: stages of the ring buffer in shared memory, of 64 columns each. A thread needs rows * tokens / 128 registers
+    for sums, at most MOST_SUMS. Raises ValueError for values that the comments do not allow.
     """
 
     groups: int  # 2 or 3
@@ -84,9 +84,10 @@ class ProductTiles:
 def product_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> ProductTiles | None:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product. gated: num_rows counts gate and up together.
+    """Return the measured tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    None if another kernel is faster, or the shape was not measured.
+    gated: num_rows counts gate and up together. Returns None for few tokens, if another kernel is faster, or if the
+    device or the shape was not measured.
     """
     profile = hopper_profile(dtype, device) if num_tokens > FEW else None
     measured = None if profile is None else profile.product(num_tokens, num_rows, k, gated)
@@ -104,10 +105,10 @@ def hopper_product(
 ) -> torch.Tensor:
     """Return linear(x), [T, N], or with `gated` activation(gate) * up of the linear's halves, [T, N / 2].
 
-    The weight is contiguous. K is a multiple of 8; N is a multiple of 8, or with `gated` of 16.
+    The weight must be contiguous. K must be a multiple of 8; N a multiple of 8, or with `gated` of 16.
 
-    scaling: scales of 8-bit codes, per 128 columns or whole row; results then have `dtype`. K is then a multiple of 16,
-    and the tiles have two groups and one part of up to 128 tokens.
+    scaling: if given, x and the weight are 8-bit codes with these scales, per 128 columns or whole row, and the results
+    have `dtype`. K must then be a multiple of 16, and `tiles` must have two groups and one part of up to 128 tokens.
     """
     from compiled_engine.kernels import hopper_product_kernel as kernels  # Gluon takes a while to import
 
@@ -154,7 +155,10 @@ def hopper_product(
 
 @cache
 def _boxes(tiles: ProductTiles, bits: int, gated: bool, scaled: bool) -> tuple[Box, list[Box | None], list[Box | None]]:
-    """Return the TMA boxes of the weight, and of tokens and results for each of three parts; None for empty ones."""
+    """Return (TMA box of the weight, boxes of the tokens, boxes of the results).
+
+    Tokens and results have a box for each of three parts; None for a part that the tile does not have.
+    """
     from compiled_engine.kernels import hopper_product_kernel as kernels
 
     rows, block, step = tiles.rows // 2 if gated else tiles.rows, kernels.BLOCK.value, columns_of_boxes(bits)

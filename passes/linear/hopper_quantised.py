@@ -1,4 +1,4 @@
-"""Quantised linears on Hopper's own kernels: which are supported, and their tiles, which follow a rule."""
+"""Says which quantised linears Hopper's kernels support, and chooses their tile sizes by a rule."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
 
 @cache
 def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int) -> HopperTiles:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product of codes.
+    """Return the tile sizes for a linear of codes, of `num_tokens` tokens and a weight [num_rows, k].
 
-    They are the largest that still occupy the multiprocessors, with as many stages as fit.
+    They are the largest with which enough multiprocessors are busy, with as many stages as fit the shared memory.
     """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
     # Two programs on a multiprocessor have registers for half the columns.
@@ -64,7 +64,7 @@ def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_
 
 
 def stages_of(tiles: HopperTiles, silu_mul: bool, k: int, memory: int) -> int:
-    """Return the number of stages that fit `memory` bytes of shared memory, at most one per step."""
+    """Return how many stages of the ring buffer fit `memory` bytes of shared memory, at most one per step along k."""
     steps = cdiv(k, COLUMNS * tiles.parts * tiles.products)
     return max(1, min((memory - tiles.ending_bytes(silu_mul)) // tiles.stage_bytes, steps))
 

@@ -1,8 +1,8 @@
-"""Triton kernels of linears with integer codes of four or 8 bits, or codes of e2m1, whose inputs are not rounded.
+"""Triton kernels of linears whose weight has integer codes of four or 8 bits, or codes of e2m1; inputs are not rounded.
 
-With few tokens a linear costs the read of its weight, so one kernel decodes the codes in registers before the tensor
-cores multiply them. With many tokens the products dominate: another kernel decodes the whole weight into memory, and
-the library multiplies.
+With few tokens, a linear takes as long as reading its weight, so one kernel decodes the codes in registers before the
+tensor cores multiply them. With many tokens, the multiplications dominate: another kernel decodes the whole weight to
+memory, and the library multiplies.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _WORD_ROWS = 64
 
 @triton.jit
 def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return integer codes minus zero points, or the values of e2m1 codes. Both are exact in each floating-point dtype.
+    """Return integer codes minus zero points, or the values of e2m1 codes, exactly, in a floating-point dtype.
 
-    The bits of e2m1 in the place of float16's are a float16 that is too small by 2^14. Integer codes are not converted,
-    which is slow. In bfloat16 the last bit of 128 counts 1, in float16 that of 1024 and in float32 that of 2^23, so
-    setting the low bits adds the code. Codes of 8 bits do not fit beside 128.
+    e2m1: the code's bits, moved to the bits of a float16, are the value times 2^-14. Integers: a conversion would be
+    slow. Instead, the code is put into the lowest bits of a number whose last bit counts 1: 128 in bfloat16, 1024 in
+    float16, 2^23 in float32. That adds the code to the number. Codes of 8 bits do not fit beside 128.
     """
     if ELEMENT == "e2m1":
         bits = (codes & 7).to(tl.int16) << 9 | (codes & 8).to(tl.int16) << 12
@@ -60,7 +60,7 @@ def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl
 def _scaled(
     codes: tl.tensor, zeros: tl.tensor, scales: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Return values times their scales, rounded to `dtype`; scales: None for the values alone."""
+    """Return the values of codes times their scales, rounded to `dtype`. scales: None for the values alone."""
     if scales is None:
         return _values(codes, zeros, ELEMENT, dtype)
     else:
@@ -85,9 +85,10 @@ def _of_tiles(
     TILES: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load values of tiles for a step of BYTES bytes: [N, 1] of one tile, [N, BYTES] of several.
+    """Load scales or zero points of the tiles that N rows of codes have in a step of BYTES bytes.
 
-    first_N: index of the first of the ROW_TILES tiles in each row. The step has TILES tiles from `tile` on.
+    Returns [N, 1] if the step has one tile, or the value of each byte, [N, BYTES], if it has several. first_N: for each
+    row the index of its first value; a row has ROW_TILES. The step has TILES tiles from number `tile` on.
     """
     if TILES == 1:
         return tl.load(ptr + first_N + tile)[:, None]
@@ -124,14 +125,18 @@ def integer_product_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
+    """Compute a linear of quantised weights, fused with what follows it; see quantised_linear_op.reference.
 
-    x: [num_tokens, K]; codes of ELEMENT: [N, K / PER_BYTE], of two codes in a byte the low half has the even column;
-    scales, zeros: one for each tile, with K as TILE_COLUMNS for whole rows. zeros: None for ZERO. out, residual:
-    [num_tokens, num_outputs].
+    Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
 
-    Scales of tiles of at least BLOCK_K columns multiply the sum of a step. Smaller ones multiply the weight's values,
-    which are then rounded to the dtype of x.
+    x_ptr: [num_tokens, K]. codes_ptr: codes of ELEMENT, [N, K / codes per byte]; of two codes in a byte, the low half
+        is that of the even column.
+    scales_ptr, zeros_ptr: one for each tile of TILE_ROWS x TILE_COLUMNS elements; TILE_COLUMNS is K for whole rows.
+        zeros_ptr: None if the zero point of all codes is ZERO.
+    out_ptr, residual_ptr: [num_tokens, num_outputs]. bias_ptr: [N]. bias_ptr and residual_ptr may be None.
+
+    If tiles have at least BLOCK_K columns, the scales multiply the sum of a step. Scales of smaller tiles multiply the
+    weight's values, which are then rounded to the dtype of x.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -199,7 +204,7 @@ def decode_kernel(
     BYTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, columns): decodes BYTES bytes of ROWS rows into out, [num_rows, K].
+    """Decode a quantised weight to out, [num_rows, K]. Program (rows, columns) decodes BYTES bytes of ROWS rows.
 
     For the arguments see integer_product_kernel.
     """
@@ -243,9 +248,9 @@ def decode_words_kernel(
     ROWS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, block): decodes a block of 128 columns of ROWS rows from words, see `to_words`.
+    """Decode a quantised weight in words, see `to_words`. Program (rows, block) decodes 128 columns of ROWS rows.
 
-    scales, zeros: [K / 128, num_rows]. out: [num_rows, K].
+    words_ptr: [num_rows, K / 8]. scales_ptr, zeros_ptr: [K / 128, num_rows]. out_ptr: [num_rows, K].
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -267,7 +272,7 @@ def decode_words_kernel(
 
 
 def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str | None:
-    """Return why plain torch must compute a linear; None if the kernels can."""
+    """Return why the kernels of this module do not support a linear; None if they do. Otherwise torch's ops do it."""
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of bfloat16"
     if not columns_of_step(scheme):
@@ -276,15 +281,15 @@ def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str
 
 
 def columns_of_step(scheme: LinearScheme) -> int:
-    """Return the columns of a step; 0 if the kernels do not support the scheme.
+    """Return the number of columns of a step; 0 if the kernels do not support the scheme.
 
-    A step has several tiles if they have FINE_COLUMNS columns. For all other tiles see step_of.
+    If tiles have FINE_COLUMNS columns, a step has several tiles; otherwise see step_of.
     """
     return MOST_COLUMNS if scheme.weight.columns == FINE_COLUMNS else step_of(scheme)
 
 
 def choose_tiles(num_tokens: int, num_rows: int) -> Tiles:
-    """Return the tiles for [num_tokens, K] x [num_rows, K], by a rule."""
+    """Return the tile sizes for a linear of `num_tokens` tokens and a weight of `num_rows` rows, by a rule."""
     tokens = min(MOST_TOKENS, max(16, next_power_of_2(num_tokens)))
     return Tiles(tokens, 32 if num_rows <= 8192 else 64, 8 if tokens == MOST_TOKENS else 4, 4)
 
@@ -301,9 +306,9 @@ def launch(
     scheme: LinearScheme,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Multiply x by the weight and apply what quantised_linear fuses: [T, N], or [T, N / 2] with silu_mul.
+    """Return [T, N], or [T, N / 2] with silu_mul, in x's dtype: the linear with bias, fused as in quantised_linear.
 
-    The result has the dtype of x. The weight must be contiguous.
+    The weight must be contiguous. tiles: None for those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()
@@ -344,7 +349,10 @@ def launch(
 def decode_words(
     words: torch.Tensor, scales_CN: torch.Tensor, zeros_CN: torch.Tensor | None, zero: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight's values as `decode_weight` does, from the operands of Hopper's kernel, see hopper_integers."""
+    """Return the weight's values as `decode_weight` does, from operands in the layout of hopper_integers.
+
+    zero: the zero point of all codes if zeros_CN is None.
+    """
     num_rows, k = words.shape[0], words.shape[1] * 8
     out_NK = torch.empty((num_rows, k), dtype=dtype, device=words.device)
     decode_words_kernel[(cdiv(num_rows, _WORD_ROWS), k // 128)](
@@ -368,7 +376,10 @@ def decode_weight(
     scheme: LinearScheme,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the weight's values [N, K], computed in fp32 and rounded to `dtype`. Pairs of columns share a scale."""
+    """Return the weight's values [N, K], computed in fp32 and rounded to `dtype`.
+
+    The two columns whose codes share a byte must have the same scale.
+    """
     (num_rows, num_bytes), rounding = codes_NB.shape, scheme.weight
     per_byte = rounding.format.per_byte
     out_NK = torch.empty((num_rows, per_byte * num_bytes), dtype=dtype, device=codes_NB.device)

@@ -1,7 +1,7 @@
-"""Recognises linears: `linear_of` is the only matcher of x @ weight^T + bias.
+"""Recognises linears in graphs: `linear_of` is the only matcher of x @ weight^T + bias for all passes.
 
-Declarations say which ops are linears (op_library.py), so every pass recognises a quantised linear. A pass that
-supports only some weight formats checks `format`.
+Which ops are linears is declared in op_library.py, so every pass recognises quantised linears too. A pass that supports
+only some weight formats must check `Linear.format`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 @dataclass(frozen=True)
 class Quantised:
-    """The parameters that a quantised weight has besides its codes, and its scheme."""
+    """The parameters of a quantised weight besides its codes, and its scheme."""
 
     scales: fx.Node
     zeros: fx.Node | None
@@ -36,7 +36,7 @@ class Quantised:
 
     @property
     def parameters(self) -> dict[str, fx.Node]:
-        """The parameters that are not None, by the op's argument names."""
+        """The parameters that are not None, by the names of quantised_linear's arguments."""
         found = {"scales_RC": self.scales, "zeros_RC": self.zeros, "input_scale_1": self.input_scale}
         found["columns_1K"] = self.columns
         return {name: node for name, node in found.items() if node is not None}
@@ -49,7 +49,7 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Linear:
-    """A call that computes x @ weight^T + bias."""
+    """A call in a graph that computes x @ weight^T + bias, with its operands."""
 
     node: fx.Node
     x: fx.Node
@@ -66,19 +66,19 @@ class Linear:
 
     @property
     def parameters(self) -> list[fx.Node]:
-        """All operands of the call besides x."""
+        """The nodes of the weight, of its scales and other parameters, and of the bias if there is one."""
         beside = self.quantised.parameters.values() if self.quantised else ()
         return [self.weight, *beside, *([] if self.bias is None else [self.bias])]
 
 
 def linear_of(node: object) -> Linear | None:
-    """Return the linear that a call computes, otherwise None; see `why_no_linear`."""
+    """Return the linear that a call computes; None if the node is no call that is recognised as a linear."""
     found = _match(node)
     return found if isinstance(found, Linear) else None
 
 
 def why_no_linear(node: object) -> str | None:
-    """Return why a call of a linear's op is not recognised as a linear; None for linears and unrelated nodes."""
+    """Return why a call of an op that is declared as a linear is not recognised; None for linears and other nodes."""
     found = _match(node)
     return found if isinstance(found, str) else None
 
@@ -104,7 +104,7 @@ def _match(node: object) -> Linear | str | None:
 
 
 def _transposed(matrix: object) -> fx.Node | None:
-    """Return the operand of a transpose of the last two dimensions, otherwise None."""
+    """Return the operand if the node transposes its last two dimensions; otherwise None."""
     rank = matrix.meta["val"].dim() if isinstance(matrix, fx.Node) and is_call(matrix, *_TRANSPOSES) else 0
     if not isinstance(matrix, fx.Node) or rank < 2:
         return None
@@ -119,9 +119,9 @@ def _transposed(matrix: object) -> fx.Node | None:
 def emit_linear(
     graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None, quantised: Quantised | None = None
 ) -> fx.Node:
-    """Emit a linear at the graph's insertion point and return it.
+    """Emit a linear at the graph's insertion point, and return its node.
 
-    quantised: given if `weight` holds the codes of a quantised weight.
+    quantised: if `weight` holds the codes of a quantised weight, the weight's other parameters; otherwise None.
     """
     if quantised is not None:
         arguments = {"x_TK": x, "codes_NK": weight, "bias_N": bias, "zeros_RC": None, "input_scale_1": None}
@@ -134,7 +134,7 @@ def emit_linear(
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """A batched product that computes x @ weight^T + bias for each expert."""
+    """A batched matrix product (bmm) that computes x @ weight^T + bias for each of E experts."""
 
     x: fx.Node
     weight: fx.Node  # parameter [E, N, K], or [E, K, N] if transposed, or a call of experts_weight, [E, N, K]
@@ -144,9 +144,9 @@ class ExpertsLinear:
 
 
 def experts_linear_of(value: Any) -> ExpertsLinear | None:
-    """Return the linear of each expert that a value is the result of, otherwise None.
+    """Return the experts' linear whose result a value is; otherwise None.
 
-    The value is a batched product, or the sum of a batched product and a bias.
+    The value is a batched matrix product, or the sum of one and a bias.
     """
     bias = None
     if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
@@ -165,12 +165,12 @@ def experts_linear_of(value: Any) -> ExpertsLinear | None:
 
 
 def is_by_columns(node: fx.Node) -> bool:
-    """Return whether an expert matrix has the shape [E, K, N], which products read without a transpose."""
+    """Return whether a parameter of experts has the shape [E, K, N]: a batched product reads it without a transpose."""
     return any(is_call(user, aten.bmm.default) for user in node.users)
 
 
 def by_rows(node: fx.Node) -> Parameter:
-    """Return the description of an expert matrix with the shape [E, N, K], its order in memory."""
+    """Return the description of a parameter of experts in the shape [E, N, K], the order in which it is stored."""
     weight = parameter_of(node)
     if not is_by_columns(node):
         return weight
@@ -187,7 +187,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
     """Return the linear, or the experts' linear without its bias, that a call computes; otherwise None.
 
-    An experts' linear is only returned if its weight is a parameter stored as [E, N, K].
+    An experts' linear is returned only if its weight is a parameter [E, N, K].
     """
     if not is_call(node, aten.bmm.default):
         return linear_of(node)
@@ -196,11 +196,11 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
 
 
 def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:
-    """Count the weight matrices [N, K] that multiply each value [T, K]; contracts use these counts.
+    """Count, for each value [T, K], the weight matrices [N, K] that it is multiplied by. Contracts use these counts.
 
-    counts: returns whether a parameter is counted. Every op that reads such a matrix and a value counts, whether
-    `linear_of` recognises it or not. An op that takes weight^T but reads a parameter directly has a matrix [K, N], as
-    in GPT-2, and does not count.
+    counts: returns whether a parameter is counted. Every op that reads such a matrix and a value is counted, whether
+    `linear_of` recognises it or not. Not counted is an op that takes weight^T and reads a parameter without a
+    transpose: its matrix is [K, N], as in GPT-2.
     """
     readers: dict[fx.Node, fx.Node] = {}
     for parameter in filter(counts, graph.find_nodes(op="placeholder")):

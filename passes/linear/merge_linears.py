@@ -1,12 +1,12 @@
 """Merges linears with the same input into one: q, k and v; gate and up.
 
-Why: in decode steps a linear costs about the read of its weights plus a launch, and one large matrix uses memory
-bandwidth better than several small ones. Weights are packed before loading: the loader writes each into its slice,
-without copies. silu_mul needs gate and up merged, so gate and up are kept apart from other linears of the same input,
-such as attention's in parallel blocks.
+Why: in decode steps a linear takes about as long as reading its weights, plus a launch, and one large matrix uses
+memory bandwidth better than several small ones. The packed weight is allocated before weights are loaded, and the
+loader writes each weight to its slice, without copies. silu_mul needs gate and up merged with each other alone, so they
+are kept apart from other linears of the same input, such as attention's in parallel blocks.
 
-For quantised weights, codes and scales are packed. Where the weights' tiles differ in rows, scales are repeated, so
-nothing is rounded a second time.
+For quantised weights, codes and scales are packed. If the weights' tiles have different numbers of rows, scales are
+repeated for smaller tiles, so nothing is rounded a second time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value that several weight matrices multiply."""
+        """Return the number of values that several weight matrices multiply."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -87,9 +87,9 @@ def _obstacle(group: list[Linear]) -> str | None:
 
 
 def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Separate the two linears of a gated product from the other linears of the group.
+    """Separate the linears of gate and up, if a group of linears with the same input has them, from the others.
 
-    Returns those of the resulting groups that have several linears.
+    Returns the resulting groups, without those of a single linear.
     """
     for gate in group:
         activation: Any = only_user(gate.node)
@@ -102,7 +102,7 @@ def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
 
 
 def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Group the linears by weight format and scheme. Schemes in a group may differ in the rows of their tiles."""
+    """Return linears in groups with the same weight format and scheme, except for the number of rows of a tile."""
     found: dict[Any, list[Linear]] = defaultdict(list)
     for linear in group:
         scheme = linear.quantised and linear.quantised.scheme
@@ -132,7 +132,10 @@ def _merge(graph: fx.Graph, group: list[Linear]) -> list[Replacement]:
 
 
 def _keep_views(value: fx.Node) -> None:
-    """Turn views into reshapes (copies) where the slice of the merged result does not allow the view."""
+    """Replace views of a value by reshapes, which copy, where the value's strides do not allow the view.
+
+    The value is a slice of a merged linear's result, so its rows are not contiguous.
+    """
     for user in [user for user in value.users if is_call(user, aten.view.default)]:
         arguments = fx.map_arg(user.args, lambda node: node.meta["val"])
         with fake_mode_of(value.meta["val"]):
@@ -145,9 +148,9 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Return the merged scales, zero points, input scale and order of columns.
+    """Return the merged scales, zero points, input scale and order of columns of the linears in a group.
 
-    Returns None for weights that are not quantised.
+    Returns None for an empty group: the weights are not quantised.
     """
     if not group:
         return None
@@ -167,7 +170,7 @@ def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | Non
 
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None = None) -> fx.Node:
-    """Insert a placeholder for the parameters concatenated along dimension 0.
+    """Insert a placeholder for the parameters concatenated along dimension 0, and return it.
 
     repeats: for each parameter, how often each of its rows is repeated; None for no repetition.
     """
@@ -187,7 +190,7 @@ def _pack(graph: fx.Graph, parameters: list[fx.Node], repeats: list[int] | None 
 
 
 def _the_same(placeholder: fx.Node) -> fx.Node:
-    """Reduce a placeholder of packed rows, which must be equal, to one row."""
+    """Change a placeholder for packed rows to one row, and return it. Loading fails if the rows are not equal."""
     source: Parameter = parameter_of(placeholder)
     placeholder.meta["val"] = placeholder.meta["val"][:1]
     step = ("the_same", source.name)
@@ -196,7 +199,7 @@ def _the_same(placeholder: fx.Node) -> fx.Node:
 
 
 def _packed_name(names: tuple[str, ...]) -> str:
-    """Join names: model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
+    """Return the names of parameters as one, such as model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight."""
     split = [name.split(".") for name in names]
     steps = [
         column[0] if len(set(column)) == 1 else "{" + ",".join(column) + "}" for column in zip(*split, strict=True)

@@ -1,9 +1,9 @@
 """Chooses the kernel of a quantised linear, with the reason why a faster one is not used, and launches it.
 
-Hopper has its own kernels: one at memory bandwidth for few tokens, others for many. On other GPUs torch._scaled_mm
-multiplies many tokens if scales are of whole rows. A Triton kernel covers the other cases, and plain torch what no
-kernel supports. Integer codes have their own Triton kernels. A separate kernel rounds the inputs, and computes the norm
-before them; inputs may also arrive as codes.
+Hopper GPUs have kernels of their own: one at memory bandwidth for few tokens, others for many. On other GPUs
+torch._scaled_mm multiplies many tokens if each row has one scale. A Triton kernel covers all other cases, and ops of
+torch those that no kernel supports. Integer codes have their own Triton kernels. Before the linear, a kernel computes
+the norm, if any, and rounds the inputs, unless the inputs already are codes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
 
 
 class Choice(NamedTuple):
-    """A kernel, and why no faster one is used; None for the fastest."""
+    """The chosen kernel, and the reason why no faster kernel is used; None if there is no faster one."""
 
     kernel: str
     reason: str | None = None
@@ -68,9 +68,9 @@ def choose(
     dtype: torch.dtype,
     in_words: bool = False,
 ) -> Choice:
-    """Choose the kernel of a [num_tokens, k] x [num_rows, k] product on a GPU; silu_mul: num_rows has gate and up.
+    """Return the kernel chosen for a quantised linear of `num_tokens` tokens and a weight [num_rows, k] on a GPU.
 
-    in_words: the codes are in the order of hopper_integers.
+    silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers.
     """
     if in_words:
         return Choice(HOPPER_INTEGERS if num_tokens <= hopper_integers.MOST_TOKENS else DECODED)
@@ -100,7 +100,7 @@ def choose(
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
-    """Return why plain torch must compute a linear of k columns; None if kernels can."""
+    """Return why no kernel supports a linear of `k` columns, so that torch's ops compute it; None if kernels can."""
     if not quantised_product.step_of(scheme):
         return f"its scales are of columns that are no multiple of {quantised_product.LEAST_COLUMNS} ({scheme})"
     return None if scheme.inputs is None else round_inputs.columns_obstacle(k, scheme.inputs)
@@ -135,7 +135,7 @@ def launch(
     norm_offset: float,
     norm_wide: bool,
 ) -> torch.Tensor:
-    """Compute the linear: [T, N] or [T, N / 2] in the dtype of x; see quantised_linear_op.reference."""
+    """Return the result of quantised_linear_op.reference, [T, N] or [T, N / 2], in the dtype of x."""
     dtype, k = x_TK.dtype, x_TK.shape[1]
     norm = norm_weight_K, eps, norm_offset, norm_wide
     inputs_CT = None
@@ -164,9 +164,9 @@ def multiply(
     activation: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute the product of `launch` and the steps after it.
+    """Do the work of `launch` after the inputs are rounded: return the linear with bias, silu * up and residual.
 
-    x_TK: codes with the scales inputs_CT, or values that are not rounded if inputs_CT is None.
+    x_TK: codes with the scales inputs_CT; if inputs_CT is None, values that are not rounded. dtype: of the result.
     """
     kernel = _kernel_for(x_TK, codes_NK, silu_mul, bias_N, scheme, dtype)
     if kernel == HOPPER_CODES:
@@ -207,14 +207,14 @@ def multiply(
 
 
 def _gated_tiles(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> ProductTiles | None:
-    """Return the tiles with which gated_linear computes gate and up; None if the library is faster."""
+    """Return the tile sizes with which Hopper's kernel computes gate and up; None if the library is faster."""
     return product_tiles(len(x_TK), *weight_NK.shape, True, x_TK.dtype, x_TK.device)
 
 
 def ends_in_activation(
     x_TK: torch.Tensor, codes_NK: torch.Tensor, scheme: LinearScheme, bias_N: torch.Tensor | None, dtype: torch.dtype
 ) -> bool:
-    """Return whether the product's kernel also computes silu * up."""
+    """Return whether the kernel that `choose` gives for a linear of gate and up also computes silu(gate) * up."""
     return _kernel_for(x_TK, codes_NK, True, bias_N, scheme, dtype) in _END_IN_ACTIVATION
 
 
@@ -258,7 +258,7 @@ def _on_hopper(
 
 
 def scaling_of(scales_RC: torch.Tensor, inputs_CT: torch.Tensor | None, scheme: LinearScheme) -> Scaling:
-    """Return the scales as kernels take them. inputs_CT: as returned by round_inputs.launch."""
+    """Return the scales of a linear as kernels take them. inputs_CT: from round_inputs.launch; None: not rounded."""
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
     return Scaling(scales_RC, inputs_CT, weight.rows, weight.columns, input_columns)
@@ -275,9 +275,9 @@ def product(
     inputs_CT: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute rounded(x) @ decoded weight^T + bias, [T, N], in plain torch in fp32, rounded once to `dtype`.
+    """Return rounded(x) @ decoded weight^T + bias, [T, N], computed with torch's ops in fp32 and rounded to `dtype`.
 
-    inputs_CT: scales of x, if x already is codes.
+    inputs_CT: the scales of x if x already is codes; otherwise None.
     """
     assert codes_NK.dtype == scheme.weight.dtype, codes_NK.dtype
     rounded_TK = x_TK.float()

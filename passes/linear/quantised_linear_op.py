@@ -1,7 +1,7 @@
-"""The op of a linear with quantised weight and rounded inputs: reference and launch.
+"""Defines the op of a linear with quantised weight and rounded inputs.
 
-Like small_batch_linear, it may absorb its neighbours. The reference is plain torch, also used on CPUs. It defines the
-result of every kernel, by the formula in rounding.py.
+Like small_batch_linear, the op may include what precedes and follows the linear. The reference, in torch's ops, is also
+used on CPUs. It defines the result of every kernel, by the formula in rounding.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reference(
     dtype: str = "",
     columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute rounded(x) @ decoded weight^T + bias, [T, M]: the product in fp32, rounded once to the dtype of x.
+    """Return rounded(x) @ decoded weight^T + bias, [T, M], computed in fp32 and rounded once to the dtype of x.
 
     scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words with scales and zero
     points by columns, see hopper_integers. zeros_RC: zero points, uint8, for schemes that have them. input_scale_1: for
@@ -81,7 +81,7 @@ def launch(
     dtype: str = "",
     columns_1K: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels of quantised_kernels."""
+    """Return the result of `reference`, computed by the kernels of quantised_kernels."""
     after = bias_N, residual_TM, silu_mul, activation
     parsed = _parsed(scheme)
     if input_scales_CT is not None:
@@ -148,9 +148,9 @@ def gated_reference(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes [T, M] and scales [C, T] of activation(gate) * up, the halves of a linear of codes.
+    """Return the codes [T, M] and scales [C, T] of activation(gate) * up, where a linear of codes computes gate and up.
 
-    dtype: of the linear's results and the activation before rounding. static_1, rounding: see round_inputs.
+    dtype: of gate, up and the activation. static_1, rounding: how the result is quantised, see round_inputs.
     """
     y_TM = reference(
         *(x_TK, codes_NK, scales_RC, None, None, bias_N, scheme),
@@ -174,7 +174,10 @@ def gated_launch(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `gated_reference` with kernels. The rounding kernel computes the activation unless the product's does."""
+    """Return the results of `gated_reference`, computed by two kernels: the linear's and the one that rounds.
+
+    One of them computes activation(gate) * up: the linear's if it can, otherwise the other.
+    """
     parsed, out, columns = round_inputs.rounding_of(rounding), getattr(torch, dtype), codes_NK.shape[0] // 2
     by_kernel = round_inputs.why_not_by_kernel(columns, parsed, x_TK.device) is None
     weight = codes_NK, scales_RC, None, _parsed(scheme), bias_N, None

@@ -30,7 +30,7 @@ TOKENS_FIRST = 64
 
 
 class Scaling(NamedTuple):
-    """The scales of a weight and of its inputs."""
+    """The scales of a weight and of a linear's inputs, and the sizes of the tiles that share a scale."""
 
     weights_RC: torch.Tensor
     inputs_CT: torch.Tensor | None  # transposed; None for inputs that are not rounded
@@ -44,7 +44,7 @@ class Scaling(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of Hopper's kernels for scales."""
+        """The arguments with which Hopper's kernels take the scales, by name."""
         return {
             "scales_ptr": self.weights_RC,
             "input_scales_ptr": self.inputs_CT,
@@ -68,9 +68,10 @@ def store_outputs(
     SILU_MUL: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ) -> None:
-    """Add the bias to products, apply what is fused, and store the outputs from `first` on.
+    """Store the outputs from `first` on: y_TN plus bias, then with SILU_MUL activation(gate) * up, plus the residual.
 
-    y_TN: products of tokens with the rows that `weight_rows` returns.
+    y_TN: products of tokens with the weight's rows that `weight_rows` returns. token_T, mask_T: indices of the tokens,
+    and which of them exist. bias_ptr and residual_ptr may be None.
     """
     ROWS: tl.constexpr = y_TN.shape[1]
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
@@ -118,10 +119,13 @@ def quantised_product_kernel(
     NUM_STAGES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (rows, tokens): multiplies TOKENS tokens by ROWS rows of the weight.
+    """Compute a quantised linear, fused with what follows it; see quantised_linear_op.reference.
 
-    x: [num_tokens, K], codes or unrounded values; codes: [N, K]; scales: see Scaling, with K as TILE_COLUMNS or
-    INPUT_COLUMNS for whole rows. out, residual: [num_tokens, num_outputs].
+    Program (rows, tokens) multiplies TOKENS tokens by ROWS rows of the weight.
+
+    x_ptr: [num_tokens, K], codes or values that are not rounded. codes_ptr: [N, K]. scales_ptr, input_scales_ptr: see
+        Scaling; TILE_COLUMNS and INPUT_COLUMNS are K for whole rows.
+    out_ptr, residual_ptr: [num_tokens, num_outputs]. bias_ptr: [N]. bias_ptr and residual_ptr may be None.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -175,7 +179,10 @@ def quantised_product_kernel(
 
 
 def step_of(scheme: LinearScheme) -> int:
-    """Return the columns of a step, a power of two that divides every tile's columns; 0 if that is too few."""
+    """Return the number of columns of a step, the largest power of two that divides the columns of every tile.
+
+    It is at most MOST_COLUMNS. Returns 0 if it would be less than LEAST_COLUMNS.
+    """
     tiles = [scheme.weight.columns]
     if scheme.inputs is not None and not scheme.inputs.static:
         tiles.append(scheme.inputs.columns)
@@ -185,7 +192,7 @@ def step_of(scheme: LinearScheme) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tokens and weight rows of a program, gate and up counted together, and its compilation options."""
+    """Tile sizes of a program, tokens and rows of the weight (gate and up counted together), and compile options."""
 
     tokens: int
     rows: int
@@ -194,7 +201,7 @@ class Tiles:
 
 
 def choose_tiles(num_tokens: int, num_rows: int, is_rounded: bool) -> Tiles:
-    """Return the tiles for [num_tokens, K] x [num_rows, K], by a rule."""
+    """Return the tile sizes for a linear of `num_tokens` tokens and a weight of `num_rows` rows, by a rule."""
     if num_tokens <= TOKENS_FIRST // 2:
         return Tiles(max(16, next_power_of_2(num_tokens)), 32 if num_rows <= 8192 else 64, 4, 4)
     if num_tokens <= 128 or not is_rounded:
@@ -214,9 +221,10 @@ def launch(
     dtype: torch.dtype,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Multiply x by the weight and apply what quantised_linear fuses: [T, N], or [T, N / 2] with silu_mul, in `dtype`.
+    """Return [T, N], or [T, N / 2] with silu_mul, in `dtype`: the linear with bias, fused as in quantised_linear.
 
-    x: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: see step_of.
+    x_TK: codes, or values if scaling.inputs_CT is None. The weight must be contiguous. step: see step_of. tiles: None
+    for those of choose_tiles.
     """
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()

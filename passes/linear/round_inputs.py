@@ -1,14 +1,14 @@
-"""Rounds the inputs of quantised linears in the kernel that computes them.
+"""Rounds the inputs of quantised linears, in the kernel that computes the inputs if possible.
 
-That kernel computes an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by a kernel
-of their own. A program handles one row.
+That is a kernel that computes an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by
+a kernel of their own. A program handles one row, that of a token.
 
-Why: in plain torch, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel with the
-row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
+Why: with torch's ops, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel that has
+the row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
 
-Scales are transposed, [C, T], and rows are padded to whole tiles of tokens, so loads need no mask. In a graph they are
-padded to the largest tile. Between kernels of one op the step's tile is enough: products of few tokens read each row
-separately, and four rows of 8 tokens fit a cache line.
+Scales are transposed, [C, T], and each row has room for whole tiles of tokens, so kernels load them without a mask.
+Scales that are values of a graph have room for the largest tile. Scales that only pass from one kernel of an op to the
+next have room for the tile of the step: then rows are short, and several rows of few tokens fit a cache line.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.con
 
 @triton.jit
 def magnitude(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return |x| for the scale of codes in `dtype`; for integers, which have no NaN, infinity in place of NaN.
+    """Return |x|, from which the scale of codes in `dtype` is computed.
 
-    Products with an infinite scale are NaN.
+    For integer codes, which cannot represent NaN, NaN becomes infinity: the scale is then infinite, and the linear's
+    results are NaN.
     """
     if dtype == tl.int8:
         return tl.where(tl.abs(x) <= float("inf"), tl.abs(x), float("inf"))
@@ -94,13 +95,12 @@ def store_rounded(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
-    """Write the codes of GROUPS * COLUMNS columns of a row from column FIRST on, and the scale of each group.
+    """Quantise columns of a row: write the codes of the columns from FIRST on, and a scale for each COLUMNS columns.
 
-    x_K: these columns in fp32; their number is a power of two, and those from K on are not written. A group is COLUMNS
-        columns.
-    codes_ptr: [T, K]; scales_ptr: float32 [groups, scale_stride]; token: the row.
-    static_ptr: the scale to use, float32 [1]. row_scale: a scale that is already stored. Without either, a group's
-        scale follows from its largest magnitude.
+    x_K: GROUPS * COLUMNS columns in fp32, a power of two; those from K on are not written.
+    codes_ptr: [T, K]; scales_ptr: float32 [K / COLUMNS, scale_stride]; token: index of the row.
+    static_ptr: the scale of all groups, float32 [1], or None. row_scale: the scale of the whole row, which is already
+        stored, or None. With neither, a group's scale is computed from its largest magnitude.
     """
     offset_K = tl.arange(0, GROUPS * COLUMNS)
     column_K = FIRST + offset_K
@@ -144,10 +144,10 @@ def round_inputs_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute the input of a linear and round it: program (token) writes the codes and scales of one row.
+    """Compute the input of a linear and round it. Program (token) writes the codes and scales of one row.
 
-    The row is x, or activation(gate) * up; then optionally x normed by inner_weight, plus the residual, normed by
-    norm_weight. Intermediate results are rounded as by the separate kernels.
+    The row is x, or activation(gate) * up. Optional steps follow, in this order: an RMSNorm with inner_weight, the
+    addition of the residual, an RMSNorm with norm_weight. Intermediate results are rounded as by separate kernels.
 
     x_ptr: [T, K], rows x_stride apart; if ACTIVATION is not "", [T, 2 K], gate and up of each row.
     residual_ptr: [T, K], rows residual_stride apart, or None; sum_ptr: [T, K], for x plus the residual.
@@ -187,7 +187,10 @@ def round_inputs_kernel(
 def _part_of_row(
     x_ptr: tl.tensor, FIRST: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """Return PART columns of a row from FIRST on, in fp32, after the activation if any; zeros beyond the row."""
+    """Return PART columns of x, or of activation(gate) * up, from column FIRST on, in fp32; zeros from column K on.
+
+    x_ptr: the row. ACTIVATION: "" for x.
+    """
     column_P = FIRST + tl.arange(0, PART)
     x_P = tl.load(x_ptr + column_P, mask=column_P < K, other=0.0).to(tl.float32)
     if ACTIVATION != "":
@@ -215,10 +218,10 @@ def round_parts_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Round rows like round_inputs_kernel without norms: program (token), in parts of GROUPS * COLUMNS columns.
+    """Round rows without norms like round_inputs_kernel, but in parts of GROUPS * COLUMNS columns. Program (token).
 
-    Parts leave registers for more programs. WHOLE: the row has one scale. Unless it is static it is computed first; the
-    row is then read again, from a cache.
+    A program with a part at a time needs fewer registers, so that more programs run at once. WHOLE: the row has one
+    scale. Unless the scale is static, it is computed first, and the row is then read again, from a cache.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -257,7 +260,7 @@ def round_parts_kernel(
 
 
 def columns_obstacle(k: int, rounding: Rounding) -> str | None:
-    """Return why the kernels cannot round inputs of k columns; None if they can."""
+    """Return why the kernels cannot round inputs of `k` columns; None if they can."""
     columns = 0 if rounding.static else rounding.columns
     if columns & (columns - 1):
         return f"inputs are rounded in {columns} columns, no power of two"
@@ -273,7 +276,7 @@ class Results(NamedTuple):
 
 
 def results_for(num_tokens: int, k: int, rounding: Rounding, device: torch.device, tile: int = MOST_TILE) -> Results:
-    """Allocate the codes [T, K] and the scales of num_tokens rows. tile: see empty_scales."""
+    """Return new tensors for the codes [T, K] and the scales of num_tokens rows. tile: see empty_scales."""
     codes_TK = torch.empty((num_tokens, k), dtype=rounding.dtype, device=device)
     return Results(codes_TK, empty_scales(codes_TK, rounding, tile), dict(_constants(k, rounding)))
 
@@ -298,7 +301,10 @@ def _warps(columns: int) -> int:
 
 @cache
 def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
-    """Return the constexprs of round_parts_kernel. Parts divide a row evenly, unless they would then be small."""
+    """Return the constexprs of round_parts_kernel for rows of `k` columns.
+
+    The size of a part divides k, unless it would then be less than LEAST_PART.
+    """
     part = min(PART_COLUMNS, k & -k, next_power_of_2(k) // 2)
     if part < LEAST_PART:
         part = min(PART_COLUMNS // 2, next_power_of_2(k))
@@ -310,14 +316,14 @@ def _constants_of_parts(k: int, rounding: Rounding) -> dict[str, Any]:
 
 
 def tile_of(num_tokens: int) -> int:
-    """Return the tokens per tile in products of num_tokens tokens."""
+    """Return the number of tokens per tile in linears of `num_tokens` tokens."""
     return min(MOST_TILE, max(LEAST_TILE, next_power_of_2(num_tokens)))
 
 
 def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TILE) -> torch.Tensor:
-    """Allocate scales [C, T] of codes, float32; C is 1 if a row has one scale.
+    """Return a new tensor for the scales of codes, float32 [C, T]; C is 1 if a row of codes has one scale.
 
-    Rows have room for whole tiles of `tile` tokens, which kernels read.
+    Each row of scales has room for whole tiles of `tile` tokens, since kernels read whole tiles.
     """
     num_tokens, k = codes_TK.shape
     columns = 0 if rounding.static else rounding.columns
@@ -330,13 +336,13 @@ def empty_scales(codes_TK: torch.Tensor, rounding: Rounding, tile: int = MOST_TI
 
 
 def why_not_by_kernel(k: int, rounding: Rounding, device: torch.device) -> str | None:
-    """Return why plain torch must round rows of k columns on a device; None if the kernels can round them."""
+    """Return why the kernels cannot round rows of `k` columns on a GPU, so that torch's ops do; None if they can."""
     missing = None if device.type != "cuda" else why_no_products(capability_of(device), rounding)
     return columns_obstacle(k, rounding) if missing is None else missing
 
 
 def why_no_products(capability: tuple[int, int], rounding: Rounding) -> str | None:
-    """Return why a GPU cannot multiply such codes; None if it can."""
+    """Return why a GPU's tensor cores cannot multiply codes of this format; None if they can."""
     if capability >= CAPABILITIES[rounding.element]:
         return None
     return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of {rounding.element}"
@@ -422,7 +428,7 @@ def _launch(
 def by_formula(
     x_TK: torch.Tensor, rounding: Rounding, static_1: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the contiguous codes [T, K] and the scales [C, T], computed in plain torch."""
+    """Return the codes [T, K] and scales [C, T] of x, computed with torch's ops. Codes are contiguous."""
     codes_TK, scales_TC = rounded_by_torch(x_TK.contiguous(), rounding, static_1)
     return codes_TK, empty_scales(codes_TK, rounding).copy_(scales_TC.t())
 
@@ -437,7 +443,10 @@ def reference(
     norm_wide: bool = False,
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the codes [T, K] and scales [C, T] of `launch`. rounding: text that Rounding.parse reads."""
+    """Return the codes [T, K] and scales [C, T] as `launch` does, computed with torch's ops.
+
+    rounding: the text form of a Rounding.
+    """
     if activation:
         x_TK = silu_mul.reference(x_TK, activation)
     if norm_weight_K is not None:
@@ -502,7 +511,7 @@ def sum_reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the codes [T, D] and scales [C, T] of residual_rms_norm's first result, and its second, the sum."""
+    """Return the results of residual_rms_norm with the norm quantised: codes [T, D], scales [C, T], and the sum."""
     how = eps, offset, wide, inner_weight_D
     normed_TD, total_TD = residual_rms_norm.reference(x_TD, residual_TD, weight_D, *how)
     return *by_formula(normed_TD, rounding_of(rounding), static_1), total_TD
@@ -519,7 +528,7 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `sum_reference` with the kernel, or in plain torch where the kernel cannot round."""
+    """Return the results of `sum_reference`, computed by the kernel; where it cannot round, torch's ops do that."""
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)
@@ -537,7 +546,7 @@ def fake_sum(
     rounding: str,
     *others: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return uninitialised results with the shapes and dtypes of those of `sum_reference`."""
+    """Return uninitialised tensors with the shapes and dtypes of `sum_reference`'s results, for tracing."""
     return *fake_codes(x_TD, rounding), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
 
 

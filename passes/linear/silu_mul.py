@@ -37,7 +37,7 @@ FEW_TOKENS = 128
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return activation(gate), rounded to the dtype, times up. gate, up and the result are fp32."""
+    """Return activation(gate) * up in fp32, with activation(gate) rounded to `dtype`. gate, up: fp32."""
     if ACTIVATION == "silu":
         activated = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
@@ -75,20 +75,20 @@ def silu_mul_kernel(
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply an activation by name: silu, gelu, or gelu_tanh (the tanh approximation of gelu)."""
+    """Return activation(gate). activation: silu, gelu, or gelu_tanh (the tanh approximation of gelu)."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def reference(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Return the activation of the left half of each row, times the right half: [T, 2 I] -> [T, I]."""
+    """Return activation(gate) * up, [T, I]. gate_up_TI2: [T, 2 I], gate in the left half of a row, up in the right."""
     gate_TI, up_TI = gate_up_TI2.chunk(2, dim=-1)
     return activate(gate_TI, activation) * up_TI
 
 
 def launch(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Compute `reference` with the kernel: [T, 2 I] -> [T, I]."""
+    """Return the result of `reference`, computed by the kernel."""
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
@@ -118,7 +118,10 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Count the products of an activation [T, I] and a value that is not a norm; contracts expect this number."""
+    """Return the number of products of an activation [T, I] and a value that is no result of a norm.
+
+    Passes on silu(gate) * up expect as many matches in their contracts.
+    """
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
     return sum(

@@ -1,10 +1,11 @@
-"""Turns each linear of a small batch into one kernel that reads the weight at memory bandwidth.
+"""Replaces each linear by a kernel for small batches, which reads the weight at memory bandwidth.
 
-The kernel also computes the linear's neighbours: the norm before it, and the silu * up or residual add after it.
-Experts are fused in the same way.
+The kernel also computes the norm before the linear, and silu * up or the residual add after it. A norm before experts
+and a residual add after them become part of the experts' op in the same way.
 
-Why: with few tokens a linear costs the read of its weight; most of a decode step is the overhead of general matrix
-products and of the launches around them. The pass runs last, as it absorbs the ops of residual_rms_norm and silu_mul.
+Why: with few tokens, a linear takes as long as reading its weight. Without the pass, most of a decode step is overhead
+of general matrix products and of the launches around them. The pass runs late, since it absorbs the ops of
+residual_rms_norm and silu_mul.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from compiled_engine.passes.linear.small_batch_linear_op import TOKEN_BUCKETS, s
 
 @dataclass(frozen=True)
 class _Fused:
-    """A linear and its fused neighbours: together they compute the value of `result` from `x`."""
+    """A linear with the ops that are fused with it. Together they compute the value of `result` from `x`."""
 
     linear: Linear
     result: fx.Node
@@ -47,7 +48,7 @@ class SmallBatchLinear(GraphPass):
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each value multiplied by weight matrices: merge_linears leaves one linear per value."""
+        """Return the number of values multiplied by weight matrices: merge_linears leaves one linear per value."""
         return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -79,10 +80,11 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """Move each norm that only linears read into these linears, and the sum before the norm into the linear before it.
+    """Fuse each norm whose result only linears read into these linears, in `linears`.
 
-    The experts op counts as a linear. Returns replacements, old value -> new value: a sum that no linear could take
-    becomes an addition, and an experts op that changed is emitted anew.
+    A residual sum before the norm is fused into the linear that computes its addend; if there is none, the sum becomes
+    an addition of its own. The experts op counts as a linear, and is emitted anew if it changes. Returns a mapping from
+    each value that is no longer computed by its old node to the new node.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -124,7 +126,7 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
 
 
 def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> bool:
-    """Return whether the user is a linear or the experts op, with the value as its input."""
+    """Return whether `user` is a linear or the experts op, with `value` as its input."""
     return linears[user].x is value if user in linears else _is_experts(user) and user.args[0] is value
 
 
@@ -153,9 +155,9 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 
 
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Emit the op in place of the linear and its fused neighbours, and return it.
+    """Emit small_batch_linear, or the op for its weight format, in place of a linear and the ops fused with it.
 
-    new: earlier replacements, old value -> new value.
+    Returns the new node. new: values that other nodes compute now, old node -> new node.
     """
     arguments = {
         "x_TK": new.get(fused.x, fused.x),

@@ -1,6 +1,7 @@
-"""small_batch_linear on CPUs: one C++ call for few tokens in float32, otherwise the reference.
+"""Computes small_batch_linear on CPUs by one C++ kernel, for few tokens in float32.
 
-PyTorch's product of a few rows packs the weight on every call; the C++ kernel reads it once, in place.
+PyTorch's matrix product of a few rows copies the weight to another layout at every call; the C++ kernel reads it in
+place.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def kernel_launch(
     activation: str | None,
     norm_offset: float,
 ) -> torch.Tensor | None:
-    """Compute small_batch_linear_op.reference, [T, M], with the C++ kernel; None if it does not support the case.
+    """Return the result of small_batch_linear_op.reference, [T, M], computed by the C++ kernel.
 
-    activation: None for no gate.
+    Returns None if the kernel does not support the arguments. activation: None for a linear without gate and up.
     """
     num_tokens, k = x_TK.shape
     row_stride, element_stride = x_TK.stride()
@@ -76,7 +77,7 @@ def kernel_launch(
 
 
 def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
-    """Return why batches of up to num_tokens tokens need more than the C++ kernels; None if every fused op has one."""
+    """Return why C++ kernels cannot compute all fused ops for batches of at most `num_tokens`; None if they can."""
     if model.dtype != torch.float32:
         return f"they compute in float32, and dtype is {model.dtype}"
     if model.transformers is not None or model.experts.count:
@@ -95,7 +96,7 @@ def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
 
 
 def _kernel() -> CppFunction | None:
-    """Return the C++ function, or None without a compiler."""
+    """Return the C++ function; None if it cannot be compiled."""
     try:
         return _compiled()
     except CannotCompile:

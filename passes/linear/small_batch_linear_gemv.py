@@ -27,7 +27,7 @@ def finish(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """Finish a product and store it: activation(y) * up, or residual + y, rounded where the textbook code rounds.
+    """Store a linear's result y to `out`: activation(y) * up, residual + y, or y, rounded where textbook code rounds.
 
     y, up: float32. offsets (into out_ptr), mask and residual have their shape.
     SILU_MUL: use `up`. RESIDUAL: use `residual`, which callers load along with the product's operands if tokens are
@@ -52,7 +52,7 @@ def rows_of(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load [N, BLOCK_K] of the weight: the rows row_N, from column k on; zeros beyond the weight's edges.
+    """Return [N, BLOCK_K] of the weight: the rows row_N, from column k on; zeros beyond the weight's edges.
 
     w_ptr: [num_rows, K]. Each element is read once, so caches may evict it first.
     """
@@ -87,7 +87,7 @@ def one_token_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Linear fused with its neighbours, see small_batch_linear_op.reference, for one token.
+    """Compute small_batch_linear_op.reference for one token.
 
     A program computes the results of ROWS rows of the weight.
 

@@ -1,7 +1,7 @@
-"""The op of small_batch_linear, a linear fused with its neighbours: reference, tiles and launch.
+"""Defines the op small_batch_linear: a linear fused with a norm before it, and silu * up or a residual add after it.
 
-The op is opaque to Inductor. Kernel and tiles are chosen at launch, by shapes, dtype and device alone. Tiles come from
-the device's profile or from a rule; nothing is tuned at start-up.
+The op is opaque to Inductor. The kernel and its tile sizes are chosen at launch, by shapes, dtype and device alone.
+Tile sizes come from the device's profile or from a rule; nothing is tuned at start-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ MAX_TILES = 1 << 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of a program, and the options with which its kernel is compiled. Raises ValueError for conflicts."""
+    """Tile sizes of a program, and the options with which its kernel is compiled.
+
+    Raises ValueError for values that contradict each other.
+    """
 
     tokens: int  # 1: the kernel for a single token
     rows: int  # of the weight; even with silu * up, half of them gate
@@ -57,10 +60,11 @@ class Tiles:
 
 @cache
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product. silu_mul: num_rows counts gate and up together.
+    """Return the tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    The tiles are those measured on the device with this name. Where nothing was measured, they follow a rule found on
-    an NVIDIA H200, which needs less than 100 KiB of shared memory.
+    silu_mul: num_rows counts gate and up together. The tile sizes are those measured on the device named `device`.
+    Where nothing was measured, they follow a rule found on an NVIDIA H200, which needs less than 100 KiB of shared
+    memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -100,10 +104,11 @@ def reference(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """Compute linear(RMSNorm(x) * norm_weight), then silu(gate) * up of its halves, then add the residual: [T, M].
+    """Return [T, M], computed in steps: RMSNorm(x) * norm_weight, a linear, activation(gate) * up, plus the residual.
 
-    Steps whose argument is None or False are left out; M is N, or N / 2 with silu_mul. Rounds to the dtype of x where
-    the textbook model does. activation: used in place of silu, see silu_mul. norm_offset, norm_wide: see rms_norm.
+    gate and up are the halves of the linear's result. Steps whose argument is None or False are left out. M is N, or
+    N / 2 with silu_mul. Results of steps are rounded to the dtype of x, as in textbook models. activation: see
+    silu_mul.activate. norm_offset, norm_wide: see rms_norm.
     """
     if norm_weight_K is not None:
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
@@ -125,7 +130,7 @@ def on_cpu(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """Compute `reference`, by the C++ kernel if it supports the case."""
+    """Return the result of `reference`, computed by the C++ kernel if it supports the arguments."""
     before = x_TK, weight_NK, bias_N, norm_weight_K, eps, residual_TM
     out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
     return reference(*before, silu_mul, activation, norm_offset, norm_wide) if out_TM is None else out_TM
@@ -144,9 +149,9 @@ def launch(
     norm_wide: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Compute `reference` with the kernels. Weights must be contiguous. tiles: by default those of choose_tiles.
+    """Return the result of `reference`, computed by the kernels. Weights must be contiguous.
 
-    Raises ValueError if tiles split K for more than MAX_TILES tiles.
+    tiles: None for those of choose_tiles. Raises ValueError if K is split and there are more than MAX_TILES tiles.
     """
     if x_TK.stride()[1] != 1:
         x_TK = x_TK.contiguous()
@@ -223,7 +228,7 @@ def launch(
 
 @cache
 def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int:
-    """Return the columns of each row that few_tokens_kernel prefetches; 0 if rows are not aligned to 16 bytes."""
+    """Return how many columns of each row few_tokens_kernel prefetches; 0 if rows are not aligned to 16 bytes."""
     if k * element_size % 16:
         return 0
     step = tiles.groups * tiles.block_k
@@ -235,9 +240,9 @@ def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int
 
 @cache
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Return counters of finished splits, int32 [MAX_TILES], zero between launches.
+    """Return the counters with which a tile's splits of K find out which of them finishes last, int32 [MAX_TILES].
 
-    There is one tensor per stream, whose launches do not overlap.
+    They are zero between launches. Each stream has its own tensor, since launches on a stream do not overlap.
     """
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 

@@ -27,9 +27,9 @@ WIDTH = gl.constexpr(8)
 def _asked_for(  # type: ignore[no-untyped-def]
     tiles, w_ptr, offsets_GKN, step: gl.constexpr, STEP: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Return the tiles, with the weight tile of a step appended if the step exists.
+    """Issue the load of a step's weight tile, without waiting for it, and return `tiles` with the tile appended.
 
-    The tile's load is issued, but not awaited.
+    Returns `tiles` unchanged if there is no such step.
     """
     if step < STEPS:
         tiles = tiles + (gl.load(w_ptr + (offsets_GKN + step * STEP), eviction_policy="evict_first"),)  # noqa: RUF005
@@ -61,11 +61,11 @@ def register_linear_kernel(  # type: ignore[no-untyped-def]
     GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """Linear fused with its neighbours, see small_batch_linear_op.reference, for up to eight tokens.
+    """Compute small_batch_linear_op.reference for up to eight tokens.
 
-    A program computes the results of ROWS rows of the weight. Arguments are those of few_tokens_kernel. Each of GROUPS
-    warps multiplies BLOCK_K columns of a step; K must be a multiple of GROUPS * BLOCK_K. AHEAD: steps whose weights are
-    loaded ahead.
+    A program computes the outputs of ROWS rows of the weight. Arguments are those of few_tokens_kernel. Each of GROUPS
+    warps multiplies BLOCK_K columns of a step; K must be a multiple of GROUPS * BLOCK_K. AHEAD: number of steps whose
+    weights are loaded ahead of their use.
     """
     OUTPUTS: gl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     STEP: gl.constexpr = GROUPS * BLOCK_K

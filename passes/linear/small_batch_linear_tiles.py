@@ -32,9 +32,9 @@ def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SI
 
 @triton.jit
 def _ask_into_l2(ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Prefetch num_bytes from ptr on into the L2 cache, by one thread and without waiting.
+    """Prefetch `num_bytes` bytes from `ptr` on into the L2 cache, by one thread and without waiting.
 
-    ptr and num_bytes are multiples of 16.
+    Both must be multiples of 16.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
@@ -92,7 +92,7 @@ def _tile(
     EVEN: tl.constexpr,
     POLICY: tl.constexpr,
 ) -> tl.tensor:
-    """Load [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of the rows at row_ptr_R; zeros where mask_R is unset and from K on.
+    """Return [R, BLOCK_K], or [GROUPS, R, BLOCK_K], of rows at row_ptr_R; zeros where mask_R is unset and from K on.
 
     columns: see _columns. mask_R None: all rows. EVEN: all columns are below K. POLICY: eviction policy of the load.
     """
@@ -131,10 +131,10 @@ def _product(
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return (acc + W x^T if ROWS_FIRST, otherwise acc + x W^T, squares + the row sums of x * x).
+    """Return (acc, squares) after a step. To acc is added W x^T if ROWS_FIRST, otherwise x W^T.
 
-    NORM: multiply x by the norm's weight (plus OFFSET), and compute squares. x, w, columns: as _tile and _columns
-    return them.
+    NORM: multiply x by the norm's weight (plus OFFSET) first, and add the row sums of x * x to `squares`; otherwise
+    `squares` stays. x, w, columns: as _tile and _columns return them.
     """
     if NORM:
         wide = x.to(tl.float32)
@@ -155,10 +155,10 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store a split's partial sums [TOKENS, ROWS]; return whether this split is the last of its tile to finish.
+    """Store the partial sums [TOKENS, ROWS] of a split of K. Returns whether it is the last split of its tile.
 
-    partial_ptr_TN: pointers to the partial sums of the tile's first split. counter_ptr: int32, 0 before and after the
-    launch.
+    partial_ptr_TN: pointers to the partial sums of the tile's first split. counter_ptr: the tile's counter, int32, 0
+    before and after the launch.
     """
     tl.store(partial_ptr_TN + tl.program_id(1) * (y_TN.shape[0] * y_TN.shape[1]), y_TN)
     tl.debug_barrier()
@@ -172,9 +172,9 @@ def _leave_partial(
 def _sum_of_partials(
     partial_ptr_TN: tl.tensor, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Return the sum [TOKENS, ROWS] of the partial sums of a tile, in a fixed order, whichever split finished last.
+    """Return the sum of a tile's partial sums, [TOKENS, ROWS], in a fixed order, whichever split finished last.
 
-    Bypasses the L1 cache, which does not see other programs' writes.
+    The loads bypass the L1 cache, which does not see other programs' writes.
     """
     y_TN = tl.zeros([TOKENS, ROWS], tl.float32)
     for split in tl.static_range(SPLIT_K):
@@ -213,10 +213,10 @@ def few_tokens_kernel(
     COLUMNS_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Linear fused with its neighbours, see small_batch_linear_op.reference, for a few tokens.
+    """Compute small_batch_linear_op.reference for a few tokens.
 
     Program (rows, split, tokens) multiplies ROWS rows of the weight by TOKENS tokens, over one of SPLIT_K parts of K.
-    The last split of a tile to finish adds the sums of all its splits and writes the results.
+    The program that finishes last among a tile's splits adds the partial sums of all splits and writes the results.
 
     x_ptr: [num_tokens, K], rows x_stride apart; w_ptr: [N, K]; bias_ptr: [N]; norm_weight_ptr: [K].
     residual_ptr, out_ptr: [num_tokens, num_outputs].

@@ -1,4 +1,4 @@
-"""Triton kernel that adds the partial results of programs which shared the columns of a linear."""
+"""Triton kernel that adds the partial sums of a linear whose columns were split among programs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def sum_splits_kernel(
     OUTPUTS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (outputs, token): adds the splits in order, then adds the bias and applies what is fused.
+    """Write to out_ptr: the sum of all splits plus bias, then with SILU_MUL activation(gate) * up, plus the residual.
 
-    partials: fp32 [SPLITS, num_tokens, num_outputs, or twice with SILU_MUL]; out, residual: [num_tokens, num_outputs].
+    Program (OUTPUTS outputs, token). partials_ptr: fp32 [SPLITS, num_tokens, N], where N is num_outputs, or twice that
+    with SILU_MUL. bias_ptr: [N], or None. out_ptr: [num_tokens, num_outputs]. residual_ptr: like out_ptr, or None.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -68,7 +69,10 @@ def sum_splits(
     activation: str,
     out_TM: torch.Tensor,
 ) -> None:
-    """Write to out_TM the sum of the splits plus bias, or with `gated` activation(gate) * up of that, plus residual."""
+    """Write y + residual to out_TM, or with `gated` activation(gate) * up + residual; y is the sum of splits plus bias.
+
+    gate and up are the halves of y. bias_N and residual_TM may be None.
+    """
     splits, num_tokens, _ = partials_STN.shape
     outputs = out_TM.shape[1]
     sum_splits_kernel[(cdiv(outputs, _OUTPUTS), num_tokens)](

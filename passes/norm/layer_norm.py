@@ -1,8 +1,7 @@
-"""Fuses LayerNorm, and the residual add before it if there is one, into one kernel that returns norm and sum.
+"""Replaces a LayerNorm, with the residual add before it if there is one, by one kernel that returns norm and sum.
 
-Why: as with residual_rms_norm, the add and the norm each read and write the hidden state. Inductor finds the same
-fusion, but its kernel cannot start before the previous one has ended, and this wait is most of its time in small
-batches.
+Why: separately, the add and the norm each read and write the hidden state. Inductor finds the same fusion, but its
+kernel cannot start before the previous kernel has ended, and in small batches this wait is most of its time.
 """
 
 from __future__ import annotations
@@ -46,10 +45,11 @@ def layer_norm_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write LayerNorm of x, or of x plus a residual; with a residual, also the sum. Program (token) writes a row.
+    """Write LayerNorm(x + residual) and the sum x + residual. Without a residual, write only LayerNorm(x).
 
-    x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr, bias_ptr: [HIDDEN_SIZE].
-    residual_ptr, weight_ptr and bias_ptr may be None; without a residual, sum_ptr is not written.
+    Program (token) computes one row. x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous;
+    weight_ptr, bias_ptr: [HIDDEN_SIZE]. residual_ptr, weight_ptr and bias_ptr may be None. BLOCK: HIDDEN_SIZE rounded
+    up to a power of two.
     """
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
@@ -83,10 +83,9 @@ def reference(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (LayerNorm(x + residual) * weight + bias, x + residual).
+    """Return (LayerNorm(x + residual) * weight + bias, x + residual), [T, D] each.
 
-    Without a weight there is no multiplication, and without a bias no addition. Without a residual the first result is
-    of x, and the second is empty.
+    Residual, weight and bias may be None. Without a residual, x alone is normed and the second result has no elements.
     """
     total_TD = x_TD if residual_TD is None else x_TD + residual_TD
     normed_TD = torch.nn.functional.layer_norm(total_TD, (x_TD.shape[-1],), weight_D, bias_D, eps)
@@ -100,7 +99,7 @@ def launch(
     bias_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with the kernel, [T, D] each."""
+    """Return the results of `reference`, computed by the kernel."""
     x_TD = x_TD.contiguous()
     normed_TD, total_TD = _fake(x_TD, residual_TD)
     hidden_size = x_TD.shape[-1]
@@ -139,7 +138,7 @@ class LayerNorm(GraphPass):
     name = "layer_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each LayerNorm over hidden states [T, D], computed by ATen or op by op."""
+        """Return the number of LayerNorms over hidden states [T, D], whether each is one ATen op or several ops."""
         native = graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
         of_tokens = [norm for norm in native if arg(norm, 0).meta["val"].dim() == 2]
         return len(of_tokens) + sum(map(is_deviation, scaled_by_roots(graph)))
@@ -162,7 +161,10 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
 
 
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the LayerNorm, computed op by op, that this rsqrt belongs to; None if it belongs to no LayerNorm."""
+    """Fuse the LayerNorm, written as several ops, that this rsqrt belongs to.
+
+    Returns the reason if the LayerNorm is not recognised, or None if the rsqrt belongs to no LayerNorm over [T, D].
+    """
     scaled: Any = only_user(rsqrt)
     centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
     if not is_deviation(centred) or centred.meta["val"].dim() != 2:
@@ -194,7 +196,7 @@ def _fuse(graph: fx.Graph, value: fx.Node) -> list[Replacement]:
 
 
 def _addends(total: Any) -> tuple[fx.Node, fx.Node] | None:
-    """Return (x, residual) if the value is their sum in equal shape and dtype, otherwise None."""
+    """Return the two addends if the value is their sum and both have its shape and dtype; otherwise None."""
     if not is_call(total, aten.add.Tensor) or total.kwargs or len(total.args) != 2:
         return None
     like = total.meta["val"]

@@ -1,4 +1,7 @@
-"""Recognises norms: `norm_of` is the only matcher of RMSNorm and LayerNorm, whether computed op by op or by ATen."""
+"""Recognises norms in graphs: `norm_of` is the only matcher of RMSNorm and LayerNorm for all passes.
+
+A norm may be one ATen op (native_layer_norm) or several ops.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ _NATIVE = aten.native_layer_norm.default
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm(x) * (offset + weight), or if centred LayerNorm(x) * weight + bias, over the last dimension of x.
+    """A norm over the last dimension of x.
 
-    Weight and bias are parameters; RMSNorm always has a weight.
+    If `centred`, it is LayerNorm(x) * weight + bias, otherwise RMSNorm(x) * (offset + weight). Weight and bias are
+    parameters of the graph. A LayerNorm may lack both; an RMSNorm always has a weight.
     """
 
     x: fx.Node
@@ -33,18 +37,21 @@ class Norm:
 
     @property
     def how(self) -> tuple[float, float, bool]:
-        """The fields (eps, offset, wide)."""
+        """The fields (eps, offset, wide), in the order in which the norm ops take them."""
         return self.eps, self.offset, self.wide
 
 
 def norm_of(value: object) -> Norm | None:
-    """Return the norm that a value is the result of, otherwise None; see `why_no_norm`."""
+    """Return the norm whose result this value is; None if it is no result of a norm that is recognised."""
     found = _match(value)
     return found if isinstance(found, Norm) else None
 
 
 def why_no_norm(value: object) -> str | None:
-    """Return why a value that looks like a norm is not recognised; None for a norm and for unrelated values."""
+    """Return why a value that looks like the result of a norm is not recognised as one.
+
+    Returns None for a norm that is recognised, and for a value that does not look like a norm.
+    """
     found = _match(value)
     return found if isinstance(found, str) else None
 
@@ -64,7 +71,10 @@ def _match(value: Any) -> Norm | str | None:
 def _rms_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, wide: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """Match an RMSNorm: value = weight * scaled, scaled = wide * rsqrt, cast or not. product: value before its cast."""
+    """Match an RMSNorm: product = weight * scaled and scaled = wide * rsqrt; return it, or why it does not match.
+
+    Operands may be cast before they are multiplied. value: `product`, maybe after a cast. wide: x, maybe after a cast.
+    """
     x = through_cast(wide)
     size, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
     eps, squared = _mean_of_squares(rsqrt)
@@ -88,7 +98,10 @@ def _rms_norm(
 def _layer_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, deviation: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """Match a LayerNorm without bias, computed in fp32 as in Cohere's code. Arguments as in `_rms_norm`."""
+    """Match a LayerNorm without bias, computed in fp32 as in Cohere's code; return it, or why it does not match.
+
+    deviation: x - mean(x), maybe after a cast of x. The other arguments are those of `_rms_norm`.
+    """
     wide: Any = deviation.args[0]
     x, weight = through_cast(wide), through_cast(weight)
     like = x.meta["val"]
@@ -119,20 +132,26 @@ def _native(norm: fx.Node) -> Norm | str:
 
 
 def rounded(product: fx.Node) -> fx.Node:
-    """Return the value that a product is cast to before any use, or the product itself."""
+    """Return the product's dtype conversion, if that is its only user; otherwise the product itself."""
     user = only_user(product)
     return user if user is not None and through_cast(user) is product else product
 
 
 def _weight_and_offset(weight: fx.Node) -> tuple[fx.Node, float]:
-    """Return (w, c) for the weight w + c, where w may be cast; c is 0 without an addition."""
+    """Split the weight w + c into (w, c), where c is a constant and w is returned without its cast.
+
+    c is 0 if nothing is added.
+    """
     if is_call(weight, aten.add.Tensor) and not weight.kwargs and isinstance(weight.args[1], int | float):
         return through_cast(weight.args[0]), float(weight.args[1])
     return through_cast(weight), 0.0
 
 
 def _mean_of_squares(rsqrt: fx.Node) -> tuple[float, Any]:
-    """Return (eps, y) for rsqrt(mean(y ** 2) + eps) over the last dimension; y is None for any other root."""
+    """Return (eps, y) if the node is rsqrt(mean(y ** 2) + eps), with the mean over the last dimension.
+
+    y is None, and eps meaningless, for any other rsqrt.
+    """
     shifted: Any = arg(rsqrt, 0)
     if not is_call(shifted, aten.add.Tensor) or shifted.kwargs or not isinstance(shifted.args[1], float):
         return 0.0, None
@@ -142,25 +161,26 @@ def _mean_of_squares(rsqrt: fx.Node) -> tuple[float, Any]:
 
 
 def _averaged(mean: Any) -> Any:
-    """Return y if the value is mean(y) over the last dimension, otherwise None."""
+    """Return y if the value is the mean of y over its last dimension, with that dimension kept; otherwise None."""
     is_mean = is_call(mean, aten.mean.dim) and not mean.kwargs and mean.args[1:] == ([-1], True)
     return mean.args[0] if is_mean else None
 
 
 def _is_from_mean(value: Any, wide: fx.Node) -> bool:
-    """Return whether the value is wide - mean(wide)."""
+    """Return whether the value is wide - mean(wide), with the mean over the last dimension."""
     return is_deviation(value) and not value.kwargs and value.args[0] is wide and _averaged(value.args[1]) is wide
 
 
 def is_deviation(value: Any) -> bool:
-    """Return whether the value is a difference; in a norm it is the difference from the mean, as in LayerNorm."""
+    """Return whether the value is a subtraction. In a norm only LayerNorm subtracts: the mean, from its input."""
     return is_call(value, aten.sub.Tensor)
 
 
 def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
-    """Yield the value that each norm over hidden states [T, D] scales, before its cast to fp32; contracts count these.
+    """Yield, for each norm over hidden states [T, D], the value that it multiplies by its rsqrt, before a cast to fp32.
 
-    Every reciprocal root of a value per token counts, whether `norm_of` recognises the norm or not.
+    Passes count these values in their contracts. Every rsqrt of a 2-D value counts as a norm, whether `norm_of`
+    recognises the norm or not. None is yielded for an rsqrt that multiplies nothing.
     """
     for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         if rsqrt.meta["val"].dim() == 2:
@@ -169,22 +189,22 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
 
 
 def is_scaled_by_root(value: Any) -> bool:
-    """Return whether the value is a product with a reciprocal root, as in a norm."""
+    """Return whether the value, before a cast, is a multiplication by an rsqrt, as in a norm."""
     return any(is_call(root, aten.rsqrt.default) for _, root in factors(through_cast(value)))
 
 
 def is_sum(value: Any) -> bool:
-    """Return whether the value is the sum of two values of its shape."""
+    """Return whether the value is an addition of two tensors of its own shape, such as a residual add."""
     return is_call(value, aten.add.Tensor) and all(
         isinstance(addend, fx.Node) and addend.meta["val"].shape == value.meta["val"].shape for addend in value.args
     )
 
 
 def has_normed_addend(total: fx.Node) -> bool:
-    """Return whether an addend of the sum is a value scaled by a root and multiplied by a weight."""
+    """Return whether an addend looks like the result of a norm with a weight, see `is_scaled_and_weighted`."""
     return any(map(is_scaled_and_weighted, total.all_input_nodes))
 
 
 def is_scaled_and_weighted(value: Any) -> bool:
-    """Return whether the value is another one scaled by a root and multiplied by a weight."""
+    """Return whether the value looks like the result of a norm with a weight: x multiplied by an rsqrt and a weight."""
     return any(is_scaled_by_root(factor) for factor, _ in factors(through_cast(value)))

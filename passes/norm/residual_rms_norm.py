@@ -1,6 +1,6 @@
-"""Fuses a residual add and the RMSNorm after it into one kernel, which returns the norm and the sum.
+"""Fuses a residual add and the RMSNorm after it into one kernel, which returns the normed sum and the sum.
 
-An RMSNorm of the value that is added to the residual, as in Gemma, becomes part of the kernel too.
+Some models, such as Gemma, also norm the value that is added to the residual. The kernel computes this norm too.
 
 Why: the add and the norm each read and write the hidden state, so one kernel halves the traffic and saves a launch.
 Inductor finds the same fusion with two loops over the row; this kernel keeps the row in registers. For few tokens,
@@ -52,10 +52,11 @@ def residual_rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Add the residual to x and norm the sum. Program (token) writes a row of the sum and a row of the norm.
+    """Write the sum x + residual and the RMSNorm of the sum. Program (token) computes one row of both.
 
-    x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous; weight_ptr: [HIDDEN_SIZE]. inner_weight_ptr:
-    [HIDDEN_SIZE], x is normed with it before the addition; or None. OFFSET, WIDE: see rms_norm.normed.
+    x_ptr, residual_ptr, normed_ptr, sum_ptr: [T, HIDDEN_SIZE], contiguous. weight_ptr: [HIDDEN_SIZE].
+    inner_weight_ptr: [HIDDEN_SIZE], the weight of an RMSNorm of x before the addition; None: x is added as it is.
+    BLOCK: HIDDEN_SIZE rounded up to a power of two. OFFSET, WIDE: see rms_norm.normed.
     """
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
@@ -89,8 +90,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (RMSNorm(x + residual) * (offset + weight), x + residual), [T, D] each.
 
-    inner_weight_D: x is normed with this weight before the addition, unless it is None. offset, wide: of both norms,
-    see rms_norm.reference.
+    inner_weight_D: the weight of an RMSNorm of x before the addition; None: x is added as it is. offset, wide: of both
+    norms, see rms_norm.reference.
     """
     if inner_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, inner_weight_D, eps, offset, wide)
@@ -107,7 +108,7 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with the kernel, [T, D] each."""
+    """Return the results of `reference`, computed by the kernel."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
@@ -148,7 +149,7 @@ class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each norm of a sum of hidden states [T, D]."""
+        """Return the number of norms whose input is a sum of two hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -156,7 +157,10 @@ class ResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the RMSNorm that this rsqrt belongs to and the addition before it; None if there is no such norm."""
+    """Fuse the RMSNorm that this rsqrt belongs to with the addition before it.
+
+    Returns the reason if the pattern does not match, or None if the rsqrt belongs to no norm of a sum.
+    """
     scaled: Any = user_through_cast(rsqrt)
     if not is_call(scaled, aten.mul.Tensor):
         return None
@@ -191,10 +195,11 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
 def _with_inner_norm(
     total: fx.Node, x: fx.Node, residual: fx.Node, norm: Norm
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """Return (x, residual, inner weight), where x is the input of the addend's norm, if there is one.
+    """Return the operands (x, residual, inner weight) of the fused op for the addition `total` = x + residual.
 
-    An addend's norm counts if its eps, offset and rounding are those of the sum's norm. Without one, the inner weight
-    is None.
+    If an addend is itself an RMSNorm with the eps, offset and rounding of `norm` and no other reader, the kernel
+    computes it: x is then the input of that RMSNorm, and the inner weight its weight. Otherwise the inner weight is
+    None.
     """
     for normed, other in ((x, residual), (residual, x)):
         inner = norm_of(normed)

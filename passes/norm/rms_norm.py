@@ -1,7 +1,7 @@
-"""Replaces each RMSNorm that does not follow a residual sum by one kernel: a model's first norm, and any that remain.
+"""Replaces each RMSNorm that is not fused with a residual add, such as a model's first norm, by one kernel.
 
-Why: the norm is one read and one write of the hidden state. Inductor generates an equivalent kernel; with the pass, the
-first piece has no pointwise op left and needs no compilation.
+Why: Inductor would generate an equivalent kernel. With the pass, the graph's first piece has no pointwise op left, so
+the piece needs no compilation.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def normed(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Return RMSNorm(x) * (weight + OFFSET) of a row, in `dtype`. x_K, weight_K: fp32, zeros from K on.
+    """Return RMSNorm(x) * (weight + OFFSET) for one row, rounded to `dtype`.
 
-    WIDE: round once, after the multiplication by the weight; otherwise also before it.
+    x_K, weight_K: fp32, K elements padded with zeros. WIDE: round only the product with the weight; otherwise round the
+    norm too, before it is multiplied by the weight.
     """
     normed_K = x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) / K + eps)
     if not WIDE:
@@ -64,10 +65,10 @@ def rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write RMSNorm(x) * (weight + OFFSET), rounded where the model rounds. Program (token) computes a row.
+    """Write RMSNorm(x) * (weight + OFFSET). Program (token) computes one row.
 
-    x_ptr: [T, K], rows x_stride apart; weight_ptr: [K]; out_ptr: [T, K], contiguous. OFFSET, WIDE: see `normed`.
-    BLOCK_K: K rounded up to a power of two.
+    x_ptr: [T, K], with consecutive rows x_stride elements apart. weight_ptr: [K]. out_ptr: [T, K], contiguous. OFFSET,
+    WIDE: see `normed`. BLOCK_K: K rounded up to a power of two.
     """
     column_K = tl.arange(0, BLOCK_K)
     mask_K = column_K < K
@@ -87,10 +88,10 @@ def rms_norm_kernel(
 def reference(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
 ) -> torch.Tensor:
-    """Return RMSNorm(x) * (offset + weight) over the last dimension of x, with the norm in fp32 as in the models.
+    """Return RMSNorm(x) * (offset + weight) over the last dimension of x, in the dtype of x. The norm is in fp32.
 
-    wide: multiply by the weight in fp32 and round the product (Gemma); otherwise round before the multiplication
-    (Llama).
+    wide: multiply by the weight in fp32 and round the product, as Gemma does; otherwise round the norm and multiply in
+    the dtype of x, as Llama does.
     """
     x_fp32 = x.float()
     normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
@@ -102,7 +103,7 @@ def reference(
 def launch(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0, wide: bool = False
 ) -> torch.Tensor:
-    """Compute `reference` with the kernel, [T, D]. The elements of a row must be consecutive."""
+    """Return the result of `reference` [T, D], computed by the kernel. The last stride of x_TD must be 1."""
     num_tokens, hidden_size = x_TD.shape
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     block = next_power_of_2(hidden_size)
@@ -141,7 +142,10 @@ class RMSNorm(GraphPass):
     name = "rms_norm"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each norm over hidden states [T, D], except LayerNorms and norms of a sum or an addend."""
+        """Return the number of RMSNorms over hidden states [T, D] that residual_rms_norm does not fuse.
+
+        Not counted are norms of a sum, and norms of an addend of such a sum.
+        """
         scaled = list(scaled_by_roots(graph))
         sums = list(filter(is_sum, scaled))
         inner = list(filter(has_normed_addend, sums))

@@ -1,9 +1,10 @@
-"""Fuses the all-reduce after a sharded linear, the residual add and the RMSNorm after it into one kernel.
+"""Fuses three ops after a sharded linear into one kernel: the all-reduce, the residual add and the RMSNorm.
 
 Why: in decode steps each of the three costs little more than its launch, and synchronisation dominates the all-reduce.
-Each rank writes its rows into the other ranks' memory, waits for theirs, and then has whole rows in registers. A few
-rows are sent as in tagged_sum. With more than two ranks, large batches keep the two-step all-reduce, which moves fewer
-bytes, and the fused norm. The pass runs before small_batch_linear, which would otherwise absorb the norm.
+Each rank writes its rows into the other ranks' memory, waits for their rows, and adds them in registers. Small batches
+are sent by `tagged_sum` instead. Large batches on more than two ranks keep the two-step all-reduce, which moves fewer
+bytes, and the kernel of residual_rms_norm. The pass runs before small_batch_linear, which would otherwise absorb the
+norm.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ def all_reduce_residual_rms_norm_kernel(
     LARGEST: tl.constexpr = 0.0,
     SMALLEST: tl.constexpr = 0.0,
 ) -> None:
-    """All-reduce a row, add the residual and norm the sum. Program (token) writes a row of the sum and of the norm.
+    """All-reduce x, add the residual, and write this sum and its RMSNorm. Program (token) computes one row of both.
 
-    The program writes this rank's row to the other ranks' buffers, waits for their rows, and adds all rows in an order
-    that is the same on all ranks. All ranks launch the kernel together.
+    A program writes this rank's row to the other ranks' buffers, waits for their rows, and adds the rows of all ranks
+    in the order of the ranks, so that every rank gets the same bits. All ranks launch the kernel together.
 
-    x_ptr: [T, D], this rank's part; residual_ptr, normed_ptr, sum_ptr: [T, D]; weight_ptr: [D].
+    x_ptr: [T, D], this rank's summand; residual_ptr, normed_ptr, sum_ptr: [T, D]; weight_ptr: [D].
     addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
-    scales_ptr: if not None, normed_ptr receives codes and scales_ptr their scales. scales_ptr, static_ptr and the
-        arguments after scales_ptr are those of store_rounded.
+    scales_ptr: None: normed_ptr receives the norm. Otherwise the norm is quantised: normed_ptr receives codes, and
+        scales_ptr their scales. static_ptr and the arguments after scales_ptr are then those of store_rounded.
     """
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
@@ -122,14 +123,14 @@ def all_reduce_residual_rms_norm_kernel(
 def reference(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (RMSNorm(total) * weight, total), [T, D] each. total: the sum of x over ranks, plus the residual."""
+    """Return (RMSNorm(total) * weight, total), [T, D] each. total: the sum of x over all ranks, plus the residual."""
     return residual_rms_norm.reference(all_reduce(x_TD), residual_TD, weight_D, eps)
 
 
 def launch(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel if the rows fit the group's push buffer.
+    """Return the results of `reference`, computed by one kernel if the group's push buffer takes x.
 
     Otherwise the group's all-reduce runs first, then the kernel of residual_rms_norm.
     """
@@ -142,9 +143,9 @@ def launch(
 def push(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel, which exchanges rows through the push buffer.
+    """Return the results of `reference`, computed by one kernel that exchanges rows through the push buffer.
 
-    All ranks launch it together, with the same number of rows.
+    All ranks call this function together, with the same number of tokens.
     """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
@@ -164,7 +165,10 @@ def _launch(
     total_TD: torch.Tensor,
     **rounding: Any,
 ) -> None:
-    """Launch the kernel. rounding: its arguments from static_ptr on, if normed_TD is to receive codes."""
+    """Launch the kernel, which writes normed_TD and total_TD.
+
+    rounding: the kernel's keyword arguments from static_ptr on, to write codes to normed_TD; empty: write the norm.
+    """
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
     all_reduce_residual_rms_norm_kernel[(num_tokens,)](
@@ -211,7 +215,10 @@ def rounded_reference(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `reference` with normed rows quantised: codes [T, D], scales [C, T], and the sum [T, D]."""
+    """Return the results of `reference` with the norm quantised: codes [T, D], their scales [C, T], and the sum [T, D].
+
+    static_1: a scale from the checkpoint; None: compute scales from each row. rounding: the text form of a Rounding.
+    """
     return round_inputs.sum_reference(all_reduce(x_TD), residual_TD, weight_D, static_1, rounding, eps)
 
 
@@ -223,7 +230,7 @@ def rounded_launch(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rounded_reference` with one kernel if the rows fit the group's push buffer.
+    """Return the results of `rounded_reference`, computed by one kernel if it supports the rounding and the size of x.
 
     Otherwise the group's all-reduce runs first, then `round_inputs.sum_launch`.
     """
@@ -243,9 +250,9 @@ def push_rounded(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the results of `push`, with codes and scales in place of the normed rows.
+    """Return the results of `rounded_reference`, computed by one kernel that exchanges rows through the push buffer.
 
-    Rows are never sent as tagged words.
+    All ranks call this function together, with the same number of tokens. Unlike `push`, it never uses `tagged_sum`.
     """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     num_tokens, hidden_size = x_TD.shape
@@ -273,7 +280,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each norm of a sum of hidden states [T, D], unless an addend is normed first."""
+        """Return the number of norms whose input is a sum of two hidden states [T, D], neither of them normed."""
         sums = filter(is_sum, scaled_by_roots(graph))
         return sum(1 for total in sums if not has_normed_addend(total))
 

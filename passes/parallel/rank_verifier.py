@@ -1,8 +1,9 @@
-"""Verifies tensor_parallel: runs every rank's share of a graph and compares it with the undivided model's graph.
+"""Verifies tensor_parallel: runs the sharded graph as each rank does, and compares it with the undivided model's graph.
 
-The undivided graph runs once on random inputs. Each call of the sharded graph then runs for each rank on its slices of
-the recorded values and must give its slice of the recorded result; an all-reduce must give the whole. As every call
-starts from recorded numbers, errors do not accumulate. Slices follow from the shapes in both graphs.
+The undivided graph runs once on random inputs, and its values are recorded. Each call of the sharded graph then runs
+once per rank, on the rank's slices of the recorded arguments, and must return the rank's slice of the recorded result.
+An all-reduce must return the whole recorded value. Since every call starts from recorded values, errors do not
+accumulate. The slices follow from the shapes in both graphs.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def verify_ranks(
     compile_range: CompileRange,
     device: torch.device,
 ) -> int:
-    """Check every call on every rank, and return the number of all-reduces compared.
+    """Check every call of the sharded graph `divided` on every rank, and return the number of all-reduces compared.
 
-    Raises VerificationError with the value, the number of tokens and the error.
+    whole: the undivided model's graph. result: of the pass. shards: by parameter name. Token counts are the low and the
+    high end of the range, but at most MOST_TOKENS at the high end. Raises VerificationError that names the first
+    differing value, the number of tokens and the error.
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
@@ -75,11 +78,11 @@ def verify_ranks(
 
 
 class _Rank:
-    """One rank's part of the verification: slices of the undivided graph's values, and calls of the sharded graph.
+    """A rank in the verification: slices the undivided graph's values, and runs calls of the sharded graph on them.
 
-    sums: name of an all-reduce in the sharded graph -> the undivided graph's node with the same result. computed: nodes
-    of the sharded graph whose values are not slices of recorded values, so that the rank computes them. packed: see
-    `_packed_values`.
+    recorded: the undivided graph's values. originals: the undivided graph's nodes by name. sums: name of an all-reduce
+    in the sharded graph -> the undivided graph's node with the same result. computed: nodes of the sharded graph whose
+    values are not slices of recorded values, so that the rank computes them. packed: see `_packed_values`.
     """
 
     def __init__(
@@ -99,9 +102,9 @@ class _Rank:
         self._computed, self._packed = computed, packed
 
     def slice(self, node: fx.Node) -> Any:
-        """Return a node's value on this rank: a slice of the value that the undivided graph recorded.
+        """Return a node's value on this rank: this rank's slice of the recorded value of the undivided graph.
 
-        Terms of a sum over ranks have no such slice; they are computed. Raises VerificationError for a node without a
+        A summand of a sum over ranks is no such slice; it is computed. Raises VerificationError for a node without a
         counterpart in the undivided graph.
         """
         if node in self._computed:
@@ -145,7 +148,7 @@ class _Rank:
 
 
 def _rows_of_a_token(size: int | torch.SymInt) -> int:
-    """Return the factor of the token count in a size, such as 4 in 4 T; 1 for any other size."""
+    """Return n if a size is n times the symbolic token count, such as 4 for 4 T; 1 for any other size."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else None
     if expression is None or len(expression.free_symbols) != 1:
         return 1
@@ -155,9 +158,9 @@ def _rows_of_a_token(size: int | torch.SymInt) -> int:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the values between a product with a sharded input and its all-reduce. sums: the all-reduces.
+    """Return the nodes of which each rank computes only a summand: a linear with a sharded input, up to its all-reduce.
 
-    Each rank has a part of such a value; the parts add up to the value.
+    sums: the all-reduces.
     """
     found: set[fx.Node] = set()
     for node in sums:
@@ -171,9 +174,9 @@ def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Linear | ExpertsLinear]:
-    """Return the products whose last dimension consists of several sections, by node.
+    """Return the linears whose outputs are several sections side by side, each sharded among the ranks, by node.
 
-    Each section is divided among all ranks.
+    An example is a linear of queries, keys and values.
     """
     found = {}
     for node in graph.nodes:
@@ -187,10 +190,10 @@ def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Nod
 def _packed_values(
     graph: fx.Graph, products: Mapping[fx.Node, Linear | ExpertsLinear], shards: Mapping[str, Shard]
 ) -> dict[fx.Node, Shard]:
-    """Return the values with several sections side by side, with their shards.
+    """Return the nodes whose values are several sections side by side, each sharded among the ranks, with their shards.
 
-    They are packed products and what follows from them, such as the convolution of a delta net's queries, keys and
-    values, and that convolution's packed weight.
+    These are the results of packed linears, other parameters with several sections, and values computed from either in
+    the same size, such as the convolution of a delta net's queries, keys and values.
     """
     found = {node: shards[source_of(product.weight).name] for node, product in products.items()}
     of_products = {product.weight for product in products.values()}
@@ -209,12 +212,12 @@ def _packed_values(
 
 
 def _total(shard: Shard) -> int:
-    """Return the length of all sections of a shard together."""
+    """Return the sum of the lengths of a shard's sections: the size of the undivided dimension."""
     return sum(section.length for section in shard.sections)
 
 
 def _is_comparable(node: fx.Node) -> bool:
-    """Return whether a call's values can be compared.
+    """Return whether a node is a call whose results can be compared.
 
     The call must return tensors and write to none, and no other call may write to its results.
     """
@@ -224,7 +227,7 @@ def _is_comparable(node: fx.Node) -> bool:
 
 
 def _each(value: Any) -> Sequence[Any]:
-    """Return the items of a value that is a sequence, such as a split's result; otherwise the value alone."""
+    """Return the items of a list or tuple, such as the results of a split; any other value as a tuple of one."""
     return value if isinstance(value, list | tuple) else (value,)
 
 

@@ -1,9 +1,10 @@
-"""Sequence parallelism for long prefills: each rank norms its share of the tokens instead of all of them.
+"""Adds sequence parallelism, for long prefills: each rank norms its own tokens instead of all tokens.
 
-Why: an all-reduce moves as many bytes as a reduce-scatter and an all-gather. Between these two each rank holds its own
-rows, so the residual add and the norm read and write only a share (Korthikanti et al., 2022, arXiv:2205.05198). The
-residual stays sharded from one norm to the next: the tensor has the shape of all rows, but only the rank's own rows are
-valid. A norm is left as it is if its sum with the residual has other readers.
+Why: an all-reduce moves as many bytes as a reduce-scatter and an all-gather. Between these two each rank has the sums
+of its own tokens only, so the residual add and the norm read and write a part of the rows (Korthikanti et al., 2022,
+arXiv:2205.05198). The residual stays sharded from one norm to the next: its tensor has a row for each token, but only
+the rows of the rank's own tokens are valid. A norm is left unchanged if another op than such a norm reads its sum with
+the residual.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _NORM = torch.ops.compiled_engine.residual_rms_norm.default
 
 
 class SequenceParallel(GraphPass):
-    """Divides the norms of sums after an all-reduce among the ranks, by rows.
+    """Divides the residual adds and norms after all-reduces among the ranks, by tokens.
 
-    Enabled by the option `sequence_parallel=True` only.
+    Enabled only by the option `sequence_parallel=True`.
     """
 
     name = "sequence_parallel"
@@ -40,7 +41,7 @@ class SequenceParallel(GraphPass):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each norm of a sum of hidden states [T, D]."""
+        """Return the number of norms whose input is a sum of two hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -64,9 +65,9 @@ class SequenceParallel(GraphPass):
 
 
 def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the rank's part of the all-reduced value, and the residual, if the call norms their sum.
+    """Return (x, residual) if the call norms the sum of the residual and the all-reduced x; otherwise None.
 
-    Otherwise return None.
+    x is the value before the all-reduce.
     """
     if is_call(norm, _SUMMED):
         return arg(norm, 0), arg(norm, 1)
@@ -81,7 +82,10 @@ def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
-    """Return whether the sum with the residual is used only as the residual of norms that are divided too."""
+    """Return whether only norms in `found` read the norm's second result, the sum, and all of them as their residual.
+
+    found: the norms to divide among the ranks -> (x, residual), see `_parts`.
+    """
     totals = [item for item in norm.users if is_call(item, operator.getitem) and item.args[1] == 1]
     readers = [(total, user) for total in totals for user in total.users]
     return all(user in found and found[user][1] is total and found[user][0] is not total for total, user in readers)

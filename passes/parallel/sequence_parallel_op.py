@@ -1,8 +1,8 @@
-"""The op of sequence parallelism: all-reduce, residual add and RMSNorm, with rows divided among the ranks.
+"""Defines the op of sequence parallelism: all-reduce, residual add and RMSNorm, with tokens divided among the ranks.
 
-Each rank gets the normed rows of all ranks, but the sum with the residual only for its own rows, which is all that the
-next such op reads. If ranks can write each other's memory, one kernel does everything: each rank sends its part of a
-row to the row's owner, which sends back the normed row.
+Every rank gets the norm of all tokens, but the sum with the residual only for its own tokens; the next such op reads no
+others. If ranks can write to each other's memory, one kernel does all of this: each rank sends its summand of a
+token's row to the rank that owns the token, and the owner sends back the normed row.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def sequence_parallel_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Exchange a row, add the residual and norm the sum. Program (token); rank `token % num_ranks` owns the row.
+    """All-reduce x, add the residual and norm the sum. Program (token) handles a row; rank token % num_ranks owns it.
 
-    The owner adds the parts of all ranks, and writes the normed row to all ranks. Each other rank sends its part to the
-    owner and receives the normed row. All ranks launch the kernel together.
+    The owner adds the summands of all ranks and the residual, and writes the normed row to all ranks. Each other rank
+    sends its summand to the owner and receives the normed row. All ranks launch the kernel together.
 
-    x_ptr: [T, D], this rank's parts; normed_ptr: [T, D], the results.
-    residual_ptr, sum_ptr: [T, D]; only the rows that this rank owns are read and written.
-    weight_ptr: [D]; inner_weight_ptr: [D], the reduced row is normed with it before the addition; or None. OFFSET,
-        WIDE: see rms_norm.normed.
+    x_ptr: [T, D], this rank's summand; normed_ptr: [T, D], written in all rows.
+    residual_ptr, sum_ptr: [T, D], read and written only in the rows that this rank owns.
+    weight_ptr: [D]. inner_weight_ptr: [D], the weight of an RMSNorm of the all-reduced row before the residual add;
+        None: the row is added as it is. OFFSET, WIDE: see rms_norm.normed.
     addresses_ptr, epochs_ptr, rank, num_ranks, num_slots, data_offset: fields of PushBuffer; the token is the slot.
     """
     if DEPENDENT_LAUNCH:
@@ -122,10 +122,10 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of residual_rms_norm for the sum of x over ranks, [T, D] each.
+    """Return the results of residual_rms_norm.reference for the sum of x over ranks: the norm and the sum, [T, D] each.
 
-    Only this rank's rows of residual_TD are read. The second result is valid in these rows, and NaN in the other
-    ranks'.
+    Only the rows that this rank owns are read from residual_TD. The second result is valid in these rows, and NaN in
+    all others.
     """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)
@@ -144,10 +144,12 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with kernels that depend on the number of tokens and on the group's push buffer.
+    """Return the results of `reference`, computed on GPUs.
 
-    The second result's rows of other ranks are valid for fewer than LEAST_TOKENS tokens, otherwise uninitialised. All
-    ops of a step have the same number of tokens, so that a rank owns the same rows in all of them.
+    For fewer than LEAST_TOKENS tokens, every rank computes all rows after an all-reduce, and the second result is valid
+    in all rows. Otherwise a rank computes its own rows, and the second result is uninitialised in all others; one
+    kernel does it if the group's push buffer takes x. All ops of a step have the same number of tokens, so a rank owns
+    the same rows in all of them.
     """
     group, num_tokens = current_group(), x_TD.shape[0]
     norm = weight_D, eps, offset, wide, inner_weight_D
@@ -172,7 +174,10 @@ def push(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with one kernel that all ranks launch. Rank r owns every num_ranks-th row from r on."""
+    """Return the results of `reference`, computed by one kernel that all ranks launch together.
+
+    Rank r owns rows r, r + num_ranks, r + 2 * num_ranks, ... Other rows of the second result are uninitialised.
+    """
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape

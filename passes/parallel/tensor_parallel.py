@@ -1,9 +1,9 @@
-"""Inserts the collectives of tensor parallelism into the graph of one rank's share of a model.
+"""Inserts the collectives of tensor parallelism into the graph of a model that was traced with one rank's shapes.
 
-Why: for models that do not fit on one device, or need the bandwidth of several. The model is traced with one rank's
-shapes. The pass adds an all-reduce after each linear with a sharded input (attention's output, the MLP's second linear,
-experts after their sum), and after the embedding, whose vocabulary is sharded. Ranks compute everything in between
-separately. Logits stay sharded, also for sampling. The graph does not contain the rank: all ranks run the same code.
+Why: for models that do not fit on one device, or need the bandwidth of several. The pass adds an all-reduce after each
+linear with a sharded input (attention's output, the MLP's second linear, experts after their sum), and after the
+embedding, whose vocabulary is sharded. Ranks do not communicate in between. Logits stay sharded, also for sampling.
+The graph does not contain the rank's index, so all ranks run the same code.
 
 The pass changes the meaning of the graph, so it runs first and cannot be disabled.
 """
@@ -49,10 +49,10 @@ vocabulary_part = define_op(
 
 
 class TensorParallel(GraphPass):
-    """Inserts the all-reduces that a sharded model needs.
+    """Inserts the all-reduces that a sharded model needs, and lets a sharded embedding look up a rank's own rows.
 
-    Also replaces a sharded embedding by a lookup in this rank's rows. shards: of each parameter, by name, see
-    `parallel.shards`. whole: the graph of the unsharded model, only for `verify`.
+    shards: parameter name -> its shard, see `parallel.shards`; unsharded parameters are missing. whole: the graph of
+    the unsharded model; only `verify` needs it.
     """
 
     name = "tensor_parallel"
@@ -62,9 +62,9 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each weight sharded along its input, two per layer, and one for a sharded embedding.
+        """Return the number of weights sharded along their input dimension, plus one for a sharded embedding.
 
-        The embedding counts only in graphs that look up token ids.
+        The embedding counts only in graphs with token ids as an input, which later pipeline stages lack.
         """
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))
@@ -82,10 +82,10 @@ class TensorParallel(GraphPass):
         return PassResult(len(replacements), replacements=tuple(replacements))
 
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        """Return the node whose value must be all-reduced because of `node`; None if there is none.
+        """Return the node whose value must be all-reduced if `node` is a sharded linear or embedding; otherwise None.
 
-        It is a linear with a sharded input, or the sum over experts after such a product. For a sharded embedding, it
-        is the lookup in this rank's rows, which this method inserts in its place.
+        For a linear with a sharded input it is `node`; for one of experts, the sum over experts after it. A sharded
+        embedding is replaced by a lookup in this rank's rows, and that lookup is returned.
         """
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
@@ -103,7 +103,7 @@ class TensorParallel(GraphPass):
         return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare all ranks with the undivided model, see verify_ranks. Returns the number of all-reduces compared."""
+        """Compare all ranks with the undivided model; return the number of all-reduces compared. See `verify_ranks`."""
         from compiled_engine.passes.parallel.rank_verifier import verify_ranks
 
         assert self._whole is not None
@@ -111,9 +111,9 @@ class TensorParallel(GraphPass):
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:
-    """Return the weighted sum over experts that follows their second product; None if there is none.
+    """Return the weighted sum over experts that follows `product`, the experts' second linear; None if there is none.
 
-    Each rank has a part of the sum.
+    A rank computes only its summand, so this sum must be all-reduced.
     """
     weighted = only_user(product)
     total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
@@ -122,7 +122,7 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert an all-reduce of a node's value, let all users of the node read its result, and return it."""
+    """Insert an all-reduce after the node, let all users of the node read its result, and return the all-reduce."""
     users = list(node.users)
     with graph.inserting_after(node):
         new = emit(graph, all_reduce, node)

@@ -1,6 +1,6 @@
-"""Decomposes fused ops to their plain-torch references on devices without the engine's kernels.
+"""Decomposes fused ops into ops of torch, for devices without the engine's kernels.
 
-Inductor's C++ backend then fuses the references with their neighbours; it cannot compile Triton kernels.
+Inductor's C++ backend, which cannot compile Triton kernels, then fuses these ops with their neighbours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from compiled_engine.passes.rope import rope_attend, rope_kv_write
 
 
 def expand_references(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of an ATen graph with every fused op decomposed; placeholders keep their sources."""
+    """Return a copy of an ATen graph in which every fused op is replaced by the ops of its reference function.
+
+    The placeholders keep their sources.
+    """
     placeholders = module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["val"] for node in placeholders]
     table: dict[Any, Any] = dict(references())
@@ -32,10 +35,10 @@ def expand_references(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
-    """Return a copy of the graph in which the attention op writes k and v to the KV cache, as before fusion.
+    """Return a copy of the graph in which rope_kv_write and rope_attend are undone.
 
-    The ops before it then have no side effects. rope_kv_write makes two ops that must be decomposed together, which a
-    decomposition table cannot do.
+    The rotation is a functional op again, and the attention op writes k and v to the KV cache. A decomposition table
+    cannot do this, since rope_kv_write and the `attend` after it must be replaced together.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
@@ -58,7 +61,10 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 
 
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
-    """Emit the rotation that the fused op with these arguments does; returns rotated q and k."""
+    """Emit a call of the reference that norms and rotates q and k, and return [rotated q, rotated k].
+
+    arguments: those of the fused op, by name.
+    """
     rotation = [arguments[name] for name in Rotation._fields]
     both = graph.call_function(rope_kv_write.reference, (arguments["q_THd"], arguments["k_TKd"], *rotation))
     return [graph.call_function(operator.getitem, (both, index)) for index in range(2)]

@@ -1,7 +1,7 @@
-"""Computes cos and sin of all rotary angles from the positions in one kernel.
+"""Replaces the ops that compute cos and sin of all rotary angles from the positions by one kernel.
 
-Why: the textbook's outer product, doubling, cos, sin and casts are half a dozen small kernels before the first layer.
-They run once a step, so this saves only microseconds.
+Why: in textbook code an outer product, a concatenation, cos, sin and casts are half a dozen small kernels before the
+first layer. They run once per step, so this saves only microseconds.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def rope_angles_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write cos and sin of rotary angles. Program (token) multiplies its position by each frequency.
+    """Write cos and sin of the rotary angles, position times frequency. Program (token) writes those of a token.
 
     positions_ptr: [T]; inv_freq_ptr: fp32 [NUM_PAIRS]; cos_ptr, sin_ptr: [T, 2 * NUM_PAIRS], or [T, NUM_PAIRS] with
-    LAYOUT "once". LAYOUT, scale: see `reference`.
+    LAYOUT "once". LAYOUT, scale: see `reference`. BLOCK: NUM_PAIRS rounded up to a power of two.
     """
     pair = tl.arange(0, BLOCK)
     mask = pair < NUM_PAIRS
@@ -76,10 +76,10 @@ def rope_angles_kernel(
 def reference(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin) of positions times inverse frequencies, multiplied by the scale: [T, 1, 2 p] each, in `dtype`.
+    """Return (scale * cos, scale * sin) of the angles, positions times the p frequencies inv_freq, in `dtype`.
 
-    layout: "halves" repeats the whole sequence of frequencies, "pairs" repeats each frequency next to itself. "once"
-    repeats none: the results are then [T, 1, p].
+    layout: the order of the results in the last dimension. "halves": all p angles, then all again, [T, 1, 2 p].
+    "pairs": each angle twice in a row, [T, 1, 2 p]. "once": each angle once, [T, 1, p].
     """
     angles_Tp = positions_T[:, None].float() * inv_freq_p
     if layout == "halves":
@@ -93,7 +93,7 @@ def reference(
 def launch(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference` with the kernel."""
+    """Return the results of `reference`, computed by the kernel."""
     num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[0]
     cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype, layout)
     rope_angles_kernel[(num_tokens,)](
@@ -132,7 +132,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each call of cos."""
+        """Return the number of calls of cos in the graph."""
         return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -176,7 +176,10 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
 
 
 def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
-    """Return (angle per pair, layout), or why the angles are not recognised."""
+    """Return (angles without repetition, layout) of angles that may be repeated, or why they are not recognised.
+
+    layout: see `reference`.
+    """
     if is_call(angles, aten.mul.Tensor):
         return angles, "once"
     if is_call(angles, aten.view.default, aten.reshape.default):
@@ -193,7 +196,7 @@ def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
 
 
 def _column_of(column: Any) -> fx.Node | None:
-    """Return the positions behind an fp32 column made by a cast and an unsqueeze in either order, otherwise None."""
+    """Return the positions [T] if the value is a cast and an unsqueeze of them to [T, 1] in either order, else None."""
     steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
         steps.append(column.target)
@@ -205,9 +208,9 @@ def _column_of(column: Any) -> fx.Node | None:
 
 
 def _scaled(value: fx.Node) -> tuple[fx.Node, float]:
-    """Return the value after a multiplication by a constant and a cast, if present, and the constant.
+    """Follow a value through a multiplication by a constant and a cast, if these are its only users.
 
-    Without a multiplication the constant is 1.
+    Returns (the last value, the constant), with constant 1 if there is no multiplication.
     """
     scale = 1.0
     user = only_user(value)

@@ -1,8 +1,8 @@
 """Merges rope_kv_write and the attention after it into one op, which backends may run as one kernel.
 
-Why: with few decodes, each of these kernels, and the one that combines splits, takes longer to start than to run. With
-many decodes, memory bandwidth is unused while the kernel of rope_kv_write runs. The backend chooses when the op is
-called; batches for which it has no such kernel use the kernels of both ops.
+Why: with few decodes, each of these kernels, and the kernel that combines splits, takes longer to start than to run.
+With many decodes, memory bandwidth is unused while the kernel of rope_kv_write runs. When the op is called, the backend
+decides whether it has one kernel for the batch; otherwise the kernels of both ops run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def rope_attend(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """Compute rope_kv_write and attend, in one kernel if the backend has one for the batch.
+    """Norm and rotate q and k, write k and v to the cache, and write attention's result to out_THd.
 
-    others: the fields of Rotation, Scoring and AttentionInputs. The compiled forward calls this function directly.
+    This is rope_kv_write followed by attend, in one kernel if the backend has one for the batch. others: the fields of
+    Rotation, Scoring and AttentionInputs. The compiled forward calls this function directly, without torch's
+    dispatcher.
     """
     rotation, inputs = Rotation(*others[:OF_ROTATION]), inputs_of(others)
     scoring = Scoring(*without_inputs(others)[OF_ROTATION:])
@@ -54,9 +56,9 @@ def unfused(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """Compute the op as two calls: rope_kv_write, then `attention`.
+    """Do the work of rope_attend in two calls: rope_kv_write, then `attention`. The arguments are those of rope_attend.
 
-    attention: `attend`, or a function that defers its call.
+    attention: `attend`, or a function with its arguments that makes the call later, between CUDA graphs.
     """
     slot_mapping_T = inputs_of(others).slot_mapping_T
     kv_scales_2K = Scoring(*without_inputs(others)[OF_ROTATION:]).kv_scales_2K

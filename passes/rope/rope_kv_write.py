@@ -1,7 +1,7 @@
-"""Fuses the norm (in Qwen3), rotation and KV cache write of q, k and v into one kernel.
+"""Fuses the norm of q and k (in models such as Qwen3), their rotation, and the write of k and v to the KV cache.
 
 Why: a decode step processes a few kilobytes here. One or two pointwise kernels and the cache write would run one after
-another, each costing more to launch than to execute. The rest of attention, `attend`, reads the cache.
+another, each taking longer to launch than to run. The rest of attention is the op `attend`, which reads the cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from compiled_engine.passes.rope.rope_match import Rotated, match_rotation, rota
 
 
 def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q, k), normed if they have norm weights, and rotated. Rounds after each op as the models do.
+    """Return (q, k) after their norms, if they have norm weights, and rotation. Rounds after each op as the models do.
 
-    rotation: the fields of Rotation; cos and sin have a value per rotated element or per pair.
+    rotation: the fields of Rotation. cos and sin have a value per rotated element, or one per pair of elements that are
+    rotated together.
     """
     how = Rotation(*rotation)
     eps, cos_T1r, sin_T1r, interleaved = how.eps, how.cos_T1d, how.sin_T1d, how.interleaved
@@ -61,7 +62,10 @@ def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple
 
 
 def _doubled(angles_T1p: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Expand values per pair to values per element."""
+    """Return cos or sin of each pair, [T, 1, p], repeated for both elements of the pair: [T, 1, 2 p].
+
+    interleaved: the elements of a pair are neighbours; otherwise they are p apart.
+    """
     return angles_T1p.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles_T1p, angles_T1p), dim=-1)
 
 
@@ -74,11 +78,11 @@ def rope_kv_write(
     kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
-    """Norm and rotate q and k as `reference` does, store k and v at each token's slot, and return q [T, H, d].
+    """Norm and rotate q and k as `reference` does, store k and v in the cache, and return q, contiguous [T, H, d].
 
-    q, k and v may be views of one tensor, with any token and head strides; the result is contiguous. Slot -1 stores
-    nothing. kv_scales_2K: see Scoring. rotation: the fields of Rotation. The compiled forward calls this function
-    directly, without torch's dispatcher.
+    k and v of a token are stored at the token's slot; those of a token with slot -1 are not stored. q, k and v may be
+    views of one tensor, with any strides from token to token and head to head. kv_scales_2K: see Scoring. rotation: the
+    fields of Rotation. The compiled forward calls this function directly, without torch's dispatcher.
     """
     if q_THd.is_cuda:
         return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, kv_scales_2K, *rotation)
@@ -113,7 +117,7 @@ class RopeKVWrite(GraphPass):
 
 
 def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
-    """Return the rotations of an attention's q and k, or why the op cannot compute them."""
+    """Return the rotations of an attention call's q and k, or why rope_kv_write cannot compute them."""
     if attention.kwargs:
         return "it is called with keywords"
     rotated_q, rotated_k, v, cache, out = (arg(attention, i) for i in range(5))
@@ -139,7 +143,7 @@ def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
 
 
 def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
-    """Return why the op does not support the shapes, strides or dtypes of these values; None if it does."""
+    """Return why rope_kv_write does not support the shapes, strides or dtypes of these values; None if it does."""
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd) if not is_coded(value.dtype)}

@@ -1,7 +1,8 @@
-"""Triton kernel: norms and rotates the heads of q and k, and writes k and v to the paged cache.
+"""Triton kernel that norms and rotates the heads of q and k, and writes k and v to the paged cache.
 
-It rounds where the textbook code rounds: after the norm, after its weight, after each product with cos and sin, and
-after their sum. Results equal those of the unfused ops, up to the order in which the norm adds squares.
+It rounds where textbook code rounds: after the norm, after the multiplication by its weight, after each product with
+cos and sin, and after their sum. Results equal those of the unfused ops, except that the norm may add squares in
+another order.
 """
 
 from __future__ import annotations
@@ -69,14 +70,16 @@ def rope_kv_write_kernel(
     NORM_LAST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Norm and rotate q and k, and store k and v: a program handles TILE_H heads of a token, of q or of k and v.
+    """Norm and rotate q and k, write q to `out`, and store k and v in the cache; see rope_kv_write.
 
-    q_ptr: [T, H, d]; k_ptr, v_ptr: [T, K, d]; their strides without HEAD are those of tokens. out_ptr: [T, H, d],
-        rotated q, contiguous.
-    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [T, ROTARY], or with OF_PAIRS [T, ROTARY /
-        2].
-    cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; slot_mapping_ptr: int64 [T], a negative slot stores
-        nothing.
+    Program (token, tile of TILE_H heads of q, or of k and v), with all tiles of a token one after another.
+
+    q_ptr: [T, H, d]; k_ptr, v_ptr: [T, K, d]. q_stride, k_stride, v_stride: elements from token to token;
+        Q_HEAD_STRIDE, ...: from head to head. out_ptr: [T, H, d], contiguous.
+    q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [T, ROTARY], or with OF_PAIRS, a value per
+        pair of elements that are rotated together, [T, ROTARY / 2].
+    cache_ptr: [N, 2, P, K, WIDTH]; scales_ptr: see triton_codes; slot_mapping_ptr: int64 [T]; for a negative slot,
+        nothing is stored.
     TILE_P: pairs of a head, rounded up to a power of two. STRIDE_MULTIPLE: a divisor of all token strides.
     OFFSET, WIDE, ROTARY, INTERLEAVED, ROPE_WIDE, NORM_LAST: norm_offset, norm_wide, rotary_dim, interleaved, wide and
         norm_last of Rotation.
@@ -176,10 +179,9 @@ def launch(
     kv_scales_2K: torch.Tensor | None,
     *rotation: Any,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, store k and v, and return q, contiguous [T, H, d]; see rope_kv_write.
+    """Do the work of rope_kv_write with the kernel, and return q, contiguous [T, H, d].
 
-    The kernel is compiled once per model. Raises ValueError if the cache, or the elements of a head or angle, are not
-    contiguous.
+    Raises ValueError if the cache is not contiguous, or if q, k, v, cos or sin has a last stride other than 1.
     """
     how = Rotation(*rotation)
     cos_T1d, sin_T1d = how.cos_T1d, how.sin_T1d
@@ -220,9 +222,10 @@ def launch(
 def _constants(
     num_heads: int, head_dim: int, block: tuple[int, int, int], strides: tuple[tuple[int, ...], ...]
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """Return (programs per token, token strides, constexprs of the kernel).
+    """Return (programs per token, token strides of q, k, v, cos and sin, constexprs of the kernel).
 
-    block: slots of a cache block, K/V heads, and elements per head. strides: of q, k, v, cos and sin.
+    block: the numbers of slots per cache block, of K/V heads, and of elements per head in the cache. strides: all
+    strides of q, k, v, cos and sin.
     """
     block_size, num_kv_heads, width = block
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)

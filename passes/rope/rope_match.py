@@ -1,4 +1,7 @@
-"""Recognises rotary embeddings of queries and keys: the rotated part of each head, its pairs, and the angles."""
+"""Recognises rotary embeddings of queries and keys in graphs.
+
+A match gives the rotated part of each head, which elements are rotated together as a pair, and the angles.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """The kind of a rotation. The fields are the last fields of Rotation."""
+    """The variant of a rotation. The fields are the last ones of Rotation, in the same order."""
 
     rotary_dim: int = 0  # rotated elements at the start of a head; 0: all
     interleaved: bool = False  # pairs are neighbours, otherwise half a head apart
@@ -33,7 +36,7 @@ class RopeForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotated:
-    """A rotated value: the nodes that it is computed from, and how."""
+    """A recognised rotation: the nodes that the rotated value is computed from, and the variant of the rotation."""
 
     x: fx.Node
     norm_weight: fx.Node | None  # None without a norm
@@ -52,9 +55,9 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """Return the parts of a value that is a rotation, or why it does not match.
+    """Return the rotation that computes a value, or why the value is not recognised as one.
 
-    A norm or a scale may follow the rotation.
+    An RMSNorm may precede or follow the rotation, and a multiplication by a factor per token may follow it.
     """
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
@@ -72,9 +75,9 @@ def match_rotation(value: fx.Node) -> Rotated | str:
 
 
 def _rms_norm(value: fx.Node) -> Norm | str | None:
-    """Return the RMSNorm that a value is the result of, or why it looks like a norm but is not recognised.
+    """Return the RMSNorm whose result the value is, or why a value that looks like a norm's result is not recognised.
 
-    Returns None for any other value, and for a LayerNorm.
+    Returns None for any other value, and for the result of a LayerNorm.
     """
     norm = norm_of(value)
     return why_no_norm(value) if norm is None or norm.centred else norm
@@ -110,7 +113,7 @@ def _match_turn(value: fx.Node) -> Rotated | str:
 
 
 def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
-    """Return (rotated part, its size) if each head is a rotated part and a rest, otherwise (value, 0)."""
+    """Return (rotated part, its size) if only the first part of each head is rotated; otherwise (value, 0)."""
     if is_call(value, aten.cat.default) and len(value.args) == 2 and len(arg(value, 0)) == 2:
         part, rest = arg(value, 0)
         if is_last(arg(value, 1), value) and is_call(rest, aten.slice.Tensor):
@@ -119,7 +122,10 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _as_sum(value: Any) -> Iterator[_Turn]:
-    """Yield matches of x * cos + turned(x) * sin; turned(x) is (-second, first) of x's halves, or of each pair."""
+    """Yield matches of x * cos + turned(x) * sin.
+
+    turned(x) is (-second, first), where first and second are the halves of x, or the two elements of each pair.
+    """
     if not is_call(value, aten.add.Tensor) or value.kwargs:
         return
     for straight, turned in (value.args, value.args[::-1]):
@@ -132,12 +138,18 @@ def _as_sum(value: Any) -> Iterator[_Turn]:
 
 
 def _before_widening(value: fx.Node) -> fx.Node:
-    """Return the input of a cast to fp32; the cast may come before or after the swap of elements."""
+    """Return the input of a cast to fp32; any other value is returned itself.
+
+    It is applied before and after the elements are swapped, since the cast may be in either place.
+    """
     return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
 
 
 def _as_halves(value: Any) -> Iterator[_Turn]:
-    """Yield matches of (first * cos - second * sin, second * cos + first * sin), with cos and sin per pair."""
+    """Yield matches of the concatenation (first * cos - second * sin, second * cos + first * sin).
+
+    first, second: the halves of x. cos and sin have a value per pair of elements.
+    """
     if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
         return
     difference, total = arg(value, 0)
@@ -154,7 +166,10 @@ def _as_halves(value: Any) -> Iterator[_Turn]:
 
 
 def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
-    """Return x if the node is turned(x), the factor of the sine (see `_as_sum`); otherwise None."""
+    """Return x if the node is turned(x), see `_as_sum`; otherwise None.
+
+    interleaved: for pairs of neighbouring elements rather than halves.
+    """
     if interleaved:
         node = node.args[0] if is_call(node, aten.view.default, aten.reshape.default) else None
     target = aten.stack.default if interleaved else aten.cat.default
@@ -169,7 +184,10 @@ def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
 
 
 def half_of(node: Any, index: int) -> fx.Node | None:
-    """Return x if the node is the first (index 0) or second half of x's last dimension, by chunk or slice."""
+    """Return x if the node is the first (index 0) or second half of x's last dimension; otherwise None.
+
+    The half may be taken by a split or by a slice.
+    """
     if is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
         x, size, *dim = node.args[0].args
         if node.args[1] == index and dim and is_last(dim[0], x) and 2 * size == x.meta["val"].shape[-1]:
@@ -183,7 +201,7 @@ def half_of(node: Any, index: int) -> fx.Node | None:
 
 
 def every_second(node: Any, index: int) -> fx.Node | None:
-    """Return x if the node is every second element of x's last dimension, from the first (index 0) or second on."""
+    """Return x if the node is every second element of x's last dimension, from element `index` on; otherwise None."""
     if not is_call(node, aten.slice.Tensor) or len(node.args) != 5:
         return None
     x, dim, start, end, step = node.args
@@ -191,7 +209,7 @@ def every_second(node: Any, index: int) -> fx.Node | None:
 
 
 def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
-    """Return whether the node is x[..., start:end]."""
+    """Return whether the node is x[..., start:end]. end: None for the end of the dimension."""
     if not is_call(node, aten.slice.Tensor) or len(node.args) != 4 or node.args[0] is not x:
         return False
     size = x.meta["val"].shape[-1]
@@ -199,9 +217,9 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
 
 
 def _of_pairs(angles: Any) -> fx.Node:
-    """Return the angles per pair, [T, 1, r / 2], if the value repeats each angle next to itself.
+    """Return cos or sin per pair, [T, 1, r / 2], if `angles` has each value twice in a row; otherwise `angles`.
 
-    Otherwise return the value. The graph may get an unsqueeze of the angles per pair.
+    An unsqueeze of the values without repetition is added to the graph if it has none.
     """
     view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
     clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
@@ -228,7 +246,10 @@ def is_last(dim: int, x: fx.Node) -> bool:
 
 
 def rotary_attentions(graph: fx.Graph) -> int:
-    """Count attention calls whose query is computed from cosines, with no linear in between; used by contracts."""
+    """Return the number of attention calls whose query is computed from cosines without a linear in between.
+
+    Passes on rotary attention expect as many matches in their contracts.
+    """
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 
 

@@ -1,7 +1,7 @@
-"""Device functions that load, norm, rotate, quantise and store heads as pairs of elements that are rotated together.
+"""Triton device functions that load, norm, rotate, quantise and store heads as pairs of elements rotated together.
 
-They round where the textbook code does: after the norm, its weight, each product with cos and sin, and their sum.
-Suffixes: H heads, P pairs.
+They round where textbook code does: after the norm, after the multiplication by its weight, after each product with cos
+and sin, and after their sum. In names, H are heads and P pairs of a head.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def places(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the positions in a head of the first and of the second element of each pair.
+    """Return (indices in a head of the first element of each pair, those of the second element).
 
-    ROTARY: number of elements that are rotated. Pairs from number ROTARY / 2 on cover the elements that are not.
-    INTERLEAVED: the elements of a pair are neighbours; otherwise they are half of ROTARY apart.
+    pair_P: numbers of the pairs. ROTARY: number of elements that are rotated; pairs with numbers from ROTARY / 2 on
+    consist of the other elements. INTERLEAVED: the elements of a pair are neighbours; otherwise the elements of a
+    rotated pair are ROTARY / 2 apart.
     """
     if INTERLEAVED:
         return 2 * pair_P, 2 * pair_P + 1
@@ -72,9 +73,10 @@ def rounded_pairs(
     mask_H1: tl.tensor,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the codes of both elements of the pairs for a cache of this dtype, and store the scales of int8.
+    """Quantise heads for a KV cache of `dtype`. Returns (codes of the pairs' first elements, of their second elements).
 
-    mask_HP: pairs that exist. scale_ptr, head_H1, mask_H1: as in triton_codes.rounded_heads.
+    For 8-bit integers, the scales are computed and stored; for other codes, scales are read if there are any. mask_HP:
+    pairs that exist. scale_ptr, head_H1, mask_H1: see triton_codes.rounded_heads.
     """
     one_HP = tl.where(mask_HP, one_HP.to(tl.float32), 0.0)
     other_HP = tl.where(mask_HP, other_HP.to(tl.float32), 0.0)
@@ -100,10 +102,10 @@ def normed_pairs(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Normalise heads (RMSNorm) that are given as pairs of elements rotated together.
+    """Apply RMSNorm to heads that are given as the first and the second elements of pairs, fp32 [H, P] each.
 
-    Returns the first and the second elements of the pairs, fp32 [H, P]. Elements beyond HEAD_DIM must be zeros, as they
-    enter the sum of squares.
+    Returns the normed heads in the same form. Elements beyond HEAD_DIM must be zeros, since they enter the sum of
+    squares. OFFSET, WIDE: see rms_norm.normed. dtype: to which results are rounded.
     """
     squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
     scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
@@ -132,7 +134,7 @@ def normed_and_rotated(
     ROPE_WIDE: tl.constexpr,
     NORM_LAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both elements of the pairs of heads, [H, P] each, loaded, normed and rotated.
+    """Load, norm and rotate heads. Returns (the first elements of the pairs, the second elements), [H, P] each.
 
     ptr: q or k of a token; head_H1: offset of each head; pair_HP: numbers of the pairs; mask_HP: pairs that exist.
     weight_ptr: weight of the norm, [HEAD_DIM], or None without a norm. cos_ptr, sin_ptr: those of the token's position.

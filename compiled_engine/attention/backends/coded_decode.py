@@ -122,10 +122,10 @@ def _values_of(v_smem, layout: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.co
 
 @gluon.jit
 def _blocks(table_ptr, first_key, end_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the block id of each key of a tile, with one lookup per PART keys; 0 from end_key on.
+    """Return the block id of each key of a tile, found with one lookup per PART keys; 0 from end_key on.
 
-    table_ptr: the request's row of the block table. first_key: a multiple of PART. n_N: the keys, counted from
-    first_key.
+    table_ptr: the request's row of the block table. first_key: position of the tile's first key, a multiple of PART.
+    n_N: the tile's keys, counted from first_key.
     """
     block_N = n_N * 0
     for part in gl.static_range(KEYS // PART):
@@ -137,7 +137,7 @@ def _blocks(table_ptr, first_key, end_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: 
 
 @gluon.jit
 def _slots(first_key, n_N, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the place in its block of each key of a tile. first_key, n_N: as in _blocks."""
+    """Return the offset of each key of a tile within its block. first_key, n_N: as in _blocks."""
     slot_N = n_N % PART
     if BLOCK_SIZE != PART:
         for part in gl.static_range(KEYS // PART):
@@ -161,7 +161,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Begin to copy a tile's key and value codes to shared memory, [KEYS, HEAD_DIM] each; zeros from end_key on."""
+    """Start to copy a tile's key and value codes to shared memory, [KEYS, HEAD_DIM] each; zeros from end_key on."""
     n_N = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     slot_N = _slots(first_key, n_N, KEYS, BLOCK_SIZE)
@@ -268,7 +268,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     RAW_KEYS: gl.constexpr,
     GRAIN: gl.constexpr,
 ):
-    """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
+    """Compute decode attention. Program (K/V head, request, split) computes a query's GROUP heads over a split's keys.
 
     It first norms and rotates q. The split with the last key also norms and rotates the new key, and writes it and the
     new value to the cache if they have a slot. With k_ptr None, queries are rotated already, and keys and values are in
@@ -541,7 +541,7 @@ SHORT_KEYS = 128
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """The splits of a request's keys, the tiles of a program, and the options with which the kernel is compiled."""
+    """The splits of a request's keys, the keys of a tile, and the compile options of coded_decode_kernel."""
 
     splits: Splits
     keys: int = 64  # per tile
@@ -552,7 +552,7 @@ class CodedPlan:
 
 
 def coded_plan(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int, scaled: bool) -> CodedPlan:
-    """Choose splits and tiles from the fields of a graph's key and the device alone.
+    """Return splits and tiles for coded_decode_kernel. They depend only on fields of a graph's key and the device.
 
     max_seq_len: the host's upper bound of the keys that are read. scaled: the cache holds scales (int8). With at most
     one program per multiprocessor, short contexts are split as in short_splits, and the ring buffer of an unsplit

@@ -143,7 +143,7 @@ def _arguments(
     num_decodes: int,
     scoring: Scoring,
 ) -> tuple[Any, ...]:
-    """Return the leading arguments of both decode functions. Sinks, if there are any, are fp32 and contiguous."""
+    """Return the arguments that _decode's and _decode_codes' functions begin with. Sinks must be fp32, contiguous."""
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     return (
         q_RHd.data_ptr(),

@@ -39,7 +39,7 @@ class Splits:
 
 
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
-    """Choose the splits of a batch of decodes.
+    """Return the splits for a batch of decodes.
 
     num_requests: rows of the batch, padding included. max_seq_len: the host's upper bound of the contexts.
 
@@ -108,10 +108,10 @@ def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
-    """Return whether attention with rotation and KV write is faster as one kernel: small programs, short contexts.
+    """Return whether one kernel for rotation, KV write and attention is faster than several.
 
-    With a single request every program would wait for the norm; with long contexts the first tile would occupy
-    registers that later tiles need.
+    It is with small programs and short contexts. With a single request every program would wait for the norm; with long
+    contexts the first tile would occupy registers that later tiles need.
     """
     return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 
@@ -130,7 +130,7 @@ class BatchFacts:
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], num_kv_heads: int, num_sms: int) -> BatchFacts:
-        """Derive the facts of a batch. sizes: AttentionInputs.sizes."""
+        """Return the facts of a batch. sizes: AttentionInputs.sizes."""
         num_tokens, num_requests, num_decodes, query_len, max_seq_len = sizes
         num_heads = num_requests * num_kv_heads
         # Without prompts only these batches are listed: fewer programs are split evenly, and more balance each other.

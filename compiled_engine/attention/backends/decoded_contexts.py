@@ -73,7 +73,7 @@ def decode_contexts_kernel(
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Dequantise contexts: program (block, half) writes a workspace block's keys (half 0) or values (half 1).
+    """Dequantise contexts. Program (block, half) writes a workspace block's keys (half 0) or values (half 1).
 
     Nothing is dequantised if the contexts need more than `capacity` blocks. Blocks before all windows are skipped.
 
@@ -185,7 +185,7 @@ def decode_contexts(
     facts: BatchFacts,
     scoring: Scoring,
 ) -> DecodedContexts:
-    """Dequantise the contexts of all requests with several queries, if they fit, into a new workspace.
+    """Dequantise the contexts of all requests with several queries, if they fit, into a new workspace; return it.
 
     q_THd gives the workspace its dtype and device. Must be launched before `listed_decode`.
     """

@@ -109,10 +109,10 @@ def lengths_of(batch, request):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (end_key, first_tile, first_masked, end_tile): the end of an item's keys, then numbers of tiles of keys.
+    """Return (end_key, first_tile, first_masked, end_tile): the end of an item's keys, then indices of tiles of keys.
 
-    first_masked: the first tile that some query does not see whole. Padding (seq_len 0) has one tile, of which it sees
-    nothing.
+    first_position: of the item's first query. first_masked: the first tile of which some query does not see all keys.
+    Padding (seq_len 0) has one tile, of which it sees nothing.
     """
     end_key = gl.maximum(gl.minimum(first_position + ROWS // HEADS.group, seq_len), 0)
     first_tile = first_read(first_position, HEADS.window, KEYS) // KEYS
@@ -124,7 +124,7 @@ def key_tiles(first_position, seq_len, HEADS: gl.constexpr):  # type: ignore[no-
 
 @gluon.jit
 def boxes_of(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a stage as its boxes, [dim / WIDTH * KEYS / box, box, WIDTH]."""
+    """Return a view of a stage as its boxes, [dim / WIDTH * KEYS / box, box, WIDTH]."""
     height: gl.constexpr = HEADS.box
     number: gl.constexpr = HEADS.dim // WIDTH * (KEYS // height)
     if RENAMED:
@@ -136,7 +136,7 @@ def boxes_of(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a stage as one tile, [KEYS, dim]."""
+    """Return a view of a stage as one tile, [KEYS, dim]."""
     if RENAMED:
         tile = stage.reinterpret(stage.dtype, [KEYS, HEADS.dim], SHARED)
     else:
@@ -146,9 +146,9 @@ def tile_in(stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _copy_tile(cache_desc, rows, column, full, stage, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to copy a tile of keys or values into a stage: one box for each row of `rows` and each WIDTH columns.
+    """Start to copy a tile of keys or values into a stage: one box for each row of `rows` and each WIDTH columns.
 
-    full: the barrier of the stage, which counts the bytes.
+    rows: the first row of each box. column: the first of the K/V head. full: the stage's barrier, which counts bytes.
     """
     boxes: gl.constexpr = KEYS // HEADS.box
     widths: gl.constexpr = HEADS.dim // WIDTH
@@ -205,7 +205,7 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
 
 @gluon.jit
 def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scores with -inf for keys that a query does not see. key_tile: number of the tile."""
+    """Return the scores with -inf for keys that a query does not see. key_tile: index of the tile."""
     keys_N = key_tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     return gl.where(seen(keys_N, positions_M, HEADS.window), scores_MN, float("-inf"))
 
@@ -406,7 +406,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: gl.constexpr,
     HEADER: gl.constexpr,
 ):
-    """Prefill attention: persistent programs compute items of the work list and write the results of their queries.
+    """Compute prefill attention. Persistent programs take items of the work list and write their queries' results.
 
     An item is ROWS // GROUP queries of one request, for the GROUP query heads of one K/V head.
 

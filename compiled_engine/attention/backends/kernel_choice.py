@@ -45,14 +45,14 @@ ROTATING = frozenset({Kernel.SHORT_DECODE, Kernel.SHORT_DRAFTS, Kernel.ROPE_DECO
 
 
 class Plan(NamedTuple):
-    """A kernel, and how it divides a request's keys. If there are prompts, a prefill kernel follows LISTED_DECODE."""
+    """A kernel, and how its programs split or tile keys. For prompts, a prefill kernel follows LISTED_DECODE."""
 
     kernel: Kernel
     division: Splits | CodedPlan | ShortTiles | None = None  # None for LISTED_DECODE: splits are in the work list
 
 
 class LayerFacts(NamedTuple):
-    """The properties of a layer and its device that the choice depends on."""
+    """The properties of a layer and its device that the choice of its kernels depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,7 +79,7 @@ def layer_facts(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> LayerFacts:
-    """Return the facts of a layer. dtype: the queries'."""
+    """Return the facts of a layer. dtype: of queries."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     on_hopper = on_gpu and exists_on_hopper(num_heads, num_kv_heads, head_dim, dtype)
     return LayerFacts(num_heads, num_kv_heads, cache_dtype, num_multiprocessors(device), on_hopper, on_gpu)
@@ -94,7 +94,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 class Choice(NamedTuple):
-    """A layer's plan for a batch, and the facts that it was chosen from."""
+    """A layer's kernel plan for a batch, and the facts from which `choose` chose the plan."""
 
     layer: LayerFacts
     batch: BatchFacts
@@ -109,7 +109,7 @@ def choice_of(
     *,
     unrotated: bool = False,
 ) -> Choice:
-    """Choose the kernel for the arguments of a layer's attention; see `choose`."""
+    """Return the kernel plan that `choose` chooses for the arguments of a layer's attention, with its facts."""
     _, num_heads, head_dim = q_THd.shape
     num_kv_heads = kv_cache_N2PKd.shape[3]
     layer = layer_facts(num_heads, num_kv_heads, head_dim, q_THd.dtype, kv_cache_N2PKd.dtype, q_THd.device)
@@ -124,7 +124,7 @@ def _choice(sizes: tuple[int, ...], layer: LayerFacts, sliding_window: int, unro
 
 
 def choose(batch: BatchFacts, layer: LayerFacts, sliding_window: int, *, unrotated: bool = False) -> Plan:
-    """Choose the kernel for a batch, from the fields of a graph's key and the device alone.
+    """Return the kernel plan for a batch. It depends only on the fields of a graph's key and the device.
 
     sliding_window: see Scoring. unrotated: q and k are not rotated yet; if the chosen kernel is not in ROTATING,
     rotation must be a separate kernel.

@@ -51,7 +51,7 @@ copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 def weighed(  # type: ignore[no-untyped-def]
     q_MD, k_DN, max_M, sum_M, seen_MN, scale_log2, layout: gl.constexpr, KEYS: gl.constexpr, CAP_SCALE: gl.constexpr
 ):
-    """Return (weights, rescale, max, sum) after a tile of keys, see triton_tile.weigh; hidden keys have weight 0.
+    """Return (weights of a tile, factor for acc, new max, new sum), see triton_tile.weigh. Hidden keys have weight 0.
 
     q_MD, k_DN: operands of the tensor cores. seen_MN: mask of keys that queries see. The weights are an operand of the
     product with values.
@@ -82,7 +82,7 @@ def load_keys(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Load a tile of keys, [HEAD_DIM, KEYS], from first_key on; zeros from end_key on.
+    """Return a tile of keys, [HEAD_DIM, KEYS], loaded from first_key on; zeros from end_key on.
 
     table_ptr: the request's row of the block table. head_cache_ptr: the cache from the K/V head on. ROW: K * d.
     """
@@ -105,7 +105,7 @@ def copy_values(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Begin to copy a tile of values, [KEYS, HEAD_DIM], to shared memory; zeros from end_key on. See load_keys."""
+    """Start to copy a tile of values, [KEYS, HEAD_DIM], to shared memory; zeros from end_key on. See load_keys."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
     row_N = row_of(blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE) * ROW + BLOCK_SIZE * ROW
@@ -127,7 +127,7 @@ def attend_held(  # type: ignore[no-untyped-def]
     KEYS: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Fold a tile into the (acc, max, sum) of the queries.
+    """Return the (acc, max, sum) of the queries with a tile of keys included.
 
     k_DN: keys, in registers; v_smem: values, still being copied; seen_MN: mask of the keys that each query sees.
     """
@@ -154,7 +154,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Begin to copy a tile's keys and values, [KEYS, HEAD_DIM] each, to shared memory; zeros from end_key on."""
+    """Start to copy a tile's keys and values, [KEYS, HEAD_DIM] each, to shared memory; zeros from end_key on."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     stored_N1 = (key_N < end_key)[:, None]
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
@@ -179,7 +179,7 @@ def fill_ring(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Begin to copy as many tiles as the ring buffer holds, less one. Returns the block ids [KEYS] of the next tile."""
+    """Start to copy as many tiles as the ring buffer holds, less one. Returns the block ids [KEYS] of the next tile."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     block_N = blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE)
     for stage in gl.static_range(STAGES - 1):
@@ -214,7 +214,7 @@ def attend_ring(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     CAP_SCALE: gl.constexpr,
 ):
-    """Fold all tiles into the (acc, max, sum) of the queries, and copy the tiles after those of fill_ring."""
+    """Return the (acc, max, sum) of the queries with all tiles included; copies the tiles after those of fill_ring."""
     for tile in range((end_key - first_key + KEYS - 1) // KEYS):
         start = first_key + tile * KEYS
         async_copy.wait_group(STAGES - 2)
@@ -253,7 +253,7 @@ def exists_on_hopper(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """The tiles of a program, and the options with which the kernel is compiled."""
+    """The sizes of a program's tiles, and the options with which a kernel for short contexts is compiled."""
 
     keys: int  # per tile
     warps: int = 8  # per program
@@ -262,7 +262,7 @@ class ShortTiles:
 
     @classmethod
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
-        """Choose tiles for num_programs programs (requests times K/V heads) and contexts of up to max_seq_len tokens.
+        """Return tiles for num_programs programs (requests times K/V heads) and contexts of up to max_seq_len tokens.
 
         A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to five programs share a
         multiprocessor. If contexts may differ widely, the longest must not be slow, so two run at a time, with more
@@ -327,10 +327,10 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Decode attention: program (K/V head, request) computes one query's GROUP heads over all keys.
+    """Compute decode attention. Program (K/V head, request) computes one query's GROUP heads over all keys.
 
-    It norms and rotates q and the new key, writes the new key and value to the cache if they have a slot, and writes
-    the results to out.
+    A program norms and rotates q and the new key, writes the new key and value to the cache if they have a slot, and
+    writes the results to out.
 
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.

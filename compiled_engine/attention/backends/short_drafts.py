@@ -53,7 +53,7 @@ def _heads(  # type: ignore[no-untyped-def]
     OFFSET: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """Load heads [M, HEAD_DIM], norm them if there are weights, and rotate them.
+    """Return heads [M, HEAD_DIM], loaded from ptr, normed if there are weights, and rotated.
 
     start_M: offset of each head from ptr; cos_start_M, sin_start_M: offsets of its token's cos and sin. All loads are
     issued before the first is waited for.
@@ -128,10 +128,10 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     KEYS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Attention of QUERY_LEN tokens per request: program (K/V head, request) computes the GROUP heads of all of them.
+    """Compute attention of QUERY_LEN tokens per request. Program (K/V head, request) computes their GROUP heads.
 
-    It norms and rotates q and the new keys, and writes new keys and values to the cache if they have slots. The rows
-    (tokens) of a request are consecutive, padding last, as in decode_kernel.
+    A program norms and rotates q and the new keys, and writes new keys and values to the cache if they have slots. The
+    rows (tokens) of a request are consecutive, padding last, as in decode_kernel.
 
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of rows.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.

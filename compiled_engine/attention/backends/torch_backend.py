@@ -177,10 +177,10 @@ def _decode_in_groups(
     longest: int,
     scoring: Scoring,
 ) -> None:
-    """Write to out_THd the attention of the first num_decodes requests, in groups, so that few keys are gathered at a
-    time.
+    """Write to out_THd the attention of the first num_decodes requests, computed in groups.
 
-    longest: upper bound of the contexts; on a CPU their true maximum is used, as reading seq_lens costs nothing.
+    Groups bound the number of keys that are gathered at a time. longest: upper bound of the contexts; on a CPU their
+    true maximum is used, as reading seq_lens costs nothing.
     """
     ragged, gather_bytes = True, GPU_GATHER_BYTES
     if inputs.seq_lens_R.device.type == "cpu":
@@ -288,9 +288,9 @@ def _decode_one(
     seq_len: int,
     scoring: Scoring,
 ) -> None:
-    """Write to out_THd the attention of the first request's single query.
+    """Write to out_THd the attention of the first request's single query, with few operations.
 
-    It uses few operations, since each costs more than its work.
+    For so little work, the calls of operations take longer than the work.
     """
     if is_coded(kv_cache_N2PKd.dtype):
         block_size = kv_cache_N2PKd.shape[2]

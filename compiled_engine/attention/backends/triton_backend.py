@@ -163,7 +163,7 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Serve batches of decodes with a plain rotation, if one kernel is faster. See AttentionBackend."""
+        """See AttentionBackend. Serves decodes with a plain rotation, if one kernel is faster than several."""
         if not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
             return False
         _, batch, plan = choice_of(q_THd, kv_cache_N2PKd, inputs, scoring.sliding_window, unrotated=True)
@@ -203,7 +203,7 @@ def _attend_listed(
     batch: BatchFacts,
     layer: LayerFacts,
 ) -> None:
-    """Launch the kernels that take their work from the list: for decodes, then for prompts if there are any."""
+    """Launch the kernels that take their work from the work list: for decodes, then for prompts if there are any."""
     num_sms, heads = layer.num_sms, (layer.num_heads, layer.num_kv_heads, q_THd.shape[2])
     tiles, layout = _listed_work(batch.num_requests, batch.max_seq_len, *heads, q_THd.element_size())
     work_W = inputs.work_W

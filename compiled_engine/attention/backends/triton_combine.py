@@ -121,7 +121,7 @@ def combine_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Combine partial results: program (head, row) writes the result of one head of one row to out.
+    """Combine partial results. Program (head, row) writes the result of one head of one row to out.
 
     A row with a single split is left alone, since that split's program has written the result.
 

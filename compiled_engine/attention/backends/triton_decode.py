@@ -46,7 +46,7 @@ def queries_of_tile(query_len: int, group: int, element_size: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """The number of keys of a tile, and the options with which the kernel is compiled."""
+    """The number of keys of a tile, and the options with which decode_kernel is compiled."""
 
     keys: int
     num_warps: int
@@ -143,9 +143,9 @@ def decode_kernel(
     LOOK_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Decode attention: program (K/V head, request and part of its rows, split) computes rows over the keys of a split.
+    """Compute decode attention. Program (K/V head, request and part of its rows, split) reads the keys of one split.
 
-    It computes TILE_QUERIES of the request's QUERY_LEN rows, for GROUP heads. The rows are consecutive, padding last.
+    A program computes TILE_QUERIES of a request's QUERY_LEN rows, for GROUP heads. Rows are consecutive, padding last.
     A request's only split writes the results to out. Otherwise each split that has keys stores partial results, which
     combine_kernel combines.
 

@@ -33,7 +33,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 @dataclass(frozen=True)
 class ListedDecodeTiles:
-    """The number of keys of a tile, and the options with which the kernel is compiled and launched."""
+    """The number of keys of a tile, and the options with which listed_decode_kernel is compiled and launched."""
 
     keys: int
     num_warps: int
@@ -89,7 +89,7 @@ def listed_decode_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Decode attention by the work list: program p computes items p, p + programs, ..., each a split for a K/V head.
+    """Compute decode attention. Program p computes items p, p + programs, ... of the work list: splits of K/V heads.
 
     A request's only split writes the result to out. Otherwise splits store partial results and count themselves in
     `arrived`; the last one combines them.

@@ -36,7 +36,7 @@ FEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class PackedTiles:
-    """The numbers of queries and keys of a tile, and the options with which the kernel is compiled."""
+    """The numbers of queries and keys of a tile, and the options with which packed_kernel is compiled."""
 
     queries: int
     keys: int
@@ -89,7 +89,7 @@ def packed_kernel(
     SEARCHED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Bidirectional attention: program (tile number, query head) computes up to TILE_M queries of a request for a head.
+    """Compute bidirectional attention. Program (tile number, query head) computes up to TILE_M queries of a request.
 
     Programs whose tile number is unused return at once. Queries of a request with seq_len 0 (padding) get zeros.
 

@@ -37,7 +37,7 @@ SMALLEST_ROWS = 32
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """The rows and keys of a tile, and the options with which the kernel is compiled and launched."""
+    """The numbers of rows and keys of a tile, and the options with which prefill_kernel is compiled and launched."""
 
     rows: int  # queries times the heads that share a K/V head
     keys: int
@@ -95,7 +95,7 @@ def prefill_kernel(
     HEADER: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Prefill attention: programs take items of the work list, and write the results of the item's queries to out.
+    """Compute prefill attention. Programs take items of the work list and write the results of their queries to out.
 
     An item is TILE_M // GROUP queries of one request, for the GROUP query heads of one K/V head.
 

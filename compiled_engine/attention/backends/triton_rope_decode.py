@@ -104,10 +104,10 @@ def rope_decode_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Decode attention: program (K/V head, request, split) computes one query's GROUP heads over the keys of one split.
+    """Compute decode attention. Program (K/V head, request, split) computes a query's GROUP heads over a split's keys.
 
-    It norms and rotates q. The split with the last key also norms and rotates the new key, and writes it and the new
-    value to the cache if they have a slot. Results are written as in decode_kernel: to out, or as partial results.
+    A program norms and rotates q. The split with the last key also norms and rotates the new key, and writes it and the
+    new value to the cache if they have a slot. Results are written as in decode_kernel: to out, or as partial results.
 
     q_ptr, out_ptr: [R, H, d]; k_ptr, v_ptr: [R, K, d]; strides without HEAD in their names are those of tokens.
     q_weight_ptr, k_weight_ptr: [d], or None without norms; cos_ptr, sin_ptr: [R, d]. OFFSET, WIDE: see Rotation.

@@ -100,7 +100,7 @@ def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.const
 
 @triton.jit
 def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Return a mask [M, N] of the keys that each query sees: up to its position, and in its window if WINDOW > 0."""
+    """Return a mask [M, N] of keys that each query sees: up to its position, and within its window if WINDOW > 0."""
     seen_MN = keys_N[None, :] <= positions_M[:, None]
     if WINDOW > 0:
         seen_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
@@ -111,7 +111,7 @@ def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.
 def load_rows(
     ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
 ) -> tl.tensor:
-    """Load [N, D]: the HEAD_DIM elements from each pointer on; zeros elsewhere and for keys that are not stored.
+    """Return [N, D]: the HEAD_DIM elements from each pointer on; zeros elsewhere and for keys that are not stored.
 
     MASKED: some keys of the tile may not be stored; otherwise stored_N is not read.
     """
@@ -203,7 +203,7 @@ def attend_tile(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys first_key .. first_key + TILE_N - 1 into the running (acc, max, sum) of every row of queries.
+    """Return the (acc, max, sum) of all rows with the keys first_key .. first_key + TILE_N - 1 included.
 
     positions_M: the position of each query.
     end_key: end of the keys that are stored.
@@ -259,7 +259,7 @@ def fold_keys(
     TILE_D: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of its queries.
+    """Return the (acc, max, sum) of a request's queries with its keys first_key .. end_key - 1 included.
 
     positions_M: the position of each query; None: there is one query, which sees all these keys.
     table_ptr: the request's row of the block table. Other arguments are those of attend_tile.

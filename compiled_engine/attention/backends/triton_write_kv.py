@@ -35,7 +35,7 @@ def write_kv_kernel(
     TILE_D: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Store one token's key and value, all heads, per program; nothing if its slot is negative.
+    """Store keys and values in the cache. Program `token` stores all heads of that token; none if its slot is negative.
 
     k_ptr, v_ptr: [T, K, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. slot_mapping_ptr: int64 [T].
     TILE_K, TILE_D: NUM_KV_HEADS and HEAD_DIM rounded up to powers of two. DEPENDENT_LAUNCH: let the next kernel start

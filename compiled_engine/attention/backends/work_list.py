@@ -34,7 +34,7 @@ SEARCH_WIDTH = tl.constexpr(256)
 
 @dataclass(frozen=True)
 class WorkLayout:
-    """The offsets of the parts of a batch's work list, in int32 elements."""
+    """The sizes and offsets of the parts of a batch's work list, in int32 elements."""
 
     num_requests: int
     num_kv_heads: int
@@ -57,7 +57,7 @@ class WorkLayout:
         return num_tokens // self.queries + self.num_requests
 
     def length(self, num_tokens: int) -> int:
-        """Return the number of int32 elements for any batch of up to num_tokens tokens."""
+        """Return the length of the work list, in int32 elements, for any batch of up to num_tokens tokens."""
         return self.tiles + 2 * self.most_tiles(num_tokens)
 
 
@@ -94,7 +94,7 @@ def _num_items(
     QUERIES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the number of splits and the number of tiles of each request. A request with a single query is a decode.
+    """Return (number of splits, number of tiles) of each request: splits if it has a single query, otherwise tiles.
 
     All layers share the list, but a layer with a window splits only the keys in its window, which may make more splits
     than all keys make: 2,048 keys may make 16 splits, and 2,049 keys 13. So the list has the largest number of splits
