@@ -310,7 +310,7 @@ class EngineCore:
         return self._scheduler.has_unfinished() or bool(self._held_back or self._ended_apart)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of scheduler, features and runner by name, with `start_s`, `generated_tokens` and `paused`.
+        """Return the metrics of scheduler, features and runner by name, with `start_s`, generated tokens and `paused`.
 
         generated_tokens counts the output tokens of all requests since the start, running ones included.
         """

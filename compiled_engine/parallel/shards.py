@@ -7,7 +7,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +42,13 @@ class Shard:
     sections: tuple[Section, ...] = ()
     # Other ranks hold zeros, so that the sum over ranks counts it once: the bias of a linear with a divided input.
     first_only: bool = False
+    # The last dimension is that of the outputs, as in the transpose of a linear's weight, or in biases of experts.
+    outputs_last: bool = False
 
     @property
     def divides_input(self) -> bool:
         """Whether the parameter is divided along its inputs, so that each rank's product is a partial sum."""
-        return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1
+        return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1 - self.outputs_last
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
         """Return the places of a rank's slice along `dim`, one per section. `dim` must not be None."""
@@ -75,8 +77,8 @@ def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
     """Return the shard of each parameter by name. Tied parameters are listed under each of their names.
 
     whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
-    name -> sizes, gives the sections of its parameters. Raises ValueError for a parameter that would be cut along more
-    than one dimension.
+    name -> sizes, gives the sections of its parameters; its attribute `outputs_last` names those whose last
+    dimension is that of the outputs. Raises ValueError for a parameter that would be cut along more than one dimension.
     """
     packed, packed_here = _packed(whole), _packed(local)
     here = dict(local.named_parameters(remove_duplicate=False))
@@ -84,10 +86,14 @@ def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
         name: shard_of(name, tuple(p.shape), tuple(here[name].shape), packed.get(name), packed_here.get(name))
         for name, p in whole.named_parameters(remove_duplicate=False)
     }
+    for path, module in whole.named_modules():
+        for name in getattr(module, "outputs_last", ()):
+            found[f"{path}.{name}"] = replace(found[f"{path}.{name}"], outputs_last=True)
     for name, shard in list(found.items()):
         owner, _, attribute = name.rpartition(".")
-        if attribute == "weight" and shard.divides_input and (bias := found.get(f"{owner}.bias")) is not None:
-            found[f"{owner}.bias"] = Shard(bias.whole, first_only=True)
+        beside = f"{owner}.bias" if attribute == "weight" else f"{name}_bias"
+        if shard.divides_input and (bias := found.get(beside)) is not None:
+            found[beside] = Shard(bias.whole, first_only=True)
     return found
 
 

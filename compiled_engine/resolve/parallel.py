@@ -39,6 +39,7 @@ DIVISIBLE_FOREIGN = (
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
     "GlmForCausalLM",
+    "GptOssForCausalLM",
     "GraniteForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "Jais2ForCausalLM",

@@ -219,7 +219,7 @@ def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
         target, device = copy.target, copy.target.device
         source, *beside = copy.sources
         if copy.encoded is not None and copy.encoded.in_blocks:
-            decode_mxfp4(copy.sources, target.mT if copy.encoded.transposed else target)
+            decode_mxfp4(copy.encoded, copy.sources, target)
         elif copy.encoded is not None:
             codes = (copy.packed or source).to(device)
             if copy.encoded.decode:

@@ -20,14 +20,19 @@ BLOCK, BYTES = 32, 16  # values that share a scale, and their bytes
 _FORMAT = Rounding("mxfp4", 1, BLOCK)
 
 
-def decode_mxfp4(sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Decode blocks [E, R, G, 16] and scales [E, R, G], both uint8, of E experts with R rows of G blocks.
+def decode_mxfp4(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    """Decode a part of blocks [E, R, G, 16] and scales [E, R, G], both uint8, into a tensor, on its device and in its
+    dtype, one index of E at a time.
 
-    The values are written to `target`, [E, R, 32 G], on its device and in its dtype, one expert at a time.
+    part: takes values [E, R, 32 G], with all of E.
     """
-    for blocks, scales, out in zip(*sources, target, strict=True):
-        codes, exponents = blocks.to(target.device).flatten(1), scales.to(target.device)
-        out.copy_(decode(codes, exponents, _FORMAT))
+    _, (first_row, last_row), (first, last) = part.taken
+    within = slice(first // BLOCK, -(-last // BLOCK))  # the blocks that hold the columns
+    by_rows = target.mT if part.transposed else target
+    for blocks, scales, out in zip(*sources, by_rows, strict=True):
+        codes = blocks[first_row:last_row, within].to(target.device).flatten(1)
+        values = decode(codes, scales[first_row:last_row, within].to(target.device), _FORMAT)
+        out.copy_(values[:, first - within.start * BLOCK : last - within.start * BLOCK])
 
 
 def are_blocks(blocks: Sequence[int], scales: Sequence[int]) -> bool:

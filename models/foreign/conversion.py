@@ -108,8 +108,8 @@ def _scales_of(name: str) -> str:
 def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
     """Return the placement of packed values [E, R, G, 16], 32 values in 16 bytes, in a parameter [E, 32 G, R]."""
     experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
-    placed = tuple((0, size) for size in (experts, 2 * groups * num_bytes, rows))
-    taken = tuple((0, size) for size in shape)
+    columns = 2 * groups * num_bytes
+    placed, taken = (tuple((0, size) for size in s) for s in ((experts, columns, rows), (experts, rows, columns)))
     return Placement(source, taken, target, placed, transposed=True, decode=MXFP4, beside=(scales,))
 
 

@@ -30,8 +30,8 @@ class Placement:
     target: str
     placed: tuple[Span, ...]
     transposed: bool = False  # the source's last two dimensions are swapped
-    # Encoding of the values: empty for none; MXFP4, then the whole source and `beside` are decoded; or a LinearScheme
-    # as text, with scales, zero points and the order of columns in `beside`.
+    # Encoding of the values: empty for none; MXFP4, with scales in `beside`; or a LinearScheme as text, with scales,
+    # zero points and the order of columns in `beside`. `taken` is a part of the decoded values.
     decode: str = ""
     beside: tuple[str, ...] = ()
 
@@ -49,8 +49,6 @@ class Placement:
 
         Raises ValueError if the source cannot be divided along that dimension.
         """
-        if self.in_blocks:
-            raise ValueError(f"{self.source} cannot be divided: it holds values in {self.decode}")
         back = dim - len(self.placed)  # negative index, since a source may lack leading dimensions
         if self.transposed and back >= -2:
             back = -3 - back

@@ -26,7 +26,8 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Set the attribute `packed` on modules with packed parameters. Textbook modules set it themselves.
+    """Set the attributes `packed` and `outputs_last` on modules, which `compare_shapes` reads. Textbook modules set them
+    themselves.
 
     qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up, in experts too; in_proj_qkv and conv1d of
     a gated delta net those of its q, k and v. Comparisons of log-probabilities verify that a family splits them like
@@ -41,6 +42,9 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
                 heads = config.heads_of(int(layer[1]) if layer else 0)
                 rows = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
                 packed[name] = tuple(count * heads.head_dim for count in rows)
+            elif name == "gate_up_proj" and _is_transposed(module):  # gate and up alternate
+                biases = tuple(each for each in (f"{name}_bias",) if hasattr(module, each))
+                module.outputs_last = (name, "down_proj", *biases)  # type: ignore[assignment]
             elif path.endswith(".gate_up_proj") or name == "gate_up_proj":
                 half = parameter.shape[1 if parameter.dim() == 3 else 0] // 2
                 packed[name] = half, half
@@ -49,6 +53,12 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
                 packed[name] = keys, keys, fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
         if packed:
             module.packed = packed  # type: ignore[assignment]
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    """Return whether matrices are [E, H, 2 I] and [E, I, H], instead of [E, 2 I, H] and [E, H, I]."""
+    (_, before, after), (_, inputs, outputs) = experts.gate_up_proj.shape, experts.down_proj.shape  # type: ignore[misc]
+    return bool((before, after) == (outputs, 2 * inputs))
 
 
 log = logging.getLogger("compiled_engine")

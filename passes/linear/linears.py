@@ -176,7 +176,8 @@ def by_rows(node: fx.Node) -> Parameter:
         return weight
     shard = weight.shard
     if shard is not None:
-        shard = replace(shard, whole=_swapped(shard.whole), dim={None: None, 0: 0, 1: 2, 2: 1}[shard.dim])
+        dim = {None: None, 0: 0, 1: 2, 2: 1}[shard.dim]
+        shard = replace(shard, whole=_swapped(shard.whole), dim=dim, outputs_last=False)
     return replace(weight, shape=_swapped(weight.shape), shard=shard)
 
 
@@ -187,12 +188,12 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
     """Return the linear, or the experts' linear without its bias, that a call computes; otherwise None.
 
-    An experts' linear is returned only if its weight is a parameter [E, N, K].
+    An experts' linear is only returned if its weight is a parameter.
     """
     if not is_call(node, aten.bmm.default):
         return linear_of(node)
     found = experts_linear_of(node)
-    return found if found is not None and is_parameter(found.weight) and not found.transposed else None
+    return found if found is not None and is_parameter(found.weight) else None
 
 
 def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_parameter) -> Counter[fx.Node]:

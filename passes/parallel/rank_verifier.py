@@ -30,7 +30,7 @@ from compiled_engine.passes.framework.verifier import (
     run_call,
     run_whole,
 )
-from compiled_engine.passes.linear.linears import ExpertsLinear, Linear, product_of
+from compiled_engine.passes.linear.linears import ExpertsLinear, Linear, experts_linear_of, product_of
 
 
 @torch.no_grad()
@@ -167,9 +167,14 @@ def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
         before = node.all_input_nodes[:1]
         while before:
             found.add(before[0])
+            if is_call(before[0], aten.add.Tensor) and experts_linear_of(before[0]) is not None:
+                found.update(before[0].all_input_nodes)  # the product, and the bias, which one rank has
+                break
             is_end = product_of(before[0]) is not None
             inner = before[0].all_input_nodes
-            before = [] if is_end else [n for n in inner if is_call(n, aten.bmm.default, aten.mul.Tensor)]
+            before = (
+                [] if is_end else [n for n in inner if is_call(n, aten.bmm.default, aten.mul.Tensor, aten.add.Tensor)]
+            )
     return found
 
 

@@ -23,7 +23,7 @@ from compiled_engine.passes.framework.graph_inputs import is_parameter, source_o
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import arg, aten, emit, is_call, only_user
 from compiled_engine.passes.framework.op_library import define_op
-from compiled_engine.passes.linear.linears import product_of
+from compiled_engine.passes.linear.linears import experts_linear_of, product_of
 
 
 def _all_reduce(x_TD: torch.Tensor) -> torch.Tensor:
@@ -115,6 +115,9 @@ def _sum_of_experts(product: fx.Node) -> fx.Node | None:
 
     A rank computes only its summand, so this sum must be all-reduced.
     """
+    user = only_user(product)
+    if user is not None and experts_linear_of(user) is not None:  # the product and its bias
+        product = user
     weighted = only_user(product)
     total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
     is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]

@@ -33,6 +33,18 @@ def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
     compare(tmp_path / "packed", oracle, prompts, exact=True, mode="eager", strict_passes=False)
 
 
+@pytest.mark.product(one_in=1000, each=("num_ranks",))
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_have_parts_of_the_experts_of_gpt_oss(num_ranks: int, mode: str, tmp_path: Path) -> None:
+    """Rows of gate and up alternate, one rank adds the bias of the sum, and shares of 48 and 24 columns end inside
+    groups of 32."""
+    oracle = write_mxfp4(tmp_path)
+    prompts = [[token % oracle.config.vocab_size for token in prompt] for prompt in IDS]
+    checked = {"verify_passes": mode == "compiled", "strict_passes": mode == "compiled"}
+    compare(tmp_path / "packed", oracle, prompts, exact=True, mode=mode, tensor_parallel_size=num_ranks, **checked)
+
+
 def test_random_weights_of_gpt_oss(tmp_path: Path) -> None:
     """Codes are of all kinds, and values as large as those of other weights."""
     oracle = write_mxfp4(tmp_path)

@@ -16,7 +16,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiled_engine.llm import LLM
-from compiled_engine.models.checkpoint.mxfp4 import place_mxfp4
+from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4, place_mxfp4
 from compiled_engine.models.foreign import compat
 from compiled_engine.models.foreign.conversion import plan_weights
 from compiled_engine.models.foreign.placement import Placement, WeightPlan
@@ -24,6 +24,7 @@ from compiled_engine.parallel.shards import Place
 from compiled_engine.passes.framework.parameter import CODES, SCALES, Parameter
 from compiled_engine.passes.framework.rounding import in_halves
 from compiled_engine.passes.linear.experts_codes import experts_weight
+from compiled_engine.quantisation_names import MXFP4
 from compiled_engine.sampling.params import SamplingParams
 
 TINY_MIXTRAL: dict[str, Any] = {
@@ -200,11 +201,25 @@ def test_mxfp4_is_decoded_as_transformers_decodes_it(tmp_path: Path) -> None:
         LLM(packed, mode="eager", device="cpu", max_model_len=32, progress=False)
 
 
+def test_a_part_of_experts_in_mxfp4_is_decoded() -> None:
+    """Parts of rows and of columns, which end inside groups. The model has the transpose."""
+    blocks, scales = packed_experts((2, 6, 96))
+    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    spans = ((0, 2), (0, 6), (0, 96)), ((0, 2), (0, 96), (0, 6))
+    weight = Placement("w_blocks", spans[0], "w", spans[1], transposed=True, decode=MXFP4, beside=("w_scales",))
+    for dim, start, length in ((1, 0, 24), (1, 24, 48), (1, 32, 32), (1, 72, 24), (2, 0, 3), (2, 3, 3)):
+        (part,) = weight.cut(dim, [Place(start, length, 0)])
+        expected = values.narrow(dim, start, length)
+        target = torch.full(expected.shape, torch.nan)
+        decode_mxfp4(part, (blocks, scales), part.place_in(target))
+        assert torch.equal(target, expected)
+
+
 def test_a_part_of_a_group_of_mxfp4_keeps_its_scale() -> None:
     """The 96 columns of two ranks are divided after a group and a half."""
     blocks, scales = packed_experts((2, 5, 96))
     tensors = {"w_blocks": blocks, "w_scales": scales}
-    weight = Placement("w_blocks", (), "w", (), transposed=True, decode="mxfp4", beside=("w_scales",))
+    weight = Placement("w_blocks", (), "w", (), transposed=True, decode=MXFP4, beside=("w_scales",))
     codes, of_tiles = (
         place_mxfp4(Parameter(f"w.{role}", (), "uint8", role, scheme="mxfp4 1x16"), weight, tensors)
         for role in (CODES, SCALES)

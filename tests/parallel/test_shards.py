@@ -83,6 +83,15 @@ def test_a_divided_input_is_the_last_dimension(shape: tuple[int, ...], dim: int 
     assert Shard(shape, dim).divides_input == divides
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "divides"),
+    [((2, 6, 4), 1, True), ((2, 6, 4), 2, False), ((2, 4), 1, False), ((2, 4), None, False)],
+)
+def test_a_divided_input_comes_before_the_outputs(shape: tuple[int, ...], dim: int | None, divides: bool) -> None:
+    """Matrices [E, inputs, outputs] and biases [E, outputs] of experts."""
+    assert Shard(shape, dim, outputs_last=True).divides_input == divides
+
+
 def test_shards_follow_from_shapes() -> None:
     assert shard_of("w", (8, 6), (8, 6)) == Shard((8, 6))
     assert shard_of("w", (8, 6), (4, 6)) == Shard((8, 6), 0, (Section(8, 2),))

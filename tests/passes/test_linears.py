@@ -122,14 +122,14 @@ def test_a_bias_of_experts_has_a_row_for_each(added: Callable[..., Any], is_line
         assert (found.x, found.weight, found.transposed, found.bias) == (x, w, False, bias)
 
 
-def test_a_matrix_of_columns_is_a_linear_of_experts_but_no_product_of_rows() -> None:
+def test_a_matrix_of_columns_is_a_linear_of_experts() -> None:
     """As GPT-OSS has them."""
     graph = traced(lambda x, w: (torch.bmm(x, w),), random_tensors(w=(3, 4, 5)), x=(3, 2, 4))
     _, w = graph.find_nodes(op="placeholder")
     found = experts_linear_of(last(graph))
     assert found is not None
     assert (found.weight, found.transposed, found.operand) == (w, True, w)
-    assert product_of(last(graph)) is None
+    assert product_of(last(graph)) == found
     of_values = traced(lambda x, y: (torch.bmm(x, y.transpose(1, 2)),), {}, x=(3, 2, 4), y=(3, 5, 4))
     assert experts_linear_of(last(of_values)) is product_of(last(of_values)) is None
 
