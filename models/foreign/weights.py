@@ -26,8 +26,8 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Set the attributes `packed` and `outputs_last` on modules, which `compare_shapes` reads. Textbook modules set them
-    themselves.
+    """Set the attributes `packed` and `outputs_last` on modules, which `compare_shapes` reads. Textbook modules set
+    them themselves.
 
     qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up, in experts too; in_proj_qkv and conv1d of
     a gated delta net those of its q, k and v. Comparisons of log-probabilities verify that a family splits them like
