@@ -227,7 +227,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Make the values of a YAML file the defaults of the command's options, as a callback for typer. Returns `path`.
 
     Raises typer.BadParameter if the file cannot be read, is no mapping of option names to values, or has an unknown
-    name.
+    name or an invalid value.
     """
     if path is None or context.resilient_parsing:
         return path

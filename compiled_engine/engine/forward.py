@@ -198,9 +198,9 @@ class ModelForward:
         return logits
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
-        """Return the tensor into which the previous pipeline stage's values must be written before `run`, uint8.
+        """Return the uint8 tensor into which values of the previous pipeline stage must be written before `run`.
 
-        Its length is that of the values for `num_tokens` tokens. Returns None if there is no previous stage.
+        It has the bytes of `num_tokens` tokens. hidden_wanted: see `run`. None if there is no previous stage.
         """
         if self._received is None:
             return None

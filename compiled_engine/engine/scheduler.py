@@ -351,7 +351,7 @@ class Scheduler:
         return LateInputs(extras)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
-        """Process a step's result; returns outputs of the requests that got tokens or ended.
+        """Process a step's result; returns outputs of the requests that got tokens or extras, or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight, or yields more tokens than allowed.
         """

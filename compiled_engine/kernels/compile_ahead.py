@@ -159,7 +159,8 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run `part` in one of `threads`, and return a future that is done when it has ended. Its kernels are launched.
+        """Run `part` in one of `threads`, where kernels are launched; the launches of the thread that created the hook
+        are skipped, see `compiled_by`. Returns a future that is done when `part` has ended.
 
         If the workers are closed because the engine's start has failed, the next kernel that `part` would compile
         raises CancelledError.

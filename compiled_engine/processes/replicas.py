@@ -85,8 +85,8 @@ class Replicas:
     def add(self, request: EngineRequest, given: Any = None) -> None:
         """Queue a request. A request that a replica refuses ends with finish_reason "error".
 
-        Raises ValueError if the request's id is in use, or if `given` is not None: objects cannot be sent to another
-        process.
+        Raises ValueError if the request's id is in use, or if `given` is not None: it has Python objects (see
+        EngineCore.add), which cannot be sent to another process.
         """
         self._require_living()
         if request.request_id in self._requests:

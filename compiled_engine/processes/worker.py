@@ -192,7 +192,7 @@ class Worker:
 
 
 class _Raised:
-    """Pending output of a step that could not be launched. `result` raises the error."""
+    """Pending output of a step whose launch or late sampling failed. `result` raises the error."""
 
     def __init__(self, error: Exception):
         self._error = error

@@ -88,10 +88,10 @@ def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return thresholds of all three filters, from each row's largest logits: the k that top-k needs, or all for top-p.
+    """Return one threshold per row for the three filters together.
 
-    The logits are sorted in ascending order. Each filter gives the index from which it keeps tokens. The largest of
-    these indices applies.
+    Each row's largest logits are sorted in ascending order: as many as the largest top_k of the rows, or all if a row
+    has no top_k. Each filter gives the index from which it keeps tokens, and the largest index applies.
     """
     vocab_size = logits_RV.shape[1]
     top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, vocab_size), vocab_size)

@@ -132,7 +132,11 @@ async def answer_form(
 def _body(
     chat: ChatFormat, use: ToolUse | None, tools: Sequence[CallableTool], reasoning: ReasoningRules, *, has_answer: bool
 ) -> list[str]:
-    """Return the grammar rule `body`, which describes the answer after any reasoning, and the rules that it uses."""
+    """Return the grammar rule `body` and the rules that it uses, except those of reasoning.
+
+    The rule describes what follows the initial reasoning: calls, text, or an answer in the requested format.
+    has_answer: a format is requested; its grammar is named `answer`.
+    """
     answer = f"{reasoning.before_text}@{ANSWER}"
     if use is None or not tools:
         return [f"body: {answer}"] if has_answer else ["body: TEXT?", "TEXT: /(?s:.+)/"]

@@ -1,4 +1,4 @@
-"""/v1/models, and the server's description and state: /version, /health, /ready, /load."""
+"""/v1/models, and the server's description and state: /version, /health, /ping, /ready, /load."""
 
 from __future__ import annotations
 

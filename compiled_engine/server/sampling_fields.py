@@ -86,7 +86,7 @@ SAME = (*DECLARED, "max_tokens")
 if TYPE_CHECKING:
 
     class SamplingFields(RequestFields):
-        """Fields shared by completions and chats."""
+        """Fields shared by completions, chats, responses and messages."""
 
         def __getattr__(self, name: str) -> Any: ...
 

@@ -173,7 +173,11 @@ def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
 
 
 def compiler_settings(device_type: str) -> dict[str, Any]:
-    """Return the non-default settings of torch's compilers, and the environment variables that set their defaults."""
+    """Return the settings that shape compiled code.
+
+    These are the changed ones of torch's compilers, the engine's own, torch's global ones, and the environment
+    variables that torch's compilers and Triton read.
+    """
     hooks = {name: getattr(settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
     inductor = _changed("inductor") | {name: _json_value(hook) for name, hook in hooks.items() if hook is not None}
     dynamo = _changed("dynamo")

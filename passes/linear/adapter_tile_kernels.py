@@ -195,8 +195,9 @@ def expand_kernel(
 ) -> None:
     """Write out = y + B z (expand), where z is the sum of shrink's partial sums.
 
-    Program (window of tokens, NUM_BLOCKS tiles of a member's outputs, one of TURNS programs). A program computes these
-    outputs for the window's tokens with the slots assigned to it. For tokens without an adapter (slot -1), y is copied.
+    Grid: (windows of tokens, groups of NUM_BLOCKS tiles of outputs, TURNS). A group's outputs belong to one member of a
+    merged linear. Each of the TURNS programs of a window takes some of its slots, or a part of one slot's tokens, and
+    computes the group's outputs for these tokens. For tokens without an adapter (slot -1), y is copied.
 
     y_ptr, out_ptr: [num_tokens, N]; z_ptr: see shrink_kernel; b_ptr: [slots, N, RANK]; ranks_ptr, slots_ptr: as for
         shrink_kernel.

@@ -138,6 +138,7 @@ def normed_and_rotated(
 
     ptr: q or k of a token; head_H1: offset of each head; pair_HP: numbers of the pairs; mask_HP: pairs that exist.
     weight_ptr: weight of the norm, [HEAD_DIM], or None without a norm. cos_ptr, sin_ptr: those of the token's position.
+    ROTARY, INTERLEAVED: see `places`; elements that are not rotated are only normed.
     OF_PAIRS: cos and sin have one value per pair; otherwise one per element. ROPE_WIDE: do not round within the
         rotation.
     NORM_LAST: norm after the rotation instead of before. OFFSET, WIDE: of the norm, see rms_norm.normed.

@@ -113,7 +113,10 @@ def column_of(d_D, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore
 
 @gluon.jit
 def _values_of(v_smem, layout: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a tile of values [KEYS, HEAD_DIM] as the tensor cores' right operand, with permuted columns."""
+    """Return V of a tile of codes in shared memory, float16 [KEYS, HEAD_DIM], not yet scaled.
+
+    It is the right operand of the tensor cores. Its columns are permuted as in `column_of`.
+    """
     near: gl.constexpr = HEAD_DIM // (8 * WARPS)
     v_ND = halves(v_smem.load(value_layout(KEYS, HEAD_DIM, WARPS)))
     v_ND = v_ND.reshape([KEYS, 8 * WARPS, near]).permute((0, 2, 1)).reshape([KEYS, HEAD_DIM])

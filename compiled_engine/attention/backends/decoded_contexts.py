@@ -2,8 +2,8 @@
 
 Each key of a prompt is multiplied by many queries, in several programs. Dequantising it once is cheaper, and allows
 kernels that copy keys directly to where they are multiplied. The workspace holds the contexts block by block, without
-gaps; its size is bounded by the tokens of the step. If the contexts do not fit, which only the device knows, prefill
-kernels read the codes (the quantised values) instead.
+gaps. It has room for MOST_CONTEXT_PER_TOKEN tokens of context per token that the step computes. Only the device knows
+whether the contexts fit; if they do not, prefill kernels read the codes (the quantised values) instead.
 """
 
 from __future__ import annotations

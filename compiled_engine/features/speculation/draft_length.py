@@ -192,8 +192,8 @@ class DraftLength:
     ) -> None:
         """Record the time of a step of decodes with at most num_drafts drafts per request.
 
-        The steps before and after it had the same num_drafts. `in_a_row` tells whether they also had the same requests.
-        If not, the time only counts until the time of a step with `in_a_row` is known.
+        The steps before and after it had the same num_drafts. head_rested: the step skipped the draft head. in_a_row:
+        these steps also had the same requests. A time without `in_a_row` is ignored once there is one with it.
         """
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 

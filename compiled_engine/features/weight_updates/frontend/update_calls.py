@@ -95,7 +95,7 @@ def served(calls: Calls, serve: Callable[[ControlCall], Any]) -> Any:
 
 
 async def served_async(calls: Calls, serve: Callable[[ControlCall], Awaitable[Any]]) -> Any:
-    """Do the same as `served`, on an event loop. Tensors are written in a thread."""
+    """Do the same as `served`, on an event loop. `calls` runs in threads, since it may write tensors to files."""
     step: Callable[[], ControlCall] = partial(next, calls)
     while True:
         call = await asyncio.to_thread(_next_call, step)
