@@ -61,6 +61,7 @@ LAYERS = (
     "features.structured.grammars",
     "features.structured",
     "features.weight_updates",
+    "features.sleep",
     "features",
     "graphs.inspection",
     "resolve",
@@ -130,6 +131,7 @@ PLANNING = (
     "features.structured.constraints",
     "features.structured.extras",
     "features.structured.plan",
+    "features.sleep.plan",
     "features.weight_updates.extras",
     "features.weight_updates.plan",
 )
