@@ -15,7 +15,7 @@ from msgspec import structs
 
 from compiled_engine.async_llm_parts import AsyncLLMParts, CoreKind, join_engine, start_engine
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.messages import RequestLimits
+from compiled_engine.engine.messages import ControlCall, RequestLimits
 from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.features.pooling.frontend.outputs import (
     ClassificationRequestOutput,
@@ -368,6 +368,26 @@ class AsyncLLM:
         self._attach()
         state: dict[str, Any] = await self._client.make(update_calls.STATE)
         return state
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give memory back to the system until `wake_up`; requires enable_sleep_mode. level: see `LLM.sleep`.
+
+        mode: what becomes of requests, see `pause_generation`.
+        """
+        await self.pause_generation(mode=mode, clear_cache=False)
+        await self._client.make(ControlCall("sleep", {"level": level}, slow=True))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Use the memory again that `sleep` has given back, see `LLM.wake_up`; steps are not paused afterwards."""
+        self._attach()
+        if await self._client.call("wake_up", tags=None if tags is None else list(tags)):
+            await self._client.call("resume")
+
+    async def is_sleeping(self) -> bool:
+        """Return whether `sleep` was called and any part has not been woken."""
+        self._attach()
+        sleeping: bool = await self._client.call("is_sleeping")
+        return sleeping
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core has ended."""

@@ -51,6 +51,9 @@ class RopeConfig:
         return magnitude(1.0)
 
 
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the model is distributed over devices and processes."""
@@ -419,6 +422,8 @@ class EngineConfig:
     reasons: dict[str, str]  # reasons of automatically chosen values, by dotted field name
     speculation: SpeculationConfig
     adapters: AdapterConfig | None  # None: requests have no adapters
+    sleeps: bool  # it may give its memory back while it is idle
+    logprobs_mode: str  # of which logits log-probabilities are: RAW or PROCESSED
 
     @property
     def max_new_tokens_per_step(self) -> int:

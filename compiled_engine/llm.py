@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.weight_updates.frontend import update_calls
@@ -285,6 +286,34 @@ class LLM:
         """
         found: str = self._require_open().call(update_calls.finish(version, recompute=recompute))
         return found
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back to the system until `wake_up`; requires enable_sleep_mode.
+
+        level: 1 for the KV cache; 2 also for the weights, after which `update_weights` must follow.
+        mode: what becomes of open streams: "abort" ends them, "keep" has them computed again afterwards.
+
+        Raises ControlError for another level or mode, or without enable_sleep_mode.
+        """
+        if mode not in ("abort", "keep"):
+            raise ControlError(f"mode is {mode!r}; allowed: abort, keep")
+        core = self._require_open()
+        core.call(ControlCall("sleep", {"level": level}, slow=True))
+        core.call(ControlCall("pause", {"mode": mode, "clear_cache": False}))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Use the memory again that `sleep` has given back. tags: weights, kv_cache, or None for both.
+
+        Requests run again once both are awake, and, after level 2, `update_weights` has brought weights.
+        """
+        core = self._require_open()
+        if core.call(ControlCall("wake_up", {"tags": None if tags is None else list(tags)})):
+            core.call(ControlCall("resume"))
+
+    def is_sleeping(self) -> bool:
+        """Return whether `sleep` was called and any part has not been woken."""
+        sleeping: bool = self._require_open().call(ControlCall("is_sleeping"))
+        return sleeping
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to record every operator and kernel. profile_prefix: beginning of the file's name.

@@ -155,6 +155,13 @@ class EngineOptions:
         "and more, on the command line as JSON",
         default_is="one token a step",
     )
+    logprobs_mode: str = declare(
+        "raw_logprobs",
+        one_of("raw_logprobs", "processed_logprobs"),
+        "log-probabilities of tokens are those of the model, `raw_logprobs`, or those from which tokens are drawn, "
+        "after biases, penalties, temperature and filters, `processed_logprobs`",
+        "those of prompts are always the model's",
+    )
     seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
     load_format: str = declare(
         "auto",
@@ -174,6 +181,12 @@ class EngineOptions:
         TEXTS,
         "leave these modules as they are: names, or `re:` and a regular expression",
         default_is="`lm_head` and the routers of experts",
+    )
+    enable_sleep_mode: bool = declare(
+        False,
+        SWITCH,
+        "let the engine [sleep](rollouts.md#sleep): give back the memory of its KV cache and its weights for a while",
+        "on a CPU",
     )
     enable_lora: bool = declare(False, SWITCH, "let each request have a [LoRA adapter](adapters.md) of its own")
     max_loras: int = declare(1, integer(most=256), "adapters that a step may have, each in a slot on the device")

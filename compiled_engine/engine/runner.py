@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.config import PROCESSED, EngineConfig, ModelConfig
 from compiled_engine.engine import cache_memory
 from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, make_batch
@@ -195,7 +195,8 @@ class Runner:
         self._sampling: StepSampling | None = None
         tail = made.tail
         if tail is None:
-            tail = StepSampling(self.model, self.sampler, self.buffers, self.ring, made.advance)
+            processed = self._config.logprobs_mode == PROCESSED
+            tail = StepSampling(self.model, self.sampler, self.buffers, self.ring, made.advance, processed=processed)
             self._sampling = tail
         self._tail = tail
         length = self._config.scheduler.max_model_len
@@ -224,6 +225,9 @@ class Runner:
         reserved = 0
         if self._sampling is not None:
             reserved = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size)
+            if self._config.logprobs_mode == PROCESSED:
+                most_rows = self._config.scheduler.max_num_seqs * self._config.max_new_tokens_per_step
+                reserved += most_rows * self.sampler.vocabulary.size * torch.float32.itemsize
         token_sizes = affordable(
             self._config, activation_bytes, cache_memory.bytes_left(self._config), self._group.all_reduce_min
         )

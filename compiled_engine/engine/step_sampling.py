@@ -46,7 +46,11 @@ class StepSampling:
         buffers: InputBuffers,
         ring: TokenRing,
         advance: Advance,
+        *,
+        processed: bool = False,
     ):
+        """Make the tail. processed: log-probabilities are those of the logits that tokens are drawn from."""
+        self._processed = processed
         self._model, self.sampler, self._buffers = model, sampler, buffers
         self._ring, self.advance = ring, advance
 
@@ -91,24 +95,34 @@ class StepSampling:
         logits_RV: the logits from part 1. edits: see StepFeature.edits.
         """
         rows_R = np.where(batch.samples, batch.rows, -1)
+        num_logprobs_R, count = self.sampler.num_logprobs(rows_R), batch.num_real_rows
+        own_RV, processed_RV = logits_RV[:count], None
+        if self._processed and num_logprobs_R is not None:
+            processed_RV = torch.empty(own_RV.shape, dtype=torch.float32, device=own_RV.device)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
-            self._sample_generally(batch, rows_R, logits_RV, edits)
-        num_logprobs_R = self.sampler.num_logprobs(rows_R)
+            self._sample_generally(batch, rows_R, own_RV, edits, processed_RV)
+        elif processed_RV is not None:
+            self.sampler.process(own_RV, self._buffers.rows_R[:count], processed_RV)
         if num_logprobs_R is None:
             return None
-        count = batch.num_real_rows
         token_ids_R = self.advance.tokens(batch, count)
-        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
+        values_RV = own_RV if processed_RV is None else processed_RV
+        return batch_logprobs(values_RV, token_ids_R, num_logprobs_R, vocabulary=self.sampler.vocabulary)
 
     def _sample_generally(
-        self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, edits: StepEdits | None
+        self,
+        batch: InputBatch,
+        rows_R: np.ndarray,
+        logits_RV: torch.Tensor,
+        edits: StepEdits | None,
+        processed_RV: torch.Tensor | None,
     ) -> None:
         count = batch.num_real_rows
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
             row_index_R = upload(rows_R.astype(np.int32), logits_RV.device)
         positions_R = self._buffers.sample_positions_R[:count]
-        token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, edits)
+        token_ids_R = self.sampler.sample(logits_RV, rows_R, row_index_R, positions_R, edits, processed_RV)
         self.advance(batch, token_ids_R, batch.num_rows, again=True)
         self._ring.launched()
 

@@ -22,6 +22,8 @@ from compiled_engine.features.prompt_logprobs.plan import PromptLogprobs
 from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPromptLogprobs
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows
+from compiled_engine.features.sleep.plan import Sleep
+from compiled_engine.features.sleep.step_sleep import StepSleep
 from compiled_engine.features.speculation import draft_plan as drafts
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
@@ -58,7 +60,9 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
-    features.append(WeightUpdates(executor.call))
+    features.append(updates := WeightUpdates(executor.call))
+    if config.sleeps:
+        features.append(Sleep(executor.call, updates))
     return features
 
 
@@ -125,4 +129,6 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     stage = 0 if link is None else link.stage.index
     num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
     features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks))
+    if config.sleeps:
+        features.append(StepSleep(parts.weights, parts.model))
     return RunnerFeatures(features, tail, advance)

@@ -205,8 +205,9 @@ HONOURED: Rows = {
     **same(
         "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init? device seed "
         "max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching? "
-        "scheduling_policy async_scheduling? logits_processors* tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size runner convert pooler_config enable_lora? max_loras max_lora_rank max_cpu_loras"
+        "scheduling_policy logprobs_mode async_scheduling? logits_processors* enable_sleep_mode? "
+        "tensor_parallel_size pipeline_parallel_size data_parallel_size runner convert pooler_config enable_lora? "
+        "max_loras max_lora_rank max_cpu_loras"
     ),
     "max_model_len": Honoured(
         '`max_model_len`; "auto" and -1 are the default; 4k is 4,000, and 4K is 4,096', read="length"
@@ -359,7 +360,6 @@ NOT_SUPPORTED: Rows = {
         scheduler_cls=(),
         worker_cls="auto",
         worker_extension_cls="",
-        logprobs_mode="raw_logprobs",
         enable_return_routed_experts=False,
         return_sampling_mask=False,
         aux_output_config=({},),
@@ -401,10 +401,6 @@ NOT_SUPPORTED: Rows = {
         kv_offloading_size=(0,),
     ),
     **only("update_weights() takes a folder, or tensors; `serve` has the option", weight_transfer_config=()),
-    **only(
-        "close() the engine and make a new one, which starts from the compile cache",
-        enable_sleep_mode=False,
-    ),
     **only(
         "give hf_overrides, or change the checkpoint's config.json",
         hf_config=(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_SLEEP = "close() the engine and make a new one, which starts from the compile cache"
 _QUEUE = "generate() takes any number of prompts, and stream() yields the output of one as it grows"
 _WEIGHTS = "update_weights() takes a folder, or tensors"
 _ONE_PROCESS = "methods cannot be called on the engine's processes"
@@ -13,8 +12,6 @@ _ONE_PROCESS = "methods cannot be called on the engine's processes"
 MISSING = {
     "reward": "classify() gives the scores of a model with one label",
     "beam_search": "SamplingParams(n=...) samples several completions",
-    "sleep": _SLEEP,
-    "wake_up": _SLEEP,
     "enqueue": _QUEUE,
     "enqueue_chat": _QUEUE,
     "wait_for_completion": _QUEUE,

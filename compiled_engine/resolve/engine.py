@@ -65,6 +65,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     device = resolve_device(options.device, reasons)
     model = _model(options, device, reasons, progress)
     parallel = resolve_parallel(options, model, device, reasons)
+    if device.type != "cpu":
+        require_defaults(options, f"device is {str(device)!r}", "enable_sleep_mode", allowed="or device 'cpu'")
     compiled, graphed = _mode(options, device, reasons)
     if not compiled:
         reason = "mode is 'eager': stages are parts of the compiled model"
@@ -112,6 +114,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         reasons=reasons,
         speculation=SpeculationConfig(),
         adapters=resolve_adapters(options, model, parallel, reasons=reasons),
+        sleeps=options.enable_sleep_mode,
+        logprobs_mode=options.logprobs_mode,
     )
     return replace(config, speculation=resolve_speculation(options, config, progress))
 

@@ -247,6 +247,7 @@ class Sampler:
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
         masks: StepEdits | None = None,
+        processed_SV: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Choose the next token of each row, and add it to the row's history. The host does not wait.
 
@@ -255,8 +256,8 @@ class Sampler:
         logits_SV: [S, V], the columns of `vocabulary`, any floating dtype, not changed. rows_S: int [S], on the host:
         logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: rows_S as int32 on the device.
         positions_S: int64 [S] on the device, the position of each new token in its request. masks: for rows that are
-        edited late. A row may repeat unless it has penalties or bad words, since its history advances by one token per
-        step.
+        edited late. processed_SV: float32 [S, V], receives what `process` writes. A row may repeat unless it has
+        penalties or bad words, since its history advances by one token per step.
 
         Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
@@ -273,18 +274,23 @@ class Sampler:
         token_ids_S = torch.empty(num_samples, dtype=torch.int64, device=self._device)
         edited = np.flatnonzero(self._edited_N[rows_S])
         if len(edited) == 0:
-            self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S, masks)
+            self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S, masks, processed_SV)
         else:
             edited_E = upload(edited, self._device)
             if len(edited) < num_samples:
                 others_S = row_index_S.index_fill(0, edited_E, -1)
-                self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S, masks)
+                self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S, masks, processed_SV)
             for chunk in row_chunks(len(edited), self.vocabulary.size):
                 index_R = edited_E[chunk]
                 part = tuple(each.index_select(0, index_R) for each in (logits_SV, row_index_S, positions_S))
                 part_masks = masks.select(index_R) if masks else None
-                token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2], part_masks)
+                edited_RV = part[0].float()
+                processed_RV = None if processed_SV is None else torch.empty_like(edited_RV)
+                rows_R = rows_S[edited[chunk]]
+                token_ids_R = self._choose_edited(edited_RV, rows_R, part[1], part[2], part_masks, processed_RV)
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
+                if processed_SV is not None and processed_RV is not None:
+                    processed_SV.index_copy_(0, index_R, processed_RV)
         if self._remembered_N[rows_S].any():
             self._operations.record_(row_index_S, token_ids_S, self._rows, self.vocabulary.first)
         return token_ids_S
@@ -296,10 +302,11 @@ class Sampler:
         row_index_R: torch.Tensor,
         positions_R: torch.Tensor,
         masks: StepMasks | None,
+        processed_RV: torch.Tensor | None,
     ) -> torch.Tensor:
         """Apply all edits to logits_RV in place, choose tokens, and return their ids, int64 [R].
 
-        logits_RV: float32, a copy of these rows of the step's logits.
+        logits_RV: float32, a copy of these rows of the step's logits. processed_RV: see `sample`.
         """
         if self._added_to_N[rows_R].any():
             self._operations.add_(logits_RV, row_index_R, positions_R, self._rows)
@@ -313,7 +320,7 @@ class Sampler:
         if self._penalised_N[rows_R].any():
             self._operations.penalise_(logits_RV, row_index_R, self._rows)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
-        self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
+        self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R, processed_SV=processed_RV)
         return token_ids_R
 
     def _choose(
@@ -324,10 +331,11 @@ class Sampler:
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
+        processed_SV: torch.Tensor | None = None,
     ) -> None:
         """Filter logits and write the chosen tokens to token_ids_S.
 
-        masks: applied here on a GPU. On a CPU the caller has applied them.
+        masks: applied here on a GPU. On a CPU the caller has applied them. processed_SV: see `sample`.
         """
         threshold_S = None
         if self._filtered_N[rows_S].any():
@@ -336,8 +344,32 @@ class Sampler:
             top_k, top_p = self._top_k_N[filtered], self._top_p_N[filtered]
             candidates_SC = filter_candidates(logits_SV, top_k, top_p, self.vocabulary)
             threshold_S = self._operations.thresholds(candidates_SC, row_index_S, self._rows)
+        if processed_SV is not None:
+            self.process(logits_SV, row_index_S, processed_SV, threshold_S, masks)
         self.num_exchanges += 1
         self._choose_above(threshold_S, logits_SV, row_index_S, positions_S, token_ids_S, masks)
+
+    def process(
+        self,
+        logits_SV: torch.Tensor,
+        row_index_S: torch.Tensor,
+        processed_SV: torch.Tensor,
+        threshold_S: torch.Tensor | None = None,
+        masks: StepMasks | None = None,
+    ) -> None:
+        """Write the logits that tokens are drawn from to processed_SV, float32 [S, V].
+
+        These are edited logits divided by the temperature (by 1 in greedy rows), and minus infinity below the threshold
+        of filters and where masks forbid a token. Rows of padding get any values.
+        """
+        processed_SV.copy_(logits_SV)
+        if threshold_S is not None:
+            processed_SV.masked_fill_(processed_SV < threshold_S[:, None], -torch.inf)
+        if masks is not None:
+            self._operations.forbid_(processed_SV, masks)
+        inverse_N, _ = self._temperature_and_seed
+        inverse_S1 = inverse_N[row_index_S.long().clamp(min=0), None]
+        processed_SV.mul_(torch.where(inverse_S1 > 0, inverse_S1, 1.0))
 
     def _choose_above(
         self,

@@ -108,6 +108,37 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response({"success": done})
 
 
+async def sleep(request: Request) -> Response:
+    """POST /sleep?level=LEVEL&mode=MODE."""
+    serving = _allowed(request)
+    level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+    require(level in ("0", "1", "2"), "level", "0, 1 or 2", level)
+    require(mode in MODES, "mode", f"one of {', '.join(MODES)}", mode)
+    _require_sleep_mode(serving)
+    await _done(serving.engine.sleep(int(level), mode))  # type: ignore[arg-type]
+    return Response()
+
+
+async def wake_up(request: Request) -> Response:
+    """POST /wake_up?tags=TAG&tags=TAG."""
+    serving = _allowed(request)
+    _require_sleep_mode(serving)
+    await _done(serving.engine.wake_up(request.query_params.getlist("tags") or None))
+    return Response()
+
+
+async def is_sleeping(request: Request) -> Response:
+    """GET /is_sleeping."""
+    serving = _allowed(request)
+    sleeping = serving.engine.config.sleeps and await serving.engine.is_sleeping()
+    return json_response({"is_sleeping": sleeping})
+
+
+def _require_sleep_mode(serving: Serving) -> None:
+    if not serving.engine.config.sleeps:
+        raise bad_request(None, "the server must be started with --enable-sleep-mode", code="no_sleep_mode")
+
+
 async def get_world_size(request: Request) -> Response:
     """GET /get_world_size?include_dp=BOOLEAN."""
     serving = _allowed(request)
@@ -259,10 +290,17 @@ METHODS: dict[str, Callable[[Serving, dict[str, Any]], Awaitable[Any]]] = {
     "reload_weights": _reload,
     "reset_prefix_cache": _reset,
 }
-GET: dict[str, Handler] = {"/is_paused": is_paused, "/get_world_size": get_world_size, "/server_info": server_info}
+GET: dict[str, Handler] = {
+    "/is_paused": is_paused,
+    "/is_sleeping": is_sleeping,
+    "/get_world_size": get_world_size,
+    "/server_info": server_info,
+}
 POST: dict[str, Handler] = {
     "/pause": pause,
     "/resume": resume,
+    "/sleep": sleep,
+    "/wake_up": wake_up,
     "/reset_prefix_cache": reset_prefix_cache,
     "/init_weight_transfer_engine": init_weight_transfer_engine,
     "/start_weight_update": start_weight_update,

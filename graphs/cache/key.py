@@ -92,6 +92,8 @@ ANGLE_SCALE_FIELDS = (
 # Fields that change nothing compiled: rotary frequencies and tied weights, for instance, are inputs of the graph. The
 # device is a separate factor.
 OTHER_FIELDS = (
+    "sleeps",
+    "logprobs_mode",
     "model.path",
     "model.hub_name",
     "model.revision",

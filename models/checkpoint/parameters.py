@@ -48,6 +48,11 @@ class Weights:
         """Return the tensors that are read from a checkpoint, each once."""
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
+    def filled(self) -> list[torch.Tensor]:
+        """Return the tensors that `batches` has filled, each once, in memory that holds nothing else."""
+        written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
+        return [self.tensors[name] for name, part in written.items() if part.role not in (KEPT, BUFFER)]
+
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
         """Yield batches of (parameter, empty tensor). The caller fills the tensors before the next iteration.
 

@@ -150,6 +150,8 @@ PERTURBED: dict[str, Any] = {
     "parallel.data_parallel_size": 2,
     "attention_backend": "triton",
     "reasons": {"device": "another"},
+    "sleeps": True,
+    "logprobs_mode": "processed_logprobs",
     "speculation.method": "ngram",
     "speculation.num_tokens": 3,
     "speculation.lookup_max": 5,

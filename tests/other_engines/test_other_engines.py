@@ -40,6 +40,8 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("num_kvcache_blocks", -1, {}),
     ("enable_prefix_caching", False, {"enable_prefix_caching": False}),
     ("scheduling_policy", "priority", {"scheduling_policy": "priority"}),
+    ("logprobs_mode", "processed_logprobs", {"logprobs_mode": "processed_logprobs"}),
+    ("enable_sleep_mode", True, {"enable_sleep_mode": True}),
     ("async_scheduling", False, {"async_scheduling": False}),
     ("speculative_config", {"method": "ngram"}, {"speculative_config": {"method": "ngram"}}),
     ("speculative_config", {}, {}),

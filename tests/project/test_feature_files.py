@@ -34,6 +34,7 @@ FEATURES = {
         r"structured_outputs|features \. structured|grammar",
         ("features.structured", "sampling.structured_outputs"),
     ),
+    "sleep": (r"sleep(s|_mode|ing)?(?![a-z])(?! \()|wake_up", ("features.sleep",)),
     "weight updates": (r"weight_(update|version)|update_calls", ("features.weight_updates",)),
     "speculation": (
         r"draft|eagle|specul|aux_(hidden|layers)|sharpness|model \. head(?![a-z_])",

@@ -62,6 +62,7 @@ LAYERS = (
     "features.structured.grammars",
     "features.structured",
     "features.weight_updates",
+    "features.sleep",
     "features",
     "graphs.inspection",
     "resolve",
@@ -131,6 +132,7 @@ PLANNING = (
     "features.structured.constraints",
     "features.structured.extras",
     "features.structured.plan",
+    "features.sleep.plan",
     "features.weight_updates.extras",
     "features.weight_updates.plan",
 )

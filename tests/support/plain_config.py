@@ -57,4 +57,6 @@ BASE = EngineConfig(
     reasons={},
     speculation=SpeculationConfig(),
     adapters=None,
+    sleeps=False,
+    logprobs_mode="raw_logprobs",
 )

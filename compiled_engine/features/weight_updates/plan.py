@@ -40,6 +40,7 @@ class WeightUpdates(PlanFeature):
         self._num_received: int | None = None  # tensors of the update under way; None if there is none
         self._torn = ""  # why some weights are new and others old; "" if they belong together
         self._stale: Stale = ""
+        self._lost = ""  # why there are no weights; "" if there are
 
     def start_weight_update(self) -> None:
         """Begin an update. One under way is dropped: its sender has gone."""
@@ -88,7 +89,7 @@ class WeightUpdates(PlanFeature):
         except ControlError as error:
             self._torn = f"a weight update failed while it was put into place: {error}"
             raise ControlError(f"{self._torn}; no step is run until another update is finished") from error
-        self._torn = ""
+        self._torn = self._lost = ""
         self._num_updates += 1
         self._version = str(self._num_updates) if version is None else version
         self._stale = "all" if recompute or self._stale == "all" else "cached"
@@ -114,8 +115,12 @@ class WeightUpdates(PlanFeature):
         if self._torn:
             raise ValueError(f"request {request.request_id!r}: {self._torn}")
 
+    def lose_weights(self, why: str) -> None:
+        """Hold all steps until an update is finished, for the reason `why`."""
+        self._lost = why
+
     def holds_steps(self) -> str:
-        return self._torn
+        return self._torn or self._lost
 
     def takes_stale(self) -> Stale:
         stale, self._stale = self._stale, ""

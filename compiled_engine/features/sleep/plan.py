@@ -1,0 +1,66 @@
+"""The planning part of sleep: which memory is given back, and that no step runs meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from compiled_engine.engine.control import ControlError
+from compiled_engine.engine.messages import ControlCall
+from compiled_engine.engine.plan_hooks import PlanFeature, Stale
+from compiled_engine.features.weight_updates.plan import WeightUpdates
+
+NAME = "sleep"
+WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
+# What each level gives back. On a CPU the weights of level 1 stay where they are: in host memory.
+LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: (KV_CACHE,), 2: TAGS}
+
+
+class Sleep(PlanFeature):
+    """Gives memory back to the system, at addresses that stay valid.
+
+    call_ranks: has all ranks serve a control call. updates: is told that the weights are lost.
+    """
+
+    calls = ("sleep", "wake_up", "is_sleeping")
+
+    def __init__(self, call_ranks: Callable[[ControlCall], list[Any]], updates: WeightUpdates) -> None:
+        self._call_ranks, self._updates = call_ranks, updates
+        self._asleep: set[str] = set()
+        self._stale: Stale = ""
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; no step runs meanwhile. Requests wait, and are then computed again.
+
+        level: 1 for the KV cache; 2 also for the weights, after which a whole update must follow. 0 gives nothing back.
+        Raises ControlError for another level.
+        """
+        if level not in LEVELS:
+            raise ControlError(f"level is {level!r}; allowed: 0, 1, 2")
+        self._asleep = set(TAGS)
+        if given_back := LEVELS[level]:
+            self._call_ranks(ControlCall(f"{NAME}.give_back", {"tags": given_back}))
+            self._stale = "all"
+        if WEIGHTS in given_back:
+            self._updates.lose_weights("sleep(level=2) has dropped the weights; a whole update brings new ones")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Wake these parts, None for all; returns whether all are awake. Memory comes back when it is used.
+
+        Raises ControlError for an unknown tag.
+        """
+        if unknown := [tag for tag in tags or () if tag not in TAGS]:
+            raise ControlError(f"tags has {unknown[0]!r}; allowed: {', '.join(TAGS)}")
+        self._asleep -= set(TAGS if tags is None else tags)
+        return not self._asleep
+
+    def is_sleeping(self) -> bool:
+        """Return whether any part sleeps."""
+        return bool(self._asleep)
+
+    def holds_steps(self) -> str:
+        return f"the engine sleeps: {', '.join(sorted(self._asleep))}" if self._asleep else ""
+
+    def takes_stale(self) -> Stale:
+        stale, self._stale = self._stale, ""
+        return stale
