@@ -91,6 +91,12 @@ class Rounding(NamedTuple):
         return self.format.largest
 
     @property
+    def least(self) -> float:
+        """The least value of a code without a zero point. Signed bytes have one more than the negative of `largest`,
+        which static scales of inputs make use of."""
+        return torch.iinfo(self.dtype).min if self.is_integer else -self.largest
+
+    @property
     def is_integer(self) -> bool:
         return not self.dtype.is_floating_point and not self.format.values
 

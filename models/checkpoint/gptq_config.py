@@ -25,7 +25,7 @@ def read_gptq(config: JsonFields) -> Quantisation:
     rules = [Rule((LINEAR,), str(_scheme_of_gptq(config)))]
     kept = [ROUTER] if config.boolean("lm_head", False) else [HEAD, ROUTER]
     dynamic = config.section("dynamic")
-    for pattern, changes in dynamic.values.items():
+    for pattern in dynamic.values:
         target = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"
         if pattern.startswith("-:"):
             kept.append(target)
@@ -33,7 +33,7 @@ def read_gptq(config: JsonFields) -> Quantisation:
         section = dynamic.section(pattern)
         for field in section.values:
             section.require(field, field in (*_CHANGED, *_OF_CALIBRATION), f"absent{INSTEAD}")
-        fields = config.replaced(**{field: changes[field] for field in _CHANGED if field in changes})
+        fields = config.replaced(**{field: section.values[field] for field in _CHANGED if field in section.values})
         rules.append(Rule((target,), str(_scheme_of_gptq(fields))))
     return Quantisation("gptq", tuple(rules), tuple(kept), NAMES[layout].scales, layout)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from compiled_engine.config import ModelConfig, TransformersModel
 from compiled_engine.models.checkpoint.file_names import name_some
-from compiled_engine.models.checkpoint.mxfp4 import are_blocks
+from compiled_engine.models.checkpoint.mxfp4 import BYTES
 from compiled_engine.models.checkpoint.pooling_folder import POOLER
 from compiled_engine.models.checkpoint.quantised_tensors import KV_SCALES, Stored, encoded, find_stored
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
@@ -27,7 +27,7 @@ Problems = dict[str, list[str]]
 # The kinds of problems, in the order in which an error lists them.
 KINDS = (
     *("missing", "unexpected", "of another shape", "of a dtype that is not supported"),
-    "quantised against the rules",
+    *("of a value that is not allowed", "quantised against the rules"),
 )
 
 
@@ -163,9 +163,14 @@ def _misfits(
     owners: dict[int, str] = {}
     for name, tensor in own.items():
         owners.setdefault(id(tensor), name)
-    covered = {name: sum(_elements(p.placed) for p in read.get(name, ())) for name in owners.values()}
+    parts = {name: read.get(name, ()) for name in owners.values()}
+    covered = {name: sum(_elements(p.placed) for p in several) for name, several in parts.items()}
     return {
-        "missing": [name for name, count in covered.items() if count < math.prod(own[name].shape)],
+        "missing": [
+            name
+            for name, count in covered.items()
+            if count < math.prod(own[name].shape) and not any(p.in_blocks for p in parts[name])
+        ],
         "of another shape": [
             f"{p.source} ({list(shapes[p.source])} instead of {list(own[p.target].shape)})"
             for several in read.values()
@@ -176,8 +181,9 @@ def _misfits(
 
 
 def _fits(placement: Placement, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    if placement.in_blocks and not are_blocks(*(shapes[name] for name in placement.sources)):
-        return False
+    if placement.in_blocks:  # read as a whole
+        blocks, scales = (shapes[name] for name in placement.sources)
+        return placement.placed == _all_of(shape) and blocks == (*scales, BYTES)
     inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
     return len(shape) == len(placement.placed) and inside
 

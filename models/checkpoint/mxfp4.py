@@ -6,10 +6,12 @@ the first in the low half. OCP Microscaling Formats (MX) Specification 1.0, 2023
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.foreign.placement import Placement, whole
 from compiled_engine.passes.framework.parameter import CODES, Parameter
 from compiled_engine.passes.framework.rounding import decode, retile
@@ -17,6 +19,9 @@ from compiled_engine.passes.linear.experts_codes import LARGEST_EXPONENT
 from compiled_engine.quantisation import LinearScheme, Rounding
 
 BLOCK, BYTES = 32, 16  # values that share a scale, and their bytes
+# Ends of the names of a weight's two tensors.
+BLOCKS, SCALES = "_blocks", "_scales"
+NAN = 255  # the stored scale that is no power of two
 _FORMAT = Rounding("mxfp4", 1, BLOCK)
 
 
@@ -35,9 +40,33 @@ def decode_mxfp4(part: Placement, sources: Sequence[torch.Tensor], target: torch
         out.copy_(values[:, first - within.start * BLOCK : last - within.start * BLOCK])
 
 
-def are_blocks(blocks: Sequence[int], scales: Sequence[int]) -> bool:
-    """Return whether these are the shapes of blocks [E, R, G, 16] and their scales [E, R, G]."""
-    return tuple(blocks) == (*scales, BYTES) and len(blocks) == 4
+def check_blocks(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise ValueError, with names and values, unless each tensor of blocks has its scales, and scales their blocks.
+
+    path: the checkpoint's folder, for the error.
+    """
+    names = {name.removesuffix(end) for name in tensors for end in (BLOCKS, SCALES) if name.endswith(end)}
+    problems = [problem for name in sorted(names) if (problem := _problem(name, tensors))]
+    if problems:
+        raise ValueError(f"the tensors in {path} do not fit quantization_config: {name_some(problems, most=3)}")
+
+
+def _problem(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the first problem of the blocks and scales of a weight of this name; empty if there is none."""
+    found = {f"{name}{end}": tensors.get(f"{name}{end}") for end in (BLOCKS, SCALES)}
+    for each, tensor in found.items():
+        if tensor is None:
+            return f"{each} is missing"
+        if tensor.dtype != torch.uint8:
+            return f"{each} must be torch.uint8, got {tensor.dtype}"
+    blocks, scales = (tensors[each] for each in found)
+    if blocks.dim() != 4 or blocks.shape[3] != BYTES:
+        return f"{name}{BLOCKS} must have four dimensions, the last of {BYTES}, got {list(blocks.shape)}"
+    if scales.shape != blocks.shape[:3]:
+        return f"{name}{SCALES} must be {list(blocks.shape[:3])}, got {list(scales.shape)}"
+    if int(scales.max()) == NAN:
+        return f"{name}{SCALES} must hold scales up to {NAN - 1}, got {NAN}, which is NaN"
+    return f"{name} is a second copy of {name}{BLOCKS}" if name in tensors else ""
 
 
 def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:

@@ -58,8 +58,14 @@ def read_nvfp4(
     names, problems = _NAMES[quantisation.method], list[str]()
     for name, codes in tensors.items():
         module, _, kind = name.rpartition(".")
-        scheme = quantisation.scheme_of(module) if kind == names.codes and codes.dtype == torch.uint8 else None
+        is_packed = kind == names.codes and (codes.dtype == torch.uint8 or f"{module}.{names.whole}" in tensors)
+        scheme = quantisation.scheme_of(module) if is_packed else None
+        if is_packed and scheme is None:
+            problems.append(f"{name} is packed, but {quantisation.why_not(module)}")
         if scheme != SCHEME:
+            continue
+        if codes.dtype != torch.uint8:
+            problems.append(f"{name} must be torch.uint8, got {codes.dtype}")
             continue
         if kind != "weight" and f"{module}.weight" in tensors:
             problems.append(f"{name} is a second copy of {module}.weight")

@@ -31,6 +31,7 @@ PACKED, GPTQ, GPTQ_V2, AWQ = "pack-quantized", "gptq", "gptq_v2", "awq"
 INTEGERS = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
 # Bits of a word.
 WORD = 32
+_WHOLE_NUMBERS = torch.int32, torch.int64
 # Of AWQ: the column of a word's eight that each four bits hold, from the lowest on.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -172,20 +173,20 @@ class _Linear:
         words = self._part(self.names.words)
         return PackedWeight(words, self.layout, self.scheme.weight, self._sizes()[1], self._columns())
 
-    def _part(self, kind: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _part(self, kind: str, shape: tuple[int, ...] | None = None, *dtypes: torch.dtype) -> torch.Tensor:
         """Return the tensor `kind`. Raises ValueError if it is missing, or has another shape or dtype than given."""
         name, tensor = f"{self.module}.{kind}", self.parts[kind]
         if tensor is None:
             raise ValueError(f"{name} is missing")
         if shape is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-        if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if dtypes and tensor.dtype not in dtypes:
+            raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
         return tensor
 
     def _sizes(self) -> tuple[int, int]:
         """Return (N, K)."""
-        words = self._part(self.names.words, dtype=torch.int32)
+        words = self._part(self.names.words, None, torch.int32)
         if words.dim() != 2:
             raise ValueError(f"{self.module}.{self.names.words} must have two dimensions, got {list(words.shape)}")
         first, second = words.shape
@@ -194,7 +195,11 @@ class _Linear:
         if self.layout != PACKED:
             return second, first * self.per_word
         assert self.names.shape is not None
-        num_rows, num_columns = self._part(self.names.shape, (2,)).tolist()
+        num_rows, num_columns = self._part(self.names.shape, (2,), *_WHOLE_NUMBERS).tolist()
+        if min(num_rows, num_columns) < 1:
+            raise ValueError(
+                f"{self.module}.{self.names.shape} must hold numbers above 0, got {[num_rows, num_columns]}"
+            )
         if num_columns % self.scheme.weight.format.per_byte:
             raise ValueError(f"{self.module}.{self.names.shape} must have an even number of columns, got {num_columns}")
         self._part(self.names.words, (num_rows, -(-num_columns // self.per_word)))
@@ -233,7 +238,7 @@ class _Linear:
         kind, num_columns = self.names.groups, self._sizes()[1]
         if self.parts[kind] is None and not self.scheme.reordered:
             return None
-        groups = self._part(kind, (num_columns,)).long()
+        groups = self._part(kind, (num_columns,), *_WHOLE_NUMBERS).long()
         size = self.scheme.weight.columns or num_columns
         expected = torch.arange(num_columns) // size
         if not self.scheme.reordered:

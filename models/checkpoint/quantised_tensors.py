@@ -48,7 +48,8 @@ def find_stored(
     The companions are scales, zero points, column order and input scale.
     """
     found: dict[str, Stored] = {}
-    problems: dict[str, list[str]] = {"missing": [], "of another shape": [], "quantised against the rules": []}
+    kinds = ("missing", "of another shape", "of a value that is not allowed", "quantised against the rules")
+    problems: dict[str, list[str]] = {kind: [] for kind in kinds}
     dtypes = {element.dtype for element in ELEMENTS.values()}
     if quantisation is None or quantisation.is_online:
         return found, problems
@@ -73,7 +74,22 @@ def find_stored(
             elif tensors[beside].numel() != math.prod(grid) or (min(grid) > 1 and tuple(tensors[beside].shape) != grid):
                 shape = list(tensors[beside].shape)
                 problems["of another shape"].append(f"{beside} ({shape} instead of {list(grid)})")
+            elif wrong := _wrong_value(tensors[beside], of_inputs=beside == input_scale):
+                problems["of a value that is not allowed"].append(f"{beside} ({wrong})")
     return found, problems
+
+
+def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
+    """Return a value that scales must not have, and what is allowed; empty if there is none."""
+    if not scales.dtype.is_floating_point:
+        return ""
+    least, most = (float(value) for value in torch.aminmax(scales.float() if scales.itemsize == 1 else scales))
+    for value in (least, most):
+        if not math.isfinite(value):
+            return f"{value} instead of finite numbers"
+    if of_inputs and least <= 0:
+        return f"{least} instead of a number above 0"
+    return "0 alone instead of at least one other number" if least == most == 0 else ""
 
 
 def _names_beside(module: str, scheme: LinearScheme, quantisation: Quantisation) -> tuple[str | None, str | None]:

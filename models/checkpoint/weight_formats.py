@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.mxfp4 import check_blocks
 from compiled_engine.models.checkpoint.nvfp4 import NVFP4
 from compiled_engine.models.checkpoint.packed_weights import INTEGERS, PACKED, PackedWeight, read_packed
 from compiled_engine.models.checkpoint.weight_format import INSTEAD, WeightFormat
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
+from compiled_engine.quantisation_names import MXFP4
 
 _ELEMENTS = {"float": "e4m3", "int": "int8"}
 # Orders of columns for calibration -> whether the columns of a group are then not neighbours.
@@ -134,6 +136,8 @@ def read_weights(
     other or the rules.
     """
     found, packed = dict(tensors), dict[str, PackedWeight]()
+    if quantisation is not None and quantisation.method == MXFP4:
+        check_blocks(tensors, path)
     for each in FORMATS:
         if each.read is not None:
             found, of_format = each.read(found, quantisation, path)

@@ -84,7 +84,7 @@ def codes_of(values_NK: torch.Tensor, scales_RC: torch.Tensor, rounding: Roundin
     if (zero := rounding.format.zero) is not None:
         return pack(_round(scaled_NK, rounding).add_(zero).to(rounding.dtype), rounding)
     assert not rounding.format.values, rounding
-    scaled_NK = scaled_NK.clamp(-rounding.largest, rounding.largest)
+    scaled_NK = scaled_NK.clamp(rounding.least, rounding.largest)
     return (scaled_NK.round() if rounding.is_integer else scaled_NK).to(rounding.dtype)
 
 

@@ -78,7 +78,10 @@ def choose(
         obstacle = integer_product.why_not_by_kernels(capability, scheme)
         if obstacle is not None:
             return Choice(TORCH, obstacle)
-        return Choice(INTEGERS if num_tokens <= integer_product.MOST_TOKENS else DECODED)
+        if num_tokens > integer_product.MOST_TOKENS:
+            return Choice(DECODED)
+        by_hopper = hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) if capability[0] == 9 else None
+        return Choice(INTEGERS, by_hopper)
     reason = why_no_products(capability, scheme.weight) or why_not_by_kernels(k, scheme)
     if reason is not None:
         return Choice(TORCH, reason)
@@ -97,6 +100,22 @@ def choose(
     if by_hopper is None and many and bias:
         by_hopper = "it has a bias"
     return Choice(HOPPER_LINEAR) if by_hopper is None else Choice(TRITON, by_hopper)
+
+
+def describe_kernels(
+    capability: tuple[int, int], num_rows: int, k: int, bias: bool, scheme: LinearScheme, dtype: torch.dtype
+) -> str:
+    """Return the kernels for few and for many tokens as text. Codes are in words if Hopper's kernel reads them, as the
+    pass reorder_codes puts them."""
+    in_words = capability[0] == 9 and hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) is None
+    few, many = (
+        choose(capability, count, num_rows, k, False, bias, scheme, dtype, in_words)
+        for count in (MOST_BEFORE_CODES, MOST_FEW + 1)
+    )
+    if few == many:
+        return f"any number of tokens: {few}"
+    most = MOST_BEFORE_CODES if many.kernel == HOPPER_CODES or few.kernel == INTEGERS else MOST_FEW
+    return f"up to {most} tokens: {few}; more: {many}"
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:

@@ -48,12 +48,14 @@ rounding_of = cache(Rounding.parse)
 
 @triton.jit
 def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the codes of values: values / scale, clamped to [-LARGEST, LARGEST] and rounded to `dtype`.
+    """Return the codes of values: values / scale, clamped to [-LARGEST, LARGEST], or to all integers of 8 bits, and
+    rounded to `dtype`.
 
     scale: a scalar, or one scale per value.
     """
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    clamped = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    LEAST: tl.constexpr = -128.0 if dtype == tl.int8 else -LARGEST
+    clamped = tl.clamp(scaled, LEAST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.int8:
         clamped = (clamped + _WITHOUT_FRACTION) - _WITHOUT_FRACTION
     return clamped.to(dtype)

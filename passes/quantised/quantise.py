@@ -24,14 +24,7 @@ from compiled_engine.passes.framework.matching import fake_mode_of
 from compiled_engine.passes.framework.op_library import PLAIN
 from compiled_engine.passes.framework.parameter import CODES, COLUMNS, INPUT_SCALE, SCALES, WEIGHT, ZEROS, Parameter
 from compiled_engine.passes.linear.linears import Linear, Quantised, emit_linear, linear_of
-from compiled_engine.passes.linear.quantised_kernels import (
-    DECODED,
-    HOPPER_CODES,
-    MOST_BEFORE_CODES,
-    MOST_FEW,
-    capability_of,
-    choose,
-)
+from compiled_engine.passes.linear.quantised_kernels import capability_of, describe_kernels
 from compiled_engine.passes.parallel.tensor_parallel import vocabulary_part
 from compiled_engine.quantisation import LinearScheme, Quantisation, Rounding
 
@@ -79,12 +72,7 @@ class Quantise(GraphPass):
         x_TK, kernels = linear.x.meta["val"], "plain torch"
         if x_TK.device.type == "cuda":
             capability = capability_of(x_TK.device)
-            few, many = (
-                choose(capability, count, rows, k, False, linear.bias is not None, scheme, x_TK.dtype)
-                for count in (MOST_BEFORE_CODES, MOST_FEW + 1)
-            )
-            most = MOST_BEFORE_CODES if many.kernel in (HOPPER_CODES, DECODED) else MOST_FEW
-            kernels = f"any number of tokens: {few}" if few == many else f"up to {most} tokens: {few}; more: {many}"
+            kernels = describe_kernels(capability, rows, k, linear.bias is not None, scheme, x_TK.dtype)
         source = "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
         alone = "; weights alone, inputs are not rounded" if scheme.inputs is None else ""
         return f"{module}: {scheme}{alone}; {source}; {nbytes:,} bytes; {kernels}"

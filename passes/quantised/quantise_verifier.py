@@ -281,5 +281,5 @@ def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | Non
         scales = (largest / torch.full_like(largest, rounding.largest))[place]
     else:
         scales = static.expand(values.shape)
-    found = (values / scales).clamp(-rounding.largest, rounding.largest)
+    found = (values / scales).clamp(-128 if rounding.is_integer else -rounding.largest, rounding.largest)
     return (found.round() if rounding.is_integer else found).to(rounding.dtype), scales

@@ -54,6 +54,11 @@ def test_each_format_states_its_scheme(name: str) -> None:
     assert found.scheme_of("model.layers.1.mlp.up_proj") is found.scheme_of(HEAD) is None
 
 
+def test_gptq_may_name_modules_that_do_not_differ() -> None:
+    found = read(GPTQ | {"dynamic": {r"+:.*\.down_proj": None}})
+    assert found.scheme_of("model.layers.0.mlp.down_proj") == found.scheme_of(UP)
+
+
 def test_gptq_names_modules_that_differ() -> None:
     changes = {r"-:.*\.o_proj": {}, r"+:.*\.down_proj": {"group_size": 32, "sym": False, "desc_act": True}}
     changes[r"+:.*\.v_proj"] = {"bits": 8}

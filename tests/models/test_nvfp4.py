@@ -96,6 +96,15 @@ def test_another_reading_is_another_weight() -> None:
         (MODELOPT, edit("weight_scale", lambda t: t.float()), "weight_scale must be torch.float8_e4m3fn, got torch.fl"),
         (COMPRESSED, edit("weight_scale", lambda t: t[:, :8]), "weight_scale must be [24, 16], got [24, 8]"),
         (COMPRESSED, edit("weight_packed", lambda t: t[0]), "weight_packed must have two dimensions, got [128]"),
+        (COMPRESSED, edit("weight_packed", lambda t: t.view(torch.int8)), "weight_packed must be torch.uint8, got"),
+        (MODELOPT, edit("weight", lambda t: t.view(torch.int8)), "weight must be torch.uint8, got torch.int8"),
+        (
+            COMPRESSED,
+            lambda tensors: tensors.update(
+                {f"lm_head.{name.removeprefix(NAME)[1:]}": tensors[name] for name in [*tensors]}
+            ),
+            "lm_head.weight_packed is packed, but lm_head is to be ignored",
+        ),
         (
             COMPRESSED,
             lambda tensors: tensors.update({f"{NAME}.weight": torch.zeros(24, 256)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,29 @@ def test_scales_of_blocks_are_not_read_in_another_order() -> None:
         found, wrong = find_stored({"x.weight": codes, "x.weight_scale_inv": torch.ones(shape)}, rules)
         assert found.keys() == {"x.weight"}
         assert wrong["of another shape"] == problems
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("weight_scale", math.nan, "nan instead of finite numbers"),
+        ("weight_scale", math.inf, "inf instead of finite numbers"),
+        ("weight_scale", 0.0, "0 alone instead of at least one other number"),
+        ("input_scale", -math.inf, "-inf instead of finite numbers"),
+        ("input_scale", 0.0, "0.0 instead of a number above 0"),
+        ("input_scale", -0.5, "-0.5 instead of a number above 0"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_scales_must_not_have_are_named(name: str, value: float, expected: str, dtype: torch.dtype) -> None:
+    tensors = {"x.weight": torch.ones(4, 8, dtype=torch.int8), "x.weight_scale": torch.ones(4, 1, dtype=dtype)}
+    tensors["x.input_scale"] = torch.ones(1)
+    rules = read(LAYOUTS["compressed-tensors, int8, static"].config([]))
+    assert not any(find_stored(tensors, rules)[1].values())
+    tensors["x.weight_scale"][0] = 0.0  # a row of zeros
+    assert not any(find_stored(tensors, rules)[1].values())
+    tensors[f"x.{name}"].fill_(value)
+    assert find_stored(tensors, rules)[1]["of a value that is not allowed"] == [f"x.{name} ({expected})"]
 
 
 def test_what_is_no_regular_expression_is_named() -> None:

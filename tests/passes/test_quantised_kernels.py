@@ -35,6 +35,7 @@ from compiled_engine.passes.linear.quantised_kernels import (
     TORCH,
     TRITON,
     choose,
+    describe_kernels,
     scaling_of,
 )
 from compiled_engine.passes.linear.quantised_linear_op import reference
@@ -291,6 +292,33 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
     assert kernel(integers, 1) == kernel(integers, 8192) == f"{TRITON}: its codes are int8"
     assert kernel(integers, 8192, capability=(8, 0)) == TRITON
     assert kernel(integers, 1, capability=(7, 5)).startswith(f"{TORCH}: the GPU's compute capability 7.5")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "capability", "expected"),
+    [
+        (
+            "int4 1x128",
+            (9, 0),
+            "up to 128 tokens: Hopper's linear of integers; more: the product of the decoded weight",
+        ),
+        (
+            "uint4 1x64",
+            (9, 0),
+            "up to 64 tokens: Triton's product of integers: its scales are not of 128 columns of a row (uint4 1x64); "
+            "more: the product of the decoded weight",
+        ),
+        ("int4 1x32", (8, 0), "up to 64 tokens: Triton's product of integers; more: the product of the decoded weight"),
+        (BY_ROWS, (9, 0), "up to 64 tokens: Hopper's linear; more: Hopper's product of codes"),
+        (BY_ROWS, (8, 9), "up to 128 tokens: Triton's product; more: torch._scaled_mm"),
+        ("int8 1x*, inputs int8 1x*", (8, 0), "any number of tokens: Triton's product"),
+    ],
+)
+def test_the_report_names_kernels_and_why_they_are_not_the_fast_ones(
+    scheme: str, capability: tuple[int, int], expected: str
+) -> None:
+    parsed = LinearScheme.parse(scheme)
+    assert describe_kernels(capability, 4096, 4096, False, parsed, torch.bfloat16) == expected
 
 
 # Beside those of the interpreter, shapes that Hopper's kernels take: rows that leave the last tile in part, K that ends

@@ -119,7 +119,7 @@ def test_bytes_hold_the_nearest_whole_multiple_of_the_scale() -> None:
     assert codes.tolist() == [[1, -1, 0, -127], [0, 0, 127, 42]]
     assert torch.equal(decode(codes, scales, rounding), codes * scales)
     static = Rounding("int8", 0, 0, static=True)
-    assert round_inputs(values, static, torch.tensor([0.5]))[0].tolist() == [[5, -3, 1, -127], [0, 0, 6, 2]]
+    assert round_inputs(values, static, torch.tensor([0.5]))[0].tolist() == [[5, -3, 1, -128], [0, 0, 6, 2]]
 
 
 @pytest.mark.parametrize("scheme", ["e4m3 1x*, inputs e4m3 1x*", "e4m3 2x3, inputs e4m3 1x3"])

@@ -34,7 +34,7 @@ def _tile_maxima(values: torch.Tensor, tile: Sizes) -> torch.Tensor:
 
 
 def _codes(values: torch.Tensor, element: str) -> torch.Tensor:
-    clamped = values.clamp(-LARGEST[element], LARGEST[element])
+    clamped = values.clamp(-128 if element == "int8" else -LARGEST[element], LARGEST[element])
     return clamped.to(E4M3) if element == "e4m3" else clamped.round().to(torch.int8)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from fused_forward import BLOCK_SIZE, fuse
+from fused_forward import BLOCK_SIZE, FusedModel, fuse
 from nvfp4_checkpoints import FORMATS, write_nvfp4
 from packed_checkpoints import PACKINGS, write_packed
 from quantised_checkpoints import LAYOUTS, write_quantised
@@ -50,21 +50,37 @@ class Distance(NamedTuple):
     greedy_same: int  # tokens after which both models' most likely next tokens are the same
 
 
-@torch.no_grad()
-def distance(write: Write, dtype: str, windows: int) -> Distance:
-    """Compare the log-probabilities of the passes' graphs, executed op by op, with those of the oracle."""
+def held_out(windows: int) -> list[list[int]]:
+    """The first tokens of the text."""
     ids = load_tokenizer(BUNDLED_MODEL_PATH).hf.encode(
         (BUNDLED_MODEL_PATH / "held_out.txt").read_bytes().decode(), add_special_tokens=False, verbose=False
     )
-    texts = [ids[start : start + WINDOW] for start in range(0, windows * WINDOW, WINDOW)]
+    return [ids[start : start + WINDOW] for start in range(0, windows * WINDOW, WINDOW)]
+
+
+def fused(folder: Path, dtype: str) -> FusedModel:
+    options: dict[str, Any] = {"device": "cpu", "mode": "compiled", "dtype": dtype, "block_size": BLOCK_SIZE}
+    options |= {"attention_backend": "torch", "max_model_len": 2048, "compile_ranges": ()}
+    return fuse(resolve(EngineOptions(model=folder, **options)))
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, text: list[int]) -> torch.Tensor:
+    """Log-probabilities [length, V] of a model of transformers."""
+    found: torch.Tensor = model(torch.tensor([text])).logits[0].float().log_softmax(-1)
+    return found
+
+
+@torch.no_grad()
+def distance(write: Write, dtype: str, windows: int) -> Distance:
+    """Compare the log-probabilities of the passes' graphs, executed op by op, with those of the oracle."""
+    texts = held_out(windows)
     with tempfile.TemporaryDirectory() as folder:
         oracle = write(Path(folder))
-        options: dict[str, Any] = {"device": "cpu", "mode": "compiled", "dtype": dtype, "block_size": BLOCK_SIZE}
-        options |= {"attention_backend": "torch", "max_model_len": 2048, "compile_ranges": ()}
-        model = fuse(resolve(EngineOptions(model=folder, **options)))
+        model = fused(Path(folder), dtype)
     distances, same = [], 0
     for text in texts:
-        exact = oracle(torch.tensor([text])).logits[0].float().log_softmax(-1)
+        exact = logprobs_of(oracle, text)
         found = model.logprobs([text], [[len(text)]])[0]
         distances.append((exact.exp() * (exact - found)).sum(-1))
         same += int((exact.argmax(-1) == found.argmax(-1)).sum())
