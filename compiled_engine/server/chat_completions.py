@@ -112,6 +112,7 @@ async def whole_answer(answer: Answer, outputs: Outputs) -> ChatResponse:
         usage=usage.usage(),
         prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
         prompt_token_ids=output.prompt_token_ids if fields.return_token_ids else None,
+        weight_version=output.weight_version or UNSET,
     )
 
 

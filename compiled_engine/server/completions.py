@@ -214,6 +214,7 @@ def _part(
         stop_reason=completion.stop_reason,
         token_ids=token_ids if fields.return_token_ids else UNSET,
         prompt_token_ids=output.prompt_token_ids if fields.return_token_ids and first else UNSET,
+        weight_version=output.weight_version or UNSET,
     )
 
 

@@ -254,7 +254,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     """A completion; in an event, its next part.
 
     `index` is the prompt's index times n, plus the completion's index. Fields unknown to OpenAI's API are null in
-    complete answers if not requested, and absent in events.
+    complete answers if not requested, and absent in events. `weight_version` is absent before the first update of the
+    weights.
     """
 
     index: int
@@ -265,6 +266,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -384,7 +386,10 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The complete answer. Fields unknown to OpenAI's API are null if not requested; events omit them."""
+    """The complete answer. Fields unknown to OpenAI's API are null if not requested; events omit them.
+
+    `weight_version` is absent before the first update of the weights.
+    """
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -394,6 +399,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    weight_version: str | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):

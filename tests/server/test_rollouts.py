@@ -125,6 +125,8 @@ def test_a_folder_is_loaded_and_named_in_answers(
     finished = trainer.post("/finish_weight_update", {"weight_version": "step 7"})
     assert finished["weight_version"] == "step 7"
     assert trainer.tokens() == expected[1]
+    answer = trainer.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+    assert answer["choices"][0]["weight_version"] == "step 7"
     info = trainer.get("/server_info", config_format="json")
     assert info["weights"]["version"] == "step 7"
     assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}

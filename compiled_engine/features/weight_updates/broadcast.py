@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ class Broadcasts:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, *, packed: bool) -> None:
         store = dist.TCPStore(address, port, world_size, is_master=False, timeout=TIMEOUT)
-        self._group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
         self._packed_bytes = PACKED_BYTES if packed else 0
 
     def receive(self, announced: Sequence[Announced]) -> Iterator[tuple[str, torch.Tensor]]:
