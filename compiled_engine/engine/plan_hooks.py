@@ -177,7 +177,7 @@ class PlanFeature:
         return {}
 
     def first_extras(self, request: Request) -> dict[str, Any]:
-        """Return a request's extras for the EngineOutput with its first token."""
+        """Return a request's extras for the EngineOutput with its first token, if its tokens are its output."""
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:

@@ -444,7 +444,7 @@ class Scheduler:
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
         extras: dict[str, Any] = {}
-        if num_known == request.num_prompt_tokens:
+        if num_known == request.num_prompt_tokens and request.returns_tokens:
             for first_extras in self.hooks.first_extras:
                 extras |= first_extras(request)
         if result.extras:  # inlined, as a step may end many requests

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled_engine.engine.control import ControlError
-from compiled_engine.engine.messages import ControlCall, EngineRequest
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.engine.plan_hooks import PlanFeature, Stale
 from compiled_engine.engine.request import Request
 from compiled_engine.features.weight_updates.extras import NAME
@@ -110,10 +110,6 @@ class WeightUpdates(PlanFeature):
 
     def _call(self, name: str, method: str, **arguments: Any) -> list[Any]:
         return self._call_ranks(ControlCall(f"{name}.{method}", arguments))
-
-    def check(self, request: EngineRequest) -> None:
-        if self._torn:
-            raise ValueError(f"request {request.request_id!r}: {self._torn}")
 
     def lose_weights(self, why: str) -> None:
         """Hold all steps until an update is finished, for the reason `why`."""
