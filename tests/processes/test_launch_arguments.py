@@ -361,6 +361,14 @@ def test_a_replica_that_cannot_start_ends_the_others(replicas: list[Replica], mo
     assert [core.environment for core in replicas] == [{}, {}]
 
 
+@dataclass(frozen=True)
+class Executor:
+    """Stands in for an executor of this name."""
+
+    name: str
+    call: None = None
+
+
 class Core:
     """Stands in for EngineCore, and keeps its arguments."""
 
@@ -382,14 +390,14 @@ def test_a_core_has_the_executor_of_its_configuration(
     monkeypatch.setattr(start_cores, "EngineCore", Core)
     monkeypatch.setattr(start_cores, "LaunchedWorkers", type("", (), {"of": staticmethod(lambda config: "workers")}))
     for name in ("MultiprocessExecutor", "InProcessExecutor"):
-        make = lambda *arguments, name=name, **more: given.append((name, arguments, more)) or name  # noqa: E731
+        make = lambda *arguments, name=name, **more: given.append((name, arguments, more)) or Executor(name)  # noqa: E731
         monkeypatch.setattr(start_cores, name, make)
     config = replace(tiny_config(), parallel=ParallelConfig(1, kind))
     timeline = Timeline()
     processors: Any = ["faulty_rank:FaultyRank"]
     core: Any = start_cores.start_cores(config, progress, processors, timeline)
     ((name, arguments, more),) = given
-    assert core.executor == name
+    assert core.executor == Executor(name)
     assert (core.config, arguments[0]) == (config, config)
     assert 0.0 <= core.start_s <= timeline.now()
     if kind == "multiprocess":
