@@ -154,7 +154,7 @@ def test_calls_of_the_core(made: Callable[..., LLM]) -> None:
     with made(core=core, loop=loop, profiler=profiler) as llm:
         llm.metrics()
         assert llm.reset_prefix_cache() is True
-        assert calls == [ControlCall("metrics"), ControlCall("reset_prefix_cache")]
+        assert calls == [ControlCall("metrics"), ControlCall("reset_prefix_cache", {"of_running": False})]
         assert llm.core is core
         assert llm.config is BASE
         copied = llm.get_default_sampling_params()
@@ -310,7 +310,7 @@ def test_what_is_asked_of_an_async_engine(made_async: Any) -> None:
             await anext(engine.generate([[1], [2]]))
 
     asyncio.run(run())
-    assert client.sent == [("metrics", {}), ("reset_prefix_cache", {})]
+    assert client.sent == [("metrics", {}), ("reset_prefix_cache", {"of_running": False})]
     assert (engine.config, engine.tokenizer, engine.address) == (BASE, None, "/somewhere")
     assert (engine.num_unfinished, engine.errored) == (0, None)
     assert engine.get_default_sampling_params() == DEFAULT

@@ -33,6 +33,9 @@ class StepSleep(StepFeature):
         if WEIGHTS in tags:
             give_back(self._weights.stored.filled())
 
+    def close(self) -> None:
+        del self._weights, self._model
+
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:
     """Give the whole pages of tensors in anonymous memory back to the system. Raises OSError if it refuses."""

@@ -120,6 +120,7 @@ class StepWeightUpdates(StepFeature):
     def close(self) -> None:
         self._broadcasts = None
         self.drop()
+        del self.weights
 
 
 def _mapped(path: str) -> dict[str, torch.Tensor]:
