@@ -31,6 +31,7 @@ from compiled_engine.process.in_background import import_apart
 # Sources that shape a compiled graph: top-level modules, and every file directly in these packages.
 SOURCE_PACKAGES = (
     "quantisation",
+    "quantisation_names",
     "kv_format",
     "attention",
     "graphs.compiler",

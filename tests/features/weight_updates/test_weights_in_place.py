@@ -55,7 +55,9 @@ def stored(llm: LLM) -> dict[str, torch.Tensor]:
 
 
 def bits(llm: LLM) -> Bits:
-    return bits_of(llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False))
+    """Return the bits of prompts that are alone in their steps, as sums depend on what else is in a batch."""
+    alone = [llm.generate([{"prompt_token_ids": ids}], PARAMS, use_tqdm=False) for ids in PROMPTS]
+    return bits_of([output for outputs in alone for output in outputs])
 
 
 def fresh(folder: Path, options: dict[str, Any]) -> Bits:
