@@ -113,15 +113,18 @@ def test_decoding_needs_no_stack_on_hopper(element: str) -> None:
     assert stack_bytes(program) == 0
 
 
+NOT_ON_HOPPER = "its weight is no matrix of four-bit integers, or its inputs are rounded"
+
+
 @pytest.mark.parametrize(
     ("capability", "tokens", "scheme", "kernel"),
     [
         ((9, 0), 64, "int4 1x128", "Triton's product of integers"),
         ((8, 0), 1, "uint4 1x32", "Triton's product of integers"),
-        ((9, 0), 1, "uint8 1x32", "Triton's product of integers"),
+        ((9, 0), 1, "uint8 1x32", f"Triton's product of integers: {NOT_ON_HOPPER} (uint8 1x32)"),
         ((9, 0), 65, "int8 1x128", "the product of the decoded weight"),
         ((9, 0), 65, "int4 1x*", "the product of the decoded weight"),
-        ((9, 0), 64, "e2m1 1x16", "Triton's product of integers"),
+        ((9, 0), 64, "e2m1 1x16", f"Triton's product of integers: {NOT_ON_HOPPER} (e2m1 1x16)"),
         ((9, 0), 65, "e2m1 1x16", "the product of the decoded weight"),
         ((9, 0), 1, "int4 1x48", "plain torch: its scales are of columns that are no multiple of 32 (int4 1x48)"),
         ((7, 5), 1, "int4 1x128", "plain torch: the GPU's compute capability 7.5 has no products of bfloat16"),
