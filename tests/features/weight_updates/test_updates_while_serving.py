@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from async_engines import run
+from old_and_new_weights import folders
 from test_weights_in_place import ENGINE, stored, tensors_in
 
 from compiled_engine.async_llm import AsyncLLM
@@ -19,6 +20,8 @@ from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.features.weight_updates.plan import WeightUpdates
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
+
+__all__ = ["folders"]
 
 PROMPT = [*range(3, 40)]
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

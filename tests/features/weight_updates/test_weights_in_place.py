@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from old_and_new_weights import folders
 from packed_checkpoints import PACKINGS, write_packed
 from quantised_checkpoints import LAYOUTS, write_quantised
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,8 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
+
+__all__ = ["folders"]
 
 ENGINE: dict[str, Any] = {
     "device": "cpu",
