@@ -9,12 +9,13 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import structs
 
 from compiled_engine.async_llm_parts import AsyncLLMParts, CoreKind, join_engine, start_engine
 from compiled_engine.config import EngineConfig
+from compiled_engine.engine.control import PauseMode
 from compiled_engine.engine.messages import ControlCall, RequestLimits
 from compiled_engine.features.adapters.lora_request import LoRARequest
 from compiled_engine.features.pooling.frontend.outputs import (
@@ -54,7 +55,6 @@ from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 
 _POLL_S = 0.01
-PauseMode = Literal["abort", "wait", "keep"]
 Prepared = TypeVar("Prepared")
 
 

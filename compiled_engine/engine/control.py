@@ -9,11 +9,14 @@ from __future__ import annotations
 import builtins
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from compiled_engine.engine.messages import ControlCall
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of requests when steps are paused, see EngineCore.pause."""
 
 
 def apply(call: ControlCall, calls: Mapping[str, Callable[..., Any]]) -> Any:

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from msgspec import structs
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine.control import ControlError, apply
+from compiled_engine.engine.control import ControlError, PauseMode, apply
 from compiled_engine.engine.executor import Executor, PendingOutput
 from compiled_engine.engine.messages import (
     NO_CACHE,
@@ -272,10 +272,10 @@ class EngineCore:
 
         Raises ValueError for another mode.
         """
-        if mode not in ("abort", "wait", "keep"):
-            raise ValueError(f"mode is {mode!r}; allowed: abort, wait, keep")
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode is {mode!r}; allowed: {', '.join(get_args(PauseMode))}")
         self._pause = Pause(mode, clear_cache)
-        self._scheduler.admits_new = False
+        self._scheduler.admit_new(False)
         if mode == "abort":
             for request_id in [*self._held_back, *self._scheduler.request_ids()]:
                 if (output := self.abort(request_id)) is not None:
@@ -284,7 +284,7 @@ class EngineCore:
     def resume(self) -> None:
         """Run steps again, if they were paused."""
         pause, self._pause = self._pause, None
-        self._scheduler.admits_new = True
+        self._scheduler.admit_new(True)
         if pause is not None and pause.clear_cache:
             self._scheduler.reset_prefix_cache(of_running=True)
 

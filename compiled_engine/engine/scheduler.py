@@ -154,13 +154,8 @@ class Scheduler:
         """Return the ids of all unfinished requests."""
         return [*self._requests.by_id]
 
-    @property
-    def admits_new(self) -> bool:
-        """Whether steps may admit requests for the first time. Requests that have begun go on in any case."""
-        return self._admits_new
-
-    @admits_new.setter
-    def admits_new(self, admits: bool) -> None:
+    def admit_new(self, admits: bool) -> None:
+        """Set whether steps may admit requests for the first time. Requests that have begun go on in any case."""
         self._admits_new = admits
         self._requests.waiting.restore()
 

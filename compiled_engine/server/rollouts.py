@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from compiled_engine.engine.control import ControlError
+from compiled_engine.engine.control import ControlError, PauseMode
 from compiled_engine.features.weight_updates.frontend.update_calls import Broadcast
 from compiled_engine.server.admin import require_admin
 from compiled_engine.server.errors import ApiError, bad_request, require, require_given
@@ -21,7 +21,7 @@ from compiled_engine.server.serving import Serving, serving_of
 Handler = Callable[[Request], Awaitable[Response]]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-MODES = ("abort", "wait", "keep")
+MODES = get_args(PauseMode)
 WHAT = "changing the engine"
 
 
