@@ -276,7 +276,10 @@ class AsyncLLM:
         return adapter.digest
 
     async def unload_adapter(self, digest: str) -> None:
-        """Drop the adapter with this digest from host memory once no request uses it."""
+        """Drop the adapter with this digest from host memory.
+
+        An adapter that a request uses stays until other adapters need its memory.
+        """
         self._attach()
         await self._frontend.features.adapters.unload(digest, self._client)
 

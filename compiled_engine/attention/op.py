@@ -1,8 +1,8 @@
 """The custom ops of attention.
 
 There are three: write K and V to the paged cache and attend (`attention`); attend to a cache that already has them
-(`attend`); and attend among the tokens of each request, without a cache (`packed_attention`). They mutate their
-arguments, so the graph is split around them (compiled_engine.graphs.compiler.plan).
+(`attend`); and attend among the tokens of each request, without a cache (`attend_packed`). They mutate their
+arguments, so the graph is split around them (graphs/compiler/split.py).
 
 Transformers' code may change tensors in place, and no tracer can functionalise that around an op that mutates its
 arguments. So its trace has functional stand-ins, named `..._value`, and `passes.layout.lowering` puts the ops back.
@@ -20,7 +20,7 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
-# The last arguments of both ops: the fields of Scoring, then those of AttentionInputs.
+# The last arguments of the ops: the fields of Scoring, then those of AttentionInputs.
 SCORING_AND_INPUTS = (
     "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, Tensor? kv_scales_2K, "
     + ", ".join(f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs))

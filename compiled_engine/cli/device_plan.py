@@ -1,4 +1,4 @@
-"""Plan the share of each rank and stage of a divided model, without starting a process."""
+"""Plan what each rank and stage of a divided model holds, without starting a process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class RankPlan:
 
 
 def rank_plan(config: EngineConfig) -> RankPlan:
-    """Plan one rank's share without reading weights or creating a CUDA context."""
+    """Return what one rank will hold, from the configuration alone: its weights and the bytes of a KV cache block.
+
+    Reads no weights and creates no CUDA context.
+    """
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.checkpoint.build_model import build_tensors, shards_of
     from compiled_engine.parallel.rank_share import local_model

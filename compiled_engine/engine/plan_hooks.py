@@ -177,7 +177,10 @@ class PlanFeature:
         return {}
 
     def first_extras(self, request: Request) -> dict[str, Any]:
-        """Return a request's extras for the EngineOutput with its first token, if its tokens are its output."""
+        """Return extras for the EngineOutput with a request's first token.
+
+        Not called for requests that return no tokens, such as pooling requests.
+        """
         return {}
 
     def updated(self, step: StepInFlight, result: RunnerOutput) -> None:

@@ -128,7 +128,10 @@ class MultiprocessExecutor:
         self._steps.write(encode(Late(late)))
 
     def _receive(self, step: int) -> RunnerOutput:
-        """Return the next result, which must be that of the step with this number."""
+        """Wait for the next result. step: its number, which decides if a failed step can be survived.
+
+        Raises StepError or WorkerError if the step failed.
+        """
         self._monitor.expect_result_within(self._step_s)
         result = decode_result(self._results.read(self._wait))
         self._monitor.expect_result_within(None)

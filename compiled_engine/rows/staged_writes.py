@@ -77,7 +77,10 @@ class StagedWrites:
         self._reset.append(field)
 
     def start(self, row: int) -> None:
-        """Stage initial values of a row, in the fields given to `reset_at_start`. Values set for it replace them."""
+        """Stage a reset of the row's values in the fields given to `reset_at_start`.
+
+        Values that `set` stages for the row, before or after this call, take precedence.
+        """
         self._started[row] = None
 
     def set(self, field: StagedField, row: int, value: float) -> None:

@@ -1,6 +1,7 @@
-"""Find the numbers of tokens for which the kernel for Hopper computes silu(gate) * up faster than the library.
+"""Find the numbers of tokens for which `hopper_product` computes silu(gate) * up fastest, and its tiles there.
 
-Gate and up are one linear with a packed weight, a gated linear.
+It is compared with torch's linear followed by the kernel of silu_mul, and for few tokens with `hopper_linear` where
+that is tuned. Gate and up are one linear with a packed weight, a gated linear.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
 class UnknownTarget(LookupError):
-    """Raised if a piece calls something that has no JSON form, or that this process cannot find by its name.
+    """Raised if a piece has a call or constant without a JSON form, or an op that no process can find by its name.
 
     An example is an op that a user's script defines.
     """

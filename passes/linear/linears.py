@@ -144,9 +144,9 @@ class ExpertsLinear:
 
 
 def experts_linear_of(value: Any) -> ExpertsLinear | None:
-    """Return the experts' linear whose result a value is; otherwise None.
+    """Return the linear of experts that computes `value`, or None if none does.
 
-    The value is a batched matrix product, or the sum of one and a bias.
+    A batched matrix product (bmm) is one, and so is a bmm with a bias added.
     """
     bias = None
     if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:

@@ -148,9 +148,9 @@ def _keep_views(value: fx.Node) -> None:
 
 
 def _merge_quantised(graph: fx.Graph, group: list[Quantised]) -> Quantised | None:
-    """Return the merged scales, zero points, input scale and order of columns of the linears in a group.
+    """Merge the scales, zero points, input scales and orders of columns of linears that are merged.
 
-    Returns None for an empty group: the weights are not quantised.
+    group: empty if their weights are not quantised; then the result is None.
     """
     if not group:
         return None

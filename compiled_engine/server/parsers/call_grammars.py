@@ -215,7 +215,10 @@ def _choice(tools: Sequence[CallableTool]) -> list[str]:
 
 
 def _objects(tools: Sequence[CallableTool], key: str) -> str:
-    """Return the rule `tool` and the rules that it uses. It matches a JSON object with a tool's name and arguments."""
+    """Return the rule `tool`, which matches a JSON object of a tool's name and, under `key`, its arguments.
+
+    The rules that it uses follow it.
+    """
     rules = [
         f'tool_{index}: {object_begin(tool.name, quoted, key)} arguments_{index} "}}"'
         for index, tool in enumerate(tools)

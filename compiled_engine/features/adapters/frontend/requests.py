@@ -73,7 +73,7 @@ class AdapterRequests(RequestFeature):
         self._loaded.add(adapter.digest)
 
     async def unload(self, digest: str, core: AsyncCore) -> None:
-        """Let the core drop an adapter once no request uses it."""
+        """Drop an adapter from host memory, or if a request uses it, when other adapters need its memory."""
         self._loaded.discard(digest)
         await core.call("unload_adapter", digest=digest)
 
