@@ -99,7 +99,7 @@ class Tiles(NamedTuple):
 
 @gluon.constexpr_function
 def form_of(bits: int, k: int, *numbers: Any) -> Form:
-    columns = 1024 // bits
+    columns = 64 if bits == 16 else 128  # see step_of
     return Form(bits, (k + columns - 1) // columns, *numbers)
 
 
@@ -231,7 +231,7 @@ def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _write_all(  # type: ignore[no-untyped-def]
+def write_all(  # type: ignore[no-untyped-def]
     acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr
 ):
     """Write a group's results of a tile, one part of the tokens after another.
@@ -318,7 +318,7 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
         token_tile, row_tile = tile_at(number, tiles, FORM)
         token = token_tile * (part0 + part1 + part2)
         output = (row_tile * FORM.groups + GROUP) * outputs
-        _write_all(acc0, acc1, acc2, descs, token, output, places, FORM, ACTIVATION, GROUP)
+        write_all(acc0, acc1, acc2, descs, token, output, places, FORM, ACTIVATION, GROUP)
     tma.store_wait(0)
 
 

@@ -16,6 +16,7 @@ import torch
 from compiled_engine.passes.framework.rounding import decode
 from compiled_engine.passes.framework.rounding import round_inputs as rounded_by_torch
 from compiled_engine.passes.linear import (
+    hopper_integer_product,
     hopper_integers,
     integer_product,
     quantised_product,
@@ -40,10 +41,10 @@ MOST_FEW = TOKEN_BUCKETS[-1]
 MOST_BEFORE_CODES = 64
 
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
-HOPPER_INTEGERS = "Hopper's linear of integers"
+HOPPER_INTEGERS, HOPPER_INTEGER_PRODUCT = "Hopper's linear of integers", "Hopper's product of integers"
 LIBRARY, TRITON, TORCH = "torch._scaled_mm", "Triton's product", "plain torch"
 INTEGERS, DECODED = "Triton's product of integers", "the product of the decoded weight"
-_END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, TRITON)
+_END_IN_ACTIVATION = (HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT, HOPPER_INTEGER_PRODUCT, TRITON)
 
 
 class Choice(NamedTuple):
@@ -73,7 +74,7 @@ def choose(
     silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers.
     """
     if in_words:
-        return Choice(HOPPER_INTEGERS if num_tokens <= hopper_integers.MOST_TOKENS else DECODED)
+        return Choice(HOPPER_INTEGERS if num_tokens <= hopper_integers.MOST_TOKENS else HOPPER_INTEGER_PRODUCT)
     if scheme.inputs is None and scheme.weight.element in integer_product.ELEMENTS:
         obstacle = integer_product.why_not_by_kernels(capability, scheme)
         if obstacle is not None:
@@ -199,17 +200,17 @@ def multiply(
         scaling, step = scaling_of(scales_RC, inputs_CT, scheme), quantised_product.step_of(scheme)
         after = bias_N, residual_TM, silu_mul, activation
         return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
-    if kernel == HOPPER_INTEGERS:
+    if kernel in (HOPPER_INTEGERS, HOPPER_INTEGER_PRODUCT):
+        compute = hopper_integers.hopper_integers
+        if kernel == HOPPER_INTEGER_PRODUCT:
+            compute = hopper_integer_product.hopper_integer_product
         weight, zero = (codes_NK, scales_RC, zeros_RC), _zero_of(scheme)
-        return hopper_integers.hopper_integers(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, zero)
+        return compute(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, zero)
     if kernel == INTEGERS:
         weight = codes_NK, scales_RC, zeros_RC
         return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)
     if kernel == DECODED:
-        if codes_NK.dtype == torch.int32:
-            weight_NK = integer_product.decode_words(codes_NK, scales_RC, zeros_RC, _zero_of(scheme), dtype)
-        else:
-            weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
+        weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
         by_hopper = _gated_tiles(x_TK, weight_NK) if silu_mul and bias_N is None else None
         if by_hopper is not None:
             y_TM = hopper_product(x_TK, weight_NK, True, activation, by_hopper)

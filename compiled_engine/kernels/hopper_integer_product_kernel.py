@@ -1,0 +1,328 @@
+"""Gluon kernel of a linear of four-bit codes for many tokens on Hopper: a copying warp and two computing groups.
+
+As in hopper_product_kernel, a program computes tiles of the result one after another, and rows of the weight are the
+left operand of the tensor cores' products. The left operand is decoded in registers, see hopper_integers.py: codes
+minus zero points, times their scale in fp32, rounded to the results' type. The sums thus equal those of a product with
+the decoded weight. A block's codes are decoded while the tensor cores multiply the block before it.
+
+A block of 128 columns needs few bytes of codes and many of tokens, so each has a ring buffer of its own: a stage of
+codes has a block, a stage of tokens half of its columns.
+
+If a linear has too few tiles to occupy every multiprocessor, several programs share a tile's columns and write partial
+sums, see split_sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.hopper_integers import WORDS, base_of, decoded, row_layout, word_layout
+from compiled_engine.kernels.hopper_linear_kernel import BLOCK, boxes_of, load_box, shared_layout
+from compiled_engine.kernels.hopper_product_kernel import (
+    COPYING_REGISTERS,
+    Descriptors,
+    Places,
+    Tiles,
+    chunk_of,
+    form_of,
+    tile_at,
+    write_all,
+)
+from compiled_engine.kernels.launcher import quick_launches
+
+# Rows of the weight that a group of warps multiplies; groups; columns of a stage of tokens.
+ROWS = gl.constexpr(64)
+GROUPS = gl.constexpr(2)
+HALF = gl.constexpr(64)
+
+
+class Codes(NamedTuple):
+    """TMA descriptors of the weight's codes, of their scales, and of their zero points or None."""
+
+    words: Any
+    scales: Any
+    zeros: Any
+
+
+class Ring(NamedTuple):
+    """Two ring buffers in shared memory, each stage with two barriers: it is full, and all groups have read it."""
+
+    words: Any  # [stages * GROUPS, ROWS, WORDS]
+    scales: Any  # [stages * GROUPS, ROWS]
+    zeros: Any  # the same, or None
+    words_full: Any
+    words_empty: Any
+    tokens: Any  # [stages, tokens, HALF]
+    tokens_full: Any
+    tokens_empty: Any
+
+
+class Ending(NamedTuple):
+    """What becomes of a tile's sums: pointers to a bias or None, to partial sums or None, and sizes."""
+
+    bias_ptr: Any
+    partials_ptr: Any
+    num_tokens: Any
+    num_outputs: Any
+
+
+@gluon.jit
+def _load_codes(codes, row_tile, block, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to load a block's codes, scales and zero points of each group's rows into a stage."""
+    blocks: gl.constexpr = ROWS // (2 * BLOCK)
+    # A row's scale has four bytes, its zero point two.
+    row_bytes: gl.constexpr = WORDS * 4 + (6 if codes.zeros is not None else 4)
+    full = ring.words_full.index(stage)
+    mbarrier.expect(full, GROUPS * ROWS * row_bytes)
+    for i in gl.static_range(GROUPS):
+        group = row_tile * GROUPS + i
+        at = stage * GROUPS + i
+        if FORM.gated:
+            place = boxes_of(ring.words.index(at), [blocks, 2, BLOCK, WORDS], word_layout(4))
+            load_box(codes.words, [group * blocks, 0, 0, block * WORDS], full, place)
+            place = boxes_of(ring.scales.index(at), [1, blocks, 2, BLOCK], row_layout(32, 4))
+            load_box(codes.scales, [block, group * blocks, 0, 0], full, place)
+            if codes.zeros is not None:
+                place = boxes_of(ring.zeros.index(at), [1, blocks, 2, BLOCK], row_layout(16, 4))
+                load_box(codes.zeros, [block, group * blocks, 0, 0], full, place)
+        else:
+            load_box(codes.words, [group * ROWS, block * WORDS], full, ring.words.index(at))
+            place = boxes_of(ring.scales.index(at), [1, ROWS], row_layout(32, 2))
+            load_box(codes.scales, [block, group * ROWS], full, place)
+            if codes.zeros is not None:
+                place = boxes_of(ring.zeros.index(at), [1, ROWS], row_layout(16, 2))
+                load_box(codes.zeros, [block, group * ROWS], full, place)
+
+
+@gluon.jit
+def copy(  # type: ignore[no-untyped-def]
+    codes, descs, ring, tiles, FORM: gl.constexpr, WORD_STAGES: gl.constexpr, SPLITS: gl.constexpr
+):
+    """Run the copying warp: load all blocks of the program's tiles, in order.
+
+    The first codes are loaded before the wait for earlier kernels, which may write the tokens.
+    """
+    stages: gl.constexpr = FORM.stages
+    ahead: gl.constexpr = min(WORD_STAGES, FORM.steps)
+    in_split = tiles.of_tokens * tiles.of_rows
+    number = gl.program_id(0)
+    token_tile, row_tile = tile_at(number % in_split, tiles, FORM)
+    for i in range(ahead):
+        _load_codes(codes, row_tile, number // in_split * FORM.steps + i, i, ring, FORM)
+    gdc_wait()
+    count = 0
+    while number < in_split * SPLITS:
+        token_tile, row_tile = tile_at(number % in_split, tiles, FORM)
+        first = number // in_split * FORM.steps
+        for step in range(FORM.steps):
+            if count >= ahead:
+                stage = count % WORD_STAGES
+                mbarrier.wait(ring.words_empty.index(stage), (count // WORD_STAGES) & 1 ^ 1)
+                _load_codes(codes, row_tile, first + step, stage, ring, FORM)
+            for second in gl.static_range(2):
+                half = 2 * count + second
+                stage = half % stages
+                mbarrier.wait(ring.tokens_empty.index(stage), (half // stages) & 1 ^ 1)
+                full = ring.tokens_full.index(stage)
+                mbarrier.expect(full, FORM.part0 * HALF * 2)
+                column = (first + step) * (2 * HALF) + second * HALF
+                load_box(descs.tokens0, [token_tile * FORM.part0, column], full, ring.tokens.index(stage))
+            count += 1
+        number += gl.num_programs(0)
+
+
+@gluon.jit
+def _values_of(  # type: ignore[no-untyped-def]
+    ring, stage, dtype: gl.constexpr, ZERO: gl.constexpr, of_left: gl.constexpr, GROUP: gl.constexpr
+):
+    """Return the values of a block of a group's rows, its first and its last 64 columns, each [ROWS, HALF]."""
+    at = stage * GROUPS + GROUP
+    if ring.zeros is not None:
+        zero_N = ring.zeros.index(at).load(gl.SliceLayout(1, of_left)).to(gl.int32) * 0x10001 + base_of(dtype)
+    else:
+        zero_N = gl.full([ROWS], ZERO * 0x10001 + base_of(dtype), gl.int32, gl.SliceLayout(1, of_left))
+    scale_N = ring.scales.index(at).load(gl.SliceLayout(1, of_left))
+    low, high = decoded(ring.words.index(at).load(of_left), zero_N[:, None], dtype, of_left)
+    low = (low.to(gl.float32) * scale_N[:, None]).to(dtype)
+    return low, (high.to(gl.float32) * scale_N[:, None]).to(dtype)
+
+
+@gluon.jit
+def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (row of the weight, whether it exists) for each of a group's ROWS rows."""
+    row_N = (row_tile * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, layout=layout)
+    output_N = row_N
+    if FORM.gated:
+        output_N = row_N // (2 * BLOCK) * BLOCK + row_N % BLOCK
+        row_N = output_N + row_N // BLOCK % 2 * ending.num_outputs
+    return row_N, output_N < ending.num_outputs
+
+
+@gluon.jit
+def _store_partial(acc, ending, split, token_tile, row_N, there_N, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store sums over a program's share of the columns to [splits, num_tokens, N]."""
+    num_rows = ending.num_outputs * 2 if FORM.gated else ending.num_outputs
+    token_T = token_tile * FORM.part0 + gl.arange(0, FORM.part0, layout=gl.SliceLayout(0, acc.type.layout))
+    offsets_NT = (split * ending.num_tokens + token_T)[None, :] * num_rows + row_N[:, None]
+    gl.store(ending.partials_ptr + offsets_NT, acc, mask=there_N[:, None] & (token_T < ending.num_tokens)[None, :])
+
+
+@gluon.jit
+def _compute(  # type: ignore[no-untyped-def]
+    descs,
+    places,
+    ring,
+    tiles,
+    ending,
+    FORM: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    ZERO: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Run a group of warps: for each tile, multiply its rows of the weight by its tokens, and write the results."""
+    tokens: gl.constexpr = FORM.part0
+    stages: gl.constexpr = FORM.stages
+    outputs: gl.constexpr = ROWS // 2 if FORM.gated else ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
+    of_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    dtype: gl.constexpr = descs.tokens0.dtype
+    in_split = tiles.of_tokens * tiles.of_rows
+    count = 0
+    for number in range(gl.program_id(0), in_split * SPLITS, gl.num_programs(0)):
+        acc = gl.zeros([ROWS, tokens], gl.float32, layout)
+        stage = count % WORD_STAGES
+        mbarrier.wait(ring.words_full.index(stage), (count // WORD_STAGES) & 1)
+        low, high = _values_of(ring, stage, dtype, ZERO, of_left, GROUP)
+        for step in range(FORM.steps):
+            first = 2 * count % stages
+            mbarrier.wait(ring.tokens_full.index(first), (2 * count // stages) & 1)
+            acc = warpgroup_mma(low, ring.tokens.index(first).permute((1, 0)), acc, is_async=True)
+            last = (2 * count + 1) % stages
+            mbarrier.wait(ring.tokens_full.index(last), ((2 * count + 1) // stages) & 1)
+            acc = warpgroup_mma(high, ring.tokens.index(last).permute((1, 0)), acc, is_async=True)
+            # The next block is decoded during the products. After the last one the values are not used.
+            following = (count + 1) % WORD_STAGES
+            if step + 1 < FORM.steps:
+                mbarrier.wait(ring.words_full.index(following), ((count + 1) // WORD_STAGES) & 1)
+            low, high = _values_of(ring, following, dtype, ZERO, of_left, GROUP)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(ring.tokens_empty.index(first), count=1)
+            mbarrier.arrive(ring.tokens_empty.index(last), count=1)
+            mbarrier.arrive(ring.words_empty.index(count % WORD_STAGES), count=1)
+            count += 1
+        token_tile, row_tile = tile_at(number % in_split, tiles, FORM)
+        row_N, there_N = _rows_of(ending, row_tile, of_rows, FORM, GROUP)
+        if SPLITS > 1:
+            _store_partial(acc, ending, number // in_split, token_tile, row_N, there_N, FORM)
+        else:
+            if ending.bias_ptr is not None:
+                acc += gl.load(ending.bias_ptr + row_N, mask=there_N, other=0.0).to(gl.float32)[:, None]
+            output = (row_tile * GROUPS + GROUP) * outputs
+            write_all(acc, acc, acc, descs, token_tile * tokens, output, places, FORM, ACTIVATION, GROUP)
+    if SPLITS == 1:
+        tma.store_wait(0)
+
+
+@quick_launches
+@gluon.jit(do_not_specialize=["token_tiles", "num_tokens"])
+def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
+    w_desc,
+    s_desc,
+    z_desc,
+    x_desc,
+    y_desc,
+    bias_ptr,
+    partials_ptr,
+    num_tokens,
+    num_outputs,
+    token_tiles,
+    row_tiles,
+    K: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    ZERO: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Linear plus bias, or activation(gate) * up of its halves: a program computes every num_programs-th tile.
+
+    A tile is GROUPS * ROWS rows of the weight and TOKENS tokens, over K / SPLITS columns. Tiles of a split come one
+    after another.
+
+    w_desc: words int32 [N, K / 8] in boxes of [ROWS, WORDS]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K / 8] in boxes of
+        [ROWS / 2 / BLOCK, 2, BLOCK, WORDS].
+    s_desc, z_desc: scales fp32 and zero points int16, [K / 128, N], in boxes of the rows of w_desc; z_desc may be None
+        for the zero point ZERO.
+    x_desc: x [T, K] in boxes of [TOKENS, HALF].
+    y_desc: the results [T, num_outputs] in boxes of [at most chunk_of tokens, outputs of a group]; None with splits.
+    bias_ptr: [N] or None. partials_ptr: fp32 [SPLITS, T, N]; None without splits. With splits there is no bias, and
+        the sums are before the activation.
+    token_tiles, row_tiles: number of tiles in each direction. TOGETHER: see tile_at. STAGES, WORD_STAGES: of the ring
+        buffers of tokens and of codes. REGISTERS: per computing thread.
+    """
+    gdc_launch_dependents()
+    FORM: gl.constexpr = form_of(4, K // SPLITS, GROUPS, ROWS, TOKENS, 0, 0, STAGES, GATED, TOGETHER)
+    outputs: gl.constexpr = ROWS // 2 if GATED else ROWS
+    chunk: gl.constexpr = chunk_of(ROWS, GATED)
+    dtype: gl.constexpr = x_desc.dtype
+    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [WORD_STAGES * GROUPS, ROWS, WORDS], word_layout(2))
+    scales = gl.allocate_shared_memory(gl.float32, [WORD_STAGES * GROUPS, ROWS], by_row)
+    zeros = None
+    if z_desc is not None:
+        zeros = gl.allocate_shared_memory(gl.int16, [WORD_STAGES * GROUPS, ROWS], by_row)
+    tokens = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, HALF], shared_layout(16, 2))
+    out0 = tokens
+    out1 = tokens
+    if SPLITS == 1:
+        out_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=outputs * 2, element_bitwidth=16, rank=2)
+        out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(TOKENS, chunk), outputs], out_shared)
+        out1 = out0
+        if chunk < TOKENS and GATED:
+            out1 = gl.allocate_shared_memory(dtype, [GROUPS, chunk, outputs], out_shared)
+    words_full = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
+    words_empty = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
+    tokens_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tokens_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(WORD_STAGES):
+        mbarrier.init(words_full.index(stage), count=1)
+        mbarrier.init(words_empty.index(stage), count=GROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(tokens_full.index(stage), count=1)
+        mbarrier.init(tokens_empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    codes = Codes(w_desc, s_desc, z_desc)
+    descs = Descriptors(w_desc, x_desc, None, None, y_desc, None, None)
+    ring = Ring(words, scales, zeros, words_full, words_empty, tokens, tokens_full, tokens_empty)
+    tiles = Tiles(token_tiles, row_tiles)
+    places = Places(out0, out1, out1)
+    ending = Ending(bias_ptr, partials_ptr, num_tokens, num_outputs)
+    # The arguments are written inline: a tuple in a variable would turn compile-time constants into runtime values.
+    gl.warp_specialize(
+        [
+            (_compute, (descs, places, ring, tiles, ending, FORM, WORD_STAGES, SPLITS, ZERO, ACTIVATION, 0)),
+            (_compute, (descs, places, ring, tiles, ending, FORM, WORD_STAGES, SPLITS, ZERO, ACTIVATION, 1)),
+            (copy, (codes, descs, ring, tiles, FORM, WORD_STAGES, SPLITS)),
+        ],
+        [4, 1],
+        [REGISTERS, COPYING_REGISTERS],
+    )
+    gdc_wait()

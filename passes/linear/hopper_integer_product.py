@@ -1,0 +1,164 @@
+"""Hopper's product of four-bit codes and many tokens: its tiles, which follow a rule, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from compiled_engine.kernels.boxes import Box
+from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
+from compiled_engine.passes.linear.hopper_linear import (
+    box_of_results,
+    layout_of_boxes,
+    multiprocessors,
+    rows_for_boxes,
+)
+from compiled_engine.passes.linear.hopper_quantised import SHARED_MEMORY
+from compiled_engine.passes.linear.split_sums import sum_splits
+
+# Columns of a block; rows of a tile, of two groups of warps; token tiles that take the same rows one after another.
+_BLOCK, _ROWS, _TOGETHER = 128, 128, 8
+# Bytes of a stage of codes: of each row 16 words, a scale and a zero point.
+_WORD_STAGES, _WORD_STAGE = 4, _ROWS * (64 + 4 + 2)
+# Tokens of a tile, and the time of one of its blocks in microseconds.
+_BLOCK_TIMES = {128: 0.85, 256: 1.4}
+# Blocks whose time a tile takes besides its own, for its start and its end.
+_ENDS = 3
+# Time of the kernel that adds splits in microseconds, and bytes per microsecond that both kernels move.
+_SUM, _BANDWIDTH = 2.0, 3.5e6
+_MOST_SPLITS, _LEAST_BLOCKS = 8, 4
+
+
+@dataclass(frozen=True)
+class IntegerTiles:
+    """A tile: 128 rows, gate and up counted together, and `tokens` tokens, over one of `splits` shares of K."""
+
+    tokens: int  # 128 or 256
+    splits: int  # divides the number of blocks of 128 columns
+    stages: int  # of tokens, each of half a block
+
+    def __post_init__(self) -> None:
+        if self.tokens not in _BLOCK_TIMES:
+            raise ValueError(f"tokens is {self.tokens}; allowed: {', '.join(map(str, _BLOCK_TIMES))}")
+        for name, least in (("splits", 1), ("stages", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+
+
+def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
+    """Return tiles with as many stages as fit a multiprocessor."""
+    chunk, outputs = min(tokens, 128), 32 if gated else 64
+    results = 0 if splits > 1 else 2 * chunk * outputs * 2
+    if gated and tokens > chunk:
+        results *= 2
+    stages = (SHARED_MEMORY - results - _WORD_STAGES * _WORD_STAGE) // (tokens * _BLOCK)
+    return IntegerTiles(tokens, splits, stages)
+
+
+@cache
+def integer_product_tiles(
+    num_tokens: int, num_rows: int, k: int, gated: bool, num_multiprocessors: int
+) -> IntegerTiles:
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product, by an estimate of its time."""
+    blocks = k // _BLOCK
+
+    def time_us(tokens: int, splits: int) -> float:
+        tiles = cdiv(num_tokens, tokens) * cdiv(num_rows, _ROWS) * splits
+        us = cdiv(tiles, num_multiprocessors) * (blocks // splits + _ENDS) * _BLOCK_TIMES[tokens]
+        # Partial sums of 4 bytes are written and read.
+        return us if splits == 1 else us + _SUM + 8 * splits * num_tokens * num_rows / _BANDWIDTH
+
+    divisors = [n for n in range(2, _MOST_SPLITS + 1) if blocks % n == 0 and blocks // n >= _LEAST_BLOCKS]
+    tokens, splits = min(((t, s) for t in _BLOCK_TIMES for s in (1, *divisors)), key=lambda form: time_us(*form))
+    return tiles_with(tokens, splits, gated)
+
+
+def hopper_integer_product(
+    x_TK: torch.Tensor,
+    words: torch.Tensor,
+    scales_CN: torch.Tensor,
+    zeros_CN: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    residual_TM: torch.Tensor | None,
+    gated: bool,
+    activation: str,
+    zero: int,
+    tiles: IntegerTiles | None = None,
+) -> torch.Tensor:
+    """Compute `hopper_integers.hopper_integers` for any number of tokens.
+
+    Weights are rounded to the results' type before the product, as `integer_product.decode_words` rounds them. tiles:
+    by default those of integer_product_tiles.
+    """
+    from compiled_engine.kernels import hopper_integer_product_kernel as kernels  # Gluon takes a while to import
+
+    (num_tokens, k), num_rows = x_TK.shape, words.shape[0]
+    if tiles is None:
+        tiles = integer_product_tiles(num_tokens, num_rows, k, gated, multiprocessors(x_TK.device))
+    x_TK = rows_for_boxes(x_TK)
+    outputs = num_rows // 2 if gated else num_rows
+    out_TM = torch.empty((num_tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
+    is_split, of_row = tiles.splits > 1, k // 8
+    partials = None
+    if is_split:
+        partials = torch.empty((tiles.splits, num_tokens, num_rows), dtype=torch.float32, device=x_TK.device)
+    of_words, of_scales, of_zeros, of_tokens, of_results = _boxes(tiles, gated)
+    if gated:
+        shape, strides = [outputs // 8, 2, 8, of_row], [8 * of_row, outputs * of_row, of_row, 1]
+        grid, steps = [k // _BLOCK, outputs // 8, 2, 8], [num_rows, 8, outputs, 1]
+    else:
+        shape, strides = [num_rows, of_row], [of_row, 1]
+        grid, steps = [k // _BLOCK, num_rows], [num_rows, 1]
+    token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, _ROWS)
+    programs = min(multiprocessors(x_TK.device), token_tiles * row_tiles * tiles.splits)
+    kernels.hopper_integer_product_kernel[(programs,)](
+        of_words.of(words, shape, strides),
+        of_scales.of(scales_CN, grid, steps),
+        None if zeros_CN is None else of_zeros.of(zeros_CN, grid, steps),
+        of_tokens.of(x_TK, [num_tokens, k], [x_TK.stride(0), 1]),
+        None if is_split else of_results.of(out_TM, [num_tokens, outputs], [outputs, 1]),
+        None if is_split else bias_N,
+        partials,
+        num_tokens,
+        outputs,
+        token_tiles,
+        row_tiles,
+        K=k,
+        TOKENS=tiles.tokens,
+        STAGES=tiles.stages,
+        WORD_STAGES=_WORD_STAGES,
+        SPLITS=tiles.splits,
+        GATED=gated,
+        ACTIVATION=activation,
+        TOGETHER=_TOGETHER,
+        ZERO=zero,
+        REGISTERS=computing_registers(2, PRODUCT_COPYING),
+        num_warps=WARPS,
+        launch_pdl=True,
+    )
+    if partials is not None:
+        if residual_TM is not None and not residual_TM.is_contiguous():
+            residual_TM = residual_TM.contiguous()
+        sum_splits(partials, bias_N, residual_TM, gated, activation, out_TM)
+        return out_TM
+    return out_TM if residual_TM is None else residual_TM + out_TM
+
+
+@cache
+def _boxes(tiles: IntegerTiles, gated: bool) -> tuple[Box, Box, Box, Box, Box]:
+    """Return the TMA boxes of words, scales, zero points, tokens and results."""
+    from compiled_engine.kernels import hopper_integer_product_kernel as kernels
+
+    rows, words = kernels.ROWS.value, kernels.WORDS.value
+    shape = (rows // 16, 2, 8) if gated else (rows,)
+    rank = len(shape) + 1
+    chunk = min(tiles.tokens, 128)
+    return (
+        Box((*shape, words), kernels.word_layout(rank)),
+        Box((1, *shape), kernels.row_layout(32, rank)),
+        Box((1, *shape), kernels.row_layout(16, rank)),
+        Box((tiles.tokens, kernels.HALF.value), layout_of_boxes(16, 2)),
+        box_of_results(chunk, rows // 2 if gated else rows),
+    )
