@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_head_kernel_cases import ROWS, HeadCase, check
+from draft_head_kernel_cases import ROWS, HeadCase, check
 from interpreter import loops_to_a_loaded_bound
 from interpreting_process import interpret
 
+from compiled_engine.features.speculation.draft_head import (
+    launch_begin_drafts,
+    launch_following_tokens,
+    launch_keep_hidden,
+)
 from compiled_engine.features.speculation.draft_rows import launch_keep_drafts
-from compiled_engine.features.speculation.eagle import launch_begin_drafts, launch_following_tokens, launch_keep_hidden
 from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by
 from compiled_engine.sampling import gumbel, gumbel_triton
 
 
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    run = interpret(__file__, "-m", "eagle_head_kernel_cases")
+    run = interpret(__file__, "-m", "draft_head_kernel_cases")
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 
 

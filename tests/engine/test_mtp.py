@@ -1,0 +1,135 @@
+"""MTP layers of checkpoints: their drafts are those that the whole sequence gives, and change no token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_engines import ENGINE, PENALISED, SAMPLING, generate, record_drafts
+from mtp_layers import FILE, GLM, HY, MIMO, MtpCase, Written, make_exact, write_mtp_checkpoint
+from safetensors.torch import load_file, save_file
+from scripted_drafts import AnyLength
+
+from compiled_engine.features import registry
+from compiled_engine.llm import LLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASES = {"mimo": MIMO, "glm": GLM, "hy": HY}
+OF_ALL = pytest.mark.parametrize("written", CASES, indirect=True)
+OF_TEXTBOOK = pytest.mark.parametrize("written", ["mimo"], indirect=True)
+
+
+def mtp(num_drafts: int = 3, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_drafts, **more}}
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return write_mtp_checkpoint(tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(written: Written) -> Iterator[LLM]:
+    """The model without drafts, which does not read the MTP layer."""
+    with LLM(model=str(written.folder), mode="eager", **ENGINE) as llm:
+        yield llm
+
+
+@OF_ALL
+def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp()) as llm:
+        assert generate(llm, temperature=0) == generate(plain, temperature=0)
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_hits"] > 0
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::4]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@OF_TEXTBOOK
+@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 2, "async_scheduling": True}], ids=str)
+def test_drafts_change_no_token(given: dict[str, Any], written: Written, plain: LLM) -> None:
+    several = [*SAMPLING, PENALISED, {"temperature": 0.8, "n": 2}, {"temperature": 0, "stop_token_ids": [7, 60, 90]}]
+    with LLM(model=str(written.folder), mode="eager", **ENGINE, **given, **mtp()) as llm:
+        # Steps of two ranks take their time.
+        for sampling in several[1::3] if given else (*several, {"temperature": 0, "prompt_logprobs": 1}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["draft_tokens"] > metrics["accepted_tokens"]
+    assert metrics["kv_usage"] == 0
+
+
+@OF_TEXTBOOK
+def test_a_layer_at_rest_changes_no_token(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
+    options = mtp(enable_adaptive_verification=True)
+    with LLM(model=str(written.folder), mode="eager", async_scheduling=True, **ENGINE, **options) as llm:
+        for sampling in ({"temperature": 0}, {"temperature": 0.9}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["rested"] > 0
+    assert metrics["draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(("case", "mode"), [(MIMO, "eager"), (MIMO, "auto"), (GLM, "auto")], ids=["", "mimo", "glm"])
+def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, tmp_path: Path) -> None:
+    """Compiled too, where forwards of few tokens return logits beside hidden states."""
+    written = write_mtp_checkpoint(tmp_path, case)
+    make_exact(written)
+    # With another sharpness the noise decides otherwise.
+    with LLM(model=str(tmp_path), mode=mode, **ENGINE, **mtp(5, draft_sharpness=1)) as llm:
+        num_tokens = sum(len(tokens) for temperature in (0, 1.1) for tokens in generate(llm, temperature=temperature))
+        metrics = llm.metrics()
+    assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 0.6 * num_tokens
+
+
+def test_a_layer_with_random_weights_runs(tmp_path: Path) -> None:
+    write_mtp_checkpoint(tmp_path, MIMO)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    with LLM(model=str(tmp_path), mode="eager", load_format="dummy", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
+        assert llm.metrics()["draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("method", ["mimo_mtp", "deepseek_mtp"])
+def test_older_names_of_the_method_may_name_the_model_too(method: str, tmp_path: Path) -> None:
+    write_mtp_checkpoint(tmp_path, MIMO)
+    options = mtp(1, model=str(tmp_path))
+    options["speculative_config"]["method"] = method
+    with LLM(model=str(tmp_path), mode="eager", **ENGINE, **options) as llm:
+        generate(llm, temperature=0)
+        assert llm.metrics()["draft_tokens"] > 0
+
+
+def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> None:
+    written = write_mtp_checkpoint(tmp_path, MIMO)
+    tensors = load_file(tmp_path / FILE)
+    in_codes = tensors | {f"{MIMO.prefix}mlp.up_proj.weight": torch.zeros(96, 64, dtype=torch.int8)}
+    without = {name: each for name, each in tensors.items() if not name.startswith(MIMO.prefix)}
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Qwen2ForCausalLM"]}
+    for stored, config, message in (
+        (without, None, "has no MTP layer: the tensor hidden_layernorm.weight is missing; allowed: "),
+        (
+            in_codes,
+            None,
+            r"the MTP layer is quantised \(model.mtp_layers.0.mlp.up_proj.weight\); allowed: a layer in 16 or 32 bits",
+        ),
+        (without, changed, "no MTP layer of Qwen2ForCausalLM is known; allowed: models of Glm4MoeForCausalLM, "),
+    ):
+        save_file(stored, tmp_path / FILE, metadata={"format": "pt"})
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message) as error:
+            LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp())
+        assert str(error.value).startswith("speculative_config['method'] is 'mtp': ")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"'model'.* is 'a', but 'method' is 'mtp'; allowed with it: 'draft_model'"):
+        LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp(model="a"))

@@ -1,0 +1,135 @@
+"""Checkpoints with an MTP layer: tiny random ones of each layout, one that is exact, and the layer in transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import TINY, Family, family, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class MtpCase:
+    """A family's checkpoint with an MTP layer, under the names that published ones have."""
+
+    family: Family
+    names: tuple[str, str, str, str]  # norms of the embedding and the hidden state, projection, last norm
+    prefix: str = f"model.layers.{TINY['num_hidden_layers']}."
+    decoder_layer: str = ""
+    hidden_first: bool = False
+    # Of the model with a single layer that computes what the MTP layer does.
+    single: tuple[tuple[str, Any], ...] = ()
+    architecture: str = ""  # of config.json, if it is not that of the family in transformers
+
+
+_QWEN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+MIMO = MtpCase(
+    Family("qwen2"),
+    ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "model.mtp_layers.0.",
+    hidden_first=True,
+    architecture="MiMoForCausalLM",
+)
+GLM = MtpCase(
+    family("glm4_moe"), ("enorm", "hnorm", "eh_proj", "shared_head.norm"), single=(("first_k_dense_replace", 0),)
+)
+HY = MtpCase(
+    Family("hy_v3", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    single=(("mlp_layer_types", ["sparse"]),),
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint in a folder, its model in transformers, and what computes its MTP layer."""
+
+    folder: Path
+    model: Any
+    single: Any  # the family's model with a single layer, with the last norm of the MTP layer
+    tensors: Tensors  # of the layer, by the names after its prefix
+    case: MtpCase
+
+    def layer(self, token_ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, D] of positions from 0 on, from the next tokens and the model's hidden states there."""
+        embedding_norm, hidden_norm, projection, _ = self.case.names
+        embedded = self.model.get_input_embeddings()(torch.tensor(token_ids))
+        norms = [
+            self._normed(x, self.tensors[f"{name}.weight"])
+            for x, name in ((embedded, embedding_norm), (hidden, hidden_norm))
+        ]
+        both = torch.cat(norms[::-1] if self.case.hidden_first else norms, -1)
+        projected = both @ self.tensors[f"{projection}.weight"].T
+        return self.single.model(inputs_embeds=projected[None], use_cache=False).last_hidden_state[0]
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], count: int) -> list[int]:
+        """The most probable tokens behind these, of which the model has not computed the last."""
+        hidden = self.model.model(torch.tensor([token_ids[:-1]]), use_cache=False).last_hidden_state[0]
+        behind, found = token_ids[1:], list[int]()
+        for _ in range(count):
+            hidden = torch.cat((hidden, self.layer(behind, hidden)[len(behind) - 1 :]))
+            found.append(int(self.model.lm_head(hidden[-1]).argmax()))
+            behind = [*behind, found[-1]]
+        return found
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        eps, offset = self.model.config.rms_norm_eps, 1.0 if self.case.decoder_layer else 0.0
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (offset + weight)
+
+
+def write_mtp_checkpoint(folder: Path, case: MtpCase) -> Written:
+    """Write a random checkpoint of the family with an MTP layer."""
+    model = write_checkpoint(folder, case.family)
+    changes = {"num_hidden_layers": 1, **dict(case.single)}
+    alone = replace(case.family, changes={**case.family.changes, **changes})
+    single = write_checkpoint(folder / "single", alone, seed=1)
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(2)
+    embedding_norm, hidden_norm, projection, norm = case.names
+    stored = load_file(folder / "single" / FILE)
+    tensors = {
+        f"{embedding_norm}.weight": torch.rand(size, generator=generator) + 0.5,
+        f"{hidden_norm}.weight": torch.rand(size, generator=generator) + 0.5,
+        f"{projection}.weight": torch.randn(size, 2 * size, generator=generator) * size**-0.5,
+        f"{norm}.weight": stored["model.norm.weight"],
+    }
+    layer = "model.layers.0."
+    tensors |= {
+        case.decoder_layer + name.removeprefix(layer): tensor
+        for name, tensor in stored.items()
+        if name.startswith(layer)
+    }
+    add_mtp_layer(folder, case, tensors)
+    return Written(folder, model, single, tensors, case)
+
+
+def add_mtp_layer(folder: Path, case: MtpCase, tensors: Tensors) -> None:
+    """Write an MTP layer, by the names after its prefix, into a checkpoint."""
+    whole = load_file(folder / FILE) | {case.prefix + name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(whole, folder / FILE, metadata={"format": "pt"})
+    if case.architecture:
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": [case.architecture], "model_type": "mimo", "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def make_exact(written: Written) -> None:
+    """Let the model know a token by the one before alone, and the MTP layer do the same: it is always right."""
+    file = written.folder / FILE
+    tensors, (embedding_norm, _, projection, norm) = load_file(file), written.case.names
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    prefix, size = written.case.prefix, written.model.config.hidden_size
+    halves = [torch.eye(size), torch.zeros(size, size)]
+    tensors[f"{prefix}{projection}.weight"] = torch.cat(halves[::-1] if written.case.hidden_first else halves, -1)
+    tensors[f"{prefix}{embedding_norm}.weight"] = torch.ones(size)
+    tensors[f"{prefix}{norm}.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
