@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from compiled_engine.attention.backend import AttentionChoice, choose_backend
@@ -201,6 +202,8 @@ def resolve_draft(
         if given["method"] == EAGLE3:
             draft, aux_layers = _head(options, given, config, reasons, progress)
         elif given["method"] == MTP:
+            if config.model.load_format != "dummy":
+                _download(config.model.hub_name, config.model.path, progress)
             draft = read_mtp_layer(config.model, config.scheduler.max_model_len, resolve_cache_dir(options))
         else:
             draft = _draft_model(options, given, config, reasons, progress)
@@ -232,17 +235,23 @@ def _head(
         replace(options, model=given["model"], revision=given.get("revision")), reasons, progress
     )
     load_format = config.model.load_format
-    if folder.hub_name is not None and load_format != "dummy":
-        from compiled_engine.models.checkpoint.hub import (
-            download_weights,  # imports huggingface_hub, not needed for a folder
-        )
-
-        download_weights(folder.hub_name, folder.path, progress)
+    if load_format != "dummy":
+        _download(folder.hub_name, folder.path, progress)
     head, layers = read_head(folder.path, config.model, config.scheduler.max_model_len, load_format)
     config.reasons["speculation.aux_layers"] = (
         f"the head reads what enters the layers {', '.join(map(str, layers))}, counted from 0"
     )
     return replace(head, hub_name=folder.hub_name, revision=folder.revision), tuple(layers)
+
+
+def _download(hub_name: str | None, path: Path, progress: Progress) -> None:
+    """Download the weights of a checkpoint from the hub, unless they are there. hub_name: None for a folder."""
+    if hub_name is not None:
+        from compiled_engine.models.checkpoint.hub import (
+            download_weights,  # imports huggingface_hub, not needed for a folder
+        )
+
+        download_weights(hub_name, path, progress)
 
 
 def _graphs(

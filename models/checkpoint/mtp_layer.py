@@ -18,7 +18,6 @@ import torch
 
 from compiled_engine.config import HeadConfig, ModelConfig
 from compiled_engine.models.checkpoint.config_overrides import with_overrides
-from compiled_engine.models.checkpoint.file_names import name_some
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.quantisation_config import SECTION
@@ -26,6 +25,7 @@ from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, m
 from compiled_engine.models.checkpoint.textbook_config import textbook_model
 from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.textbook.mtp import NORM, PROJECTION
+from compiled_engine.quantisation import HEAD, Quantisation
 
 # Parameters that the layer shares with its model.
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -55,7 +55,7 @@ class Layout:
 
         name: without the layer's prefix.
         """
-        if name in _COPIES:
+        if name.startswith(_COPIES):
             return None
         modules = {
             self.embedding_norm: f"{PROJECTION}.embedding_norm",
@@ -70,7 +70,7 @@ class Layout:
 
 
 # Copies of the model's embedding and output projection.
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_COPIES = ("embed_tokens.", "shared_head.head.")
 _DEEPSEEK = "enorm", "hnorm", "eh_proj"
 _ATTENDS = {"layer_types": ["full_attention"]}
 _QWEN = Layout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", fields=_ATTENDS)
@@ -91,8 +91,9 @@ LAYOUTS = {
 def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | None) -> ModelConfig:
     """Return the configuration of the MTP layer in a model's checkpoint.
 
-    target: the model. The layer accepts positions up to max_model_len. cache_dir: folder for descriptions of
-    transformers' models. Raises ValueError if the family or the checkpoint has no layer that can be read.
+    target: the model; its weights must be there, unless they are to be random. The layer accepts positions up to
+    max_model_len. cache_dir: folder for descriptions of transformers' models. Raises ValueError if the family or the
+    checkpoint has no layer that can be read.
     """
     layout = LAYOUTS.get(target.architecture)
     if layout is None:
@@ -105,7 +106,11 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
         model, _ = textbook_model(single, target.path, target.dtype)
     else:
         model, _ = foreign_model(single, target.path, target.dtype, cache_dir, [target.architecture])
-    model = replace(
+    quantisation = None
+    if target.load_format != "dummy":
+        tensors = _tensors_of_layer(map_tensors(target.path), target)
+        quantisation = _quantisation(tensors, target.quantisation, target.path)
+    return replace(
         model,
         hub_name=target.hub_name,
         revision=target.revision,
@@ -114,18 +119,15 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
         seed=target.seed,
         wrapper=target.wrapper,
         overrides=target.overrides,
+        quantisation=quantisation,
         head=HeadConfig(model.hidden_size, 0, model.vocab_size, hidden_first=layout.hidden_first),
     )
-    if target.load_format != "dummy" and target.hub_name is None:
-        mtp_tensors(map_tensors(target.path), model)
-    return model
 
 
-def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
 
-    model: of the layer, as `read_mtp_layer` returns it. Empty meta tensors take the place of the parameters that the
-    layer shares with its model. Raises ValueError if there is no layer, or if it is quantised.
+    Raises ValueError if there is no layer.
     """
     layout = LAYOUTS[model.architecture]
     prefixes = layout.prefixes(tensors.keys())
@@ -136,14 +138,41 @@ def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict
         )
     stated = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes[0])}
     own_names = {name: layout.own_name(name.removeprefix(prefixes[0])) for name in stated}
-    found = {own: stated[name] for name, own in own_names.items() if own is not None}
-    if coded := [name for name, tensor in stated.items() if tensor.dtype not in STORED_DTYPES]:
+    return {own: stated[name] for name, own in own_names.items() if own is not None}
+
+
+def _quantisation(
+    tensors: Mapping[str, torch.Tensor], of_model: Quantisation | None, path: Path
+) -> Quantisation | None:
+    """Return the quantisation of an MTP layer: the model's, for the matrices that are stored in codes.
+
+    Checkpoints name the other matrices by patterns of their own names, or not at all. Raises ValueError for codes in a
+    checkpoint that is not quantised.
+    """
+    coded = [name for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES]
+    if not coded:
+        return None
+    if of_model is None or of_model.is_online:
+        dtypes = sorted({str(tensors[name].dtype).removeprefix("torch.") for name in coded})
         raise ValueError(
-            f"{model.path}: the MTP layer is quantised ({name_some(coded, 3)}); allowed: a layer in 16 or 32 bits"
+            f"{path}: the MTP layer is stored as {', '.join(dtypes)}, and config.json does not say how; allowed: a "
+            "layer in 16 or 32 bits"
         )
+    matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() > 1)
+    kept = tuple(name.removesuffix(".weight") for name in matrices if name not in coded)
+    return replace(of_model, ignore=(HEAD, *kept))
+
+
+def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
+
+    model: of the layer, as `read_mtp_layer` returns it. Empty meta tensors take the place of the parameters that the
+    layer shares with its model. Raises ValueError if there is no layer.
+    """
     shape = model.vocab_size, model.hidden_size
     shared = SHARED[:1] if model.tie_word_embeddings else SHARED
-    return found | {name: torch.empty(shape, dtype=model.dtype, device="meta") for name in shared}
+    of_model = {name: torch.empty(shape, dtype=model.dtype, device="meta") for name in shared}
+    return _tensors_of_layer(tensors, model) | of_model
 
 
 def without_mtp_layers(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, torch.Tensor]:

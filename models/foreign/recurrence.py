@@ -8,6 +8,7 @@ subclass's forward is the same code, in which these names refer to the engine's 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -122,9 +123,19 @@ def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of each module that calls one of the recurrence functions."""
     for path, module in model.named_modules():
-        forward = inspect.unwrap(type(module).forward)
-        if isinstance(forward, FunctionType) and not _NAMES.keys().isdisjoint(forward.__code__.co_names):
+        if _is_recurrent(type(module)):
             yield path, module
+
+
+def has_recurrent_family(model: nn.Module) -> bool:
+    """Return whether the code of the model's family has recurrences, although the model itself may have none."""
+    classes = [each for each in vars(sys.modules[type(model).__module__]).values() if isinstance(each, type)]
+    return any(issubclass(each, nn.Module) and _is_recurrent(each) for each in classes)
+
+
+def _is_recurrent(module_class: type[nn.Module]) -> bool:
+    forward = inspect.unwrap(module_class.forward)
+    return isinstance(forward, FunctionType) and not _NAMES.keys().isdisjoint(forward.__code__.co_names)
 
 
 def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, type[nn.Module]]:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from head_engines import ENGINE, PENALISED, SAMPLING, generate, record_drafts
-from mtp_layers import FILE, GLM, HY, MIMO, MtpCase, Written, make_exact, write_mtp_checkpoint
+from head_engines import ENGINE, PENALISED, SAMPLING, VOCAB, generate, record_drafts
+from mtp_layers import (
+    FILE,
+    GLM,
+    HY,
+    MIMO,
+    QWEN_NEXT,
+    QWEN_VISION,
+    MtpCase,
+    Written,
+    make_exact,
+    write_mtp_checkpoint,
+    write_quantised_mtp,
+)
 from safetensors.torch import load_file, save_file
 from scripted_drafts import AnyLength
 
@@ -18,7 +32,7 @@ from compiled_engine.features import registry
 from compiled_engine.llm import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = {"mimo": MIMO, "glm": GLM, "hy": HY}
+CASES = {"mimo": MIMO, "glm": GLM, "hy": HY, "qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
 OF_ALL = pytest.mark.parametrize("written", CASES, indirect=True)
 OF_TEXTBOOK = pytest.mark.parametrize("written", ["mimo"], indirect=True)
 
@@ -39,6 +53,23 @@ def plain(written: Written) -> Iterator[LLM]:
         yield llm
 
 
+def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
+    """The layer that tests compare with, and the names of its tensors."""
+    modeling_layers = importlib.import_module("transformers.modeling_layers")
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this version of transformers has no MtpModel")
+    written = write_mtp_checkpoint(tmp_path, GLM)
+    written.model._keys_to_ignore_on_load_unexpected = [rf"{re.escape(GLM.prefix)}.*"]
+    layer = modeling_layers.MtpModel.from_pretrained(written.model).eval()
+    token_ids = [(5 * i * i + 3) % VOCAB for i in range(20)]
+    hidden = torch.randn(1, len(token_ids), written.single.config.hidden_size)
+    given = hidden, torch.arange(len(token_ids))[None], None, torch.tensor([token_ids])
+    with torch.no_grad():
+        theirs = layer.forward_layer(0, *given)[0]
+        ours = written.layer(token_ids, hidden[0])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 @OF_ALL
 def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
@@ -48,6 +79,22 @@ def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, mo
         metrics = llm.metrics()
     assert metrics["preemptions"] > 0
     assert metrics["prefix_hits"] > 0
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::4]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["model", "model and layer"])
+def test_a_quantised_checkpoint_has_a_layer_in_16_bits_or_in_codes(
+    layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The patterns of what is not quantised name the model's layers alone."""
+    layout, ignore = "compressed-tensors, channel, weights alone", ["model.layers.0.self_attn.q_proj"]
+    written = write_mtp_checkpoint(tmp_path / "plain", GLM)
+    written = write_quantised_mtp(written, tmp_path / "quantised", layout, ignore, layer=layer)
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
     assert len(seen) > 50
     for known, drafts in list(seen.items())[::4]:
         assert written.drafts(list(known), len(drafts)) == drafts
@@ -120,7 +167,7 @@ def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> 
         (
             in_codes,
             None,
-            r"the MTP layer is quantised \(model.mtp_layers.0.mlp.up_proj.weight\); allowed: a layer in 16 or 32 bits",
+            "the MTP layer is stored as int8, and config.json does not say how; allowed: a layer in 16 ",
         ),
         (without, changed, "no MTP layer of Qwen2ForCausalLM is known; allowed: models of Glm4MoeForCausalLM, "),
     ):

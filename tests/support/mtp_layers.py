@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from families import TINY, Family, family, write_checkpoint
+from quantised_checkpoints import LAYOUTS, write_quantised
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -27,9 +28,11 @@ class MtpCase:
     # Of the model with a single layer that computes what the MTP layer does.
     single: tuple[tuple[str, Any], ...] = ()
     architecture: str = ""  # of config.json, if it is not that of the family in transformers
+    offset: float = 0.0  # what norms add to their weights
+    text: str = ""  # model type of the text model of a multimodal family
 
 
-_QWEN_NAMES = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+_DEEPSEEK = "enorm", "hnorm", "eh_proj"
 MIMO = MtpCase(
     Family("qwen2"),
     ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
@@ -37,14 +40,29 @@ MIMO = MtpCase(
     hidden_first=True,
     architecture="MiMoForCausalLM",
 )
-GLM = MtpCase(
-    family("glm4_moe"), ("enorm", "hnorm", "eh_proj", "shared_head.norm"), single=(("first_k_dense_replace", 0),)
-)
+GLM = MtpCase(family("glm4_moe"), (*_DEEPSEEK, "shared_head.norm"), single=(("first_k_dense_replace", 0),))
 HY = MtpCase(
     Family("hy_v3", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
-    ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    (*_DEEPSEEK, "final_layernorm"),
     single=(("mlp_layer_types", ["sparse"]),),
 )
+
+
+def _qwen(name: str, text: str = "") -> MtpCase:
+    """A family of Qwen's hybrids, all of whose layers attend."""
+    case = family(name)
+    attends = {"layer_types": ["full_attention"] * TINY["num_hidden_layers"]}
+    return MtpCase(
+        replace(case, changes={**case.changes, **attends}),
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        *("mtp.", "layers.0."),
+        single=(("layer_types", ["full_attention"]),),
+        offset=1.0,
+        text=text,
+    )
+
+
+QWEN_NEXT, QWEN_VISION = _qwen("qwen3_next"), _qwen("qwen3_5", "qwen3_5_text")
 
 
 @dataclass(frozen=True)
@@ -67,12 +85,14 @@ class Written:
         ]
         both = torch.cat(norms[::-1] if self.case.hidden_first else norms, -1)
         projected = both @ self.tensors[f"{projection}.weight"].T
-        return self.single.model(inputs_embeds=projected[None], use_cache=False).last_hidden_state[0]
+        return self.single.get_decoder()(inputs_embeds=projected[None], use_cache=False).last_hidden_state[0]
 
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
         """The most probable tokens behind these, of which the model has not computed the last."""
-        hidden = self.model.model(torch.tensor([token_ids[:-1]]), use_cache=False).last_hidden_state[0]
+        hidden = self.model.get_decoder()(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False).last_hidden_state[
+            0
+        ]
         behind, found = token_ids[1:], list[int]()
         for _ in range(count):
             hidden = torch.cat((hidden, self.layer(behind, hidden)[len(behind) - 1 :]))
@@ -81,33 +101,50 @@ class Written:
         return found
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        eps, offset = self.model.config.rms_norm_eps, 1.0 if self.case.decoder_layer else 0.0
-        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (offset + weight)
+        eps = self.single.config.rms_norm_eps
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (self.case.offset + weight)
 
 
 def write_mtp_checkpoint(folder: Path, case: MtpCase) -> Written:
     """Write a random checkpoint of the family with an MTP layer."""
     model = write_checkpoint(folder, case.family)
     changes = {"num_hidden_layers": 1, **dict(case.single)}
-    alone = replace(case.family, changes={**case.family.changes, **changes})
+    name = case.text or case.family.name
+    changes = {each: value for each, value in {**case.family.changes, **changes}.items() if each != "model_type"}
+    alone = replace(case.family, name=name, changes=changes, others={})
     single = write_checkpoint(folder / "single", alone, seed=1)
-    size, generator = model.config.hidden_size, torch.Generator().manual_seed(2)
+    size, generator = single.config.hidden_size, torch.Generator().manual_seed(2)
     embedding_norm, hidden_norm, projection, norm = case.names
     stored = load_file(folder / "single" / FILE)
-    tensors = {
+    tensors = decoder_layer(stored, case) | {
         f"{embedding_norm}.weight": torch.rand(size, generator=generator) + 0.5,
         f"{hidden_norm}.weight": torch.rand(size, generator=generator) + 0.5,
         f"{projection}.weight": torch.randn(size, 2 * size, generator=generator) * size**-0.5,
         f"{norm}.weight": stored["model.norm.weight"],
     }
-    layer = "model.layers.0."
-    tensors |= {
-        case.decoder_layer + name.removeprefix(layer): tensor
-        for name, tensor in stored.items()
-        if name.startswith(layer)
-    }
     add_mtp_layer(folder, case, tensors)
     return Written(folder, model, single, tensors, case)
+
+
+def decoder_layer(single: Tensors, case: MtpCase) -> Tensors:
+    """The decoder layer of an MTP layer, by the names after its prefix, from the model with that layer alone."""
+    prefix = "model.layers.0."
+    return {
+        case.decoder_layer + name.removeprefix(prefix): tensor
+        for name, tensor in single.items()
+        if name.startswith(prefix)
+    }
+
+
+def write_quantised_mtp(written: Written, folder: Path, layout: str, ignore: list[str], *, layer: bool) -> Written:
+    """Write the checkpoint with quantised linears, also those of the MTP layer if `layer`. ignore: names of modules."""
+    model: Any = write_quantised(written.folder, folder, LAYOUTS[layout], ["lm_head", *ignore], round_inputs=False)
+    if not layer:
+        return replace(written, folder=folder, model=model)
+    given = written.folder / "single", folder / "single", LAYOUTS[layout], ["lm_head", *ignore]
+    single: Any = write_quantised(*given, round_inputs=False)
+    add_mtp_layer(folder, written.case, decoder_layer(load_file(folder / "single" / FILE), written.case))
+    return replace(written, folder=folder, model=model, single=single)
 
 
 def add_mtp_layer(folder: Path, case: MtpCase, tensors: Tensors) -> None:
