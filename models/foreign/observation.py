@@ -18,13 +18,8 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from compiled_engine.config import RowState
-from compiled_engine.models.foreign.recurrence import (
-    ACTIVATIONS,
-    CONV_STATE,
-    RULE_STATE,
-    functions_used,
-    recurrent_modules,
-)
+from compiled_engine.models.foreign.recurrence import ACTIVATIONS, functions_used, recurrent_modules
+from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
 
 _NAME = "compiled_engine_observing"
 _TOKENS = 3
