@@ -152,7 +152,7 @@ def convolve_kernel(
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["x_stride", "factor_stride", "gate_stride"])
+@triton.jit(do_not_specialize=["num_rows", "rows_of_each", "x_stride", "factor_stride", "gate_stride"])
 def keep_inputs_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -164,6 +164,8 @@ def keep_inputs_kernel(
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    rows_of_each: tl.tensor,
     x_stride: tl.tensor,
     factor_stride: tl.tensor,
     gate_stride: tl.tensor,
@@ -175,43 +177,43 @@ def keep_inputs_kernel(
     COMPUTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write the last inputs of each request to its state. Program: (row of the step, tile of TILE_D channels).
+    """Write the last inputs of each request to its state. Program: (request, tile of TILE_D channels).
 
-    The program of a request's first row handles its drafts too.
-
+    rows_of_each: rows of each request. If they differ, it is 1; then a program is for a row, and that of a request's
+        first row handles its drafts too.
     COMPUTES: first compute the outputs of the request's tokens, one after another, and write them to out_ptr; otherwise
     out_ptr is not written. See convolve_kernel for the remaining arguments.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
-    request = tl.program_id(0)
+    place = tl.program_id(0) * rows_of_each
     channel_D = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
     inside_D = channel_D < D
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    start = tl.load(query_start_loc_ptr + request)
-    length = tl.load(query_start_loc_ptr + request + 1) - start
-    seq_len = tl.load(seq_lens_ptr + request)
-    num_before = seq_len - length
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + place)
+    length = tl.load(query_start_loc_ptr + place + 1) - start
+    num_before = tl.load(seq_lens_ptr + place) - length
+    num_missing = 0  # tokens of drafts that do not exist
     if SLOTS > W - 1:
-        num_rows = tl.num_programs(0)
-        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, request, row, seq_len, num_rows, SLOTS - W + 1)
+        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS - W + 1)
         if num_drafts < 0:
             return
         length += num_drafts
+        num_missing = rows_of_each - 1 - num_drafts
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_D = tl.zeros([TILE_D], tl.int64)
     real_D = inside_D & (zero_D + row >= 0)
     state_ptrs_D = state_ptr + (row * D + channel_D) * SLOTS
     first_D = zero_D + start
     if COMPUTES:
-        for place in range(length):
+        for token in range(length):
             y_D = tl.zeros([TILE_D], tl.float32)
             if bias_ptr is not None:
                 y_D += tl.load(bias_ptr + channel_D, mask=inside_D, other=0.0).to(tl.float32)
             for tap in tl.static_range(W):
                 weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
-                source_D = zero_D + place - (W - 1 - tap)
+                source_D = zero_D + token - (W - 1 - tap)
                 here_D, before_D = real_D & (source_D >= 0), real_D & (source_D < 0) & (num_before + source_D >= 0)
                 x_offsets_D = (first_D + source_D) * x_stride + channel_D
                 factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
@@ -220,9 +222,12 @@ def keep_inputs_kernel(
                 x_D += tl.load(state_ptrs_D + slot_D, mask=before_D, other=0.0).to(tl.float32)
                 y_D += x_D * weight_D
             y_D = tl.where(real_D, y_D, 0.0)
-            gate_offsets_D = (first_D + place) * gate_stride + channel_D
+            gate_offsets_D = (first_D + token) * gate_stride + channel_D
             out_D = _finished(y_D, gate_ptr, gate_offsets_D, real_D, ACTIVATION, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (start + place).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
+            tl.store(out_ptr + (start + token).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
+        for token in range(length, length + num_missing):
+            out_ptrs_D = out_ptr + (start + token).to(tl.int64) * D + channel_D
+            tl.store(out_ptrs_D, tl.zeros([TILE_D], out_ptr.dtype.element_ty), mask=inside_D)
     for back in tl.static_range(SLOTS):
         source_D = zero_D + length - 1 - back
         kept_D = real_D & (source_D >= 0)
@@ -248,19 +253,20 @@ def convolve_triton(
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
     num_rows = len(sequences.rows_R)
-    tensors = (x_TD, weight_DW.contiguous(), bias_D, factor_TD, gate_TD, state_SDN, out_TD, *sequences)
+    tensors = (x_TD, weight_DW.contiguous(), bias_D, factor_TD, gate_TD, state_SDN, out_TD, *sequences.on_device)
     strides = [0 if each is None else each.stride(0) for each in (x_TD, factor_TD, gate_TD)]
     constants = {"D": num_channels, "W": width, "SLOTS": state_SDN.shape[2], "ACTIVATION": activation}
     constants |= dependent_launch(x_TD.device)
     # In a step of decodes each row has one token: a single launch does both.
     computes = num_tokens == num_rows
+    rows_of_each = sequences.rows_of_each(num_tokens) if state_SDN.shape[2] > width - 1 else 1
     if not computes:
         tile_r = min(256, next_power_of_2(num_rows))
         convolve_kernel[(cdiv(num_tokens, TILE_T), cdiv(num_channels, TILE_D))](
             *tensors, num_tokens, num_rows, *strides, **constants, TILE_T=TILE_T, TILE_D=TILE_D, TILE_R=tile_r
         )
-    keep_inputs_kernel[(num_rows, cdiv(num_channels, FEW_D))](
-        *tensors, *strides, **constants, TILE_D=FEW_D, COMPUTES=computes
+    keep_inputs_kernel[(num_rows // rows_of_each, cdiv(num_channels, FEW_D))](
+        *tensors, num_rows, rows_of_each, *strides, **constants, TILE_D=FEW_D, COMPUTES=computes
     )
 
 

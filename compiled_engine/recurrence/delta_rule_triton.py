@@ -37,7 +37,9 @@ def _loaded(
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride", "g_stride", "beta_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "rows_of_each", "q_stride", "k_stride", "v_stride", "g_stride", "beta_stride"]
+)
 def delta_rule_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -51,6 +53,8 @@ def delta_rule_kernel(
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    rows_of_each: tl.tensor,
     q_stride: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
@@ -64,6 +68,7 @@ def delta_rule_kernel(
     EPS: tl.constexpr,
     NORMALISES: tl.constexpr,
     SLOTS: tl.constexpr,
+    IN_TWO: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE_K: tl.constexpr,
     TILE_V: tl.constexpr,
@@ -71,9 +76,7 @@ def delta_rule_kernel(
 ) -> None:
     """Apply the gated delta rule: write the results of a request's tokens, and update its state in place.
 
-    Program: (tile of TILE_V elements of the value, head, row of the step); it processes all tokens of the row. If there
-    may be drafts, a launch with CHUNK 1 is for rows of one token alone, and the program of a request's first row
-    processes its drafts too; any other launch is for rows of several tokens, which drafts never precede.
+    Program: (tile of TILE_V elements of the value, head, request); it processes all tokens of the request.
 
     q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]. q_stride, ..., beta_stride:
         elements from one token to the next.
@@ -81,29 +84,33 @@ def delta_rule_kernel(
         whose results are zeros.
     drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there are no
         drafts; SLOTS is then 0.
+    num_rows: R. rows_of_each: rows of each request. If they differ, it is 1; then a program is for a row, and that of a
+        request's first row handles its drafts too. IN_TWO: with CHUNK 1 only rows of one token are processed, and else
+        only the others, which drafts never precede.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
     SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
     TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.
     """
-    head, request = tl.program_id(1), tl.program_id(2)
+    head, place = tl.program_id(1), tl.program_id(2) * rows_of_each
     k_k = tl.arange(0, TILE_K)
     v_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
     in_k, in_v = k_k < K, v_v < V
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    start = tl.load(query_start_loc_ptr + request)
-    length = tl.load(query_start_loc_ptr + request + 1) - start
-    seq_len = tl.load(seq_lens_ptr + request)
-    num_before = seq_len - length
-    if SLOTS > 0:
-        if (length > 1) != (CHUNK > 1):
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + place)
+    length = tl.load(query_start_loc_ptr + place + 1) - start
+    seq_len = tl.load(seq_lens_ptr + place)
+    num_before, num_certain = seq_len - length, length
+    num_missing = 0  # tokens of drafts that do not exist
+    if IN_TWO:
+        is_of_other = (length > 1) != (CHUNK > 1)
+        if is_of_other:
             return
-        if CHUNK == 1:
-            row, num_drafts = request_of_row(
-                rows_ptr, seq_lens_ptr, request, row, seq_len, tl.num_programs(2), SLOTS // 2
-            )
-            if num_drafts < 0:
-                return
-            length += num_drafts
+    if SLOTS > 0 and CHUNK == 1:
+        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS // 2)
+        if num_drafts < 0:
+            return
+        length += num_drafts
+        num_missing = rows_of_each - 1 - num_drafts
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_v = tl.zeros([TILE_V], tl.int64)
     continues_v = in_v & (zero_v + row >= 0) & (zero_v + num_before > 0)
@@ -143,13 +150,13 @@ def delta_rule_kernel(
             written_1v = (v_1v - known_v[None, :]) * beta_C[:, None]
             state_kv += k_k1 * written_1v
             if SLOTS > 0:
-                if first > 0:  # a draft
+                if first >= num_certain:
                     slot_ptr = update_ptr + ((num_before + first) % SLOTS) * (K + V + 1)
                     tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
                     if tl.program_id(0) == 0:
                         tl.store(slot_ptr + k_k, tl.sum(k_Ck, 0), mask=in_k)
                         tl.store(slot_ptr + K + V, tl.sum(g_C, 0))
-                elif row >= 0:
+                elif (row >= 0) & (first == num_certain - 1):
                     tl.store(state_ptrs_kv, state_kv, mask=in_kv)
             out_Cv = tl.sum(state_kv * q_k[:, None], 0)[None, :]
         else:
@@ -181,8 +188,11 @@ def delta_rule_kernel(
         if SLOTS == 0 or CHUNK > 1:
             tl.store(state_ptrs_kv, state_kv, mask=in_kv)
         if SLOTS > 0:
-            num_certain = seq_len + tl.zeros([TILE_V], tl.int32)
-            tl.store(lengths_ptr + (row * H + head) * V + v_v, num_certain, mask=in_v)
+            tl.store(lengths_ptr + (row * H + head) * V + v_v, seq_len + zero_v.to(tl.int32), mask=in_v)
+    if SLOTS > 0 and CHUNK == 1:
+        for token in range(length, length + num_missing):
+            out_ptrs_v = out_ptr + ((start + token).to(tl.int64) * H + head) * V + v_v
+            tl.store(out_ptrs_v, tl.zeros([TILE_V], out_ptr.dtype.element_ty), mask=in_v)
 
 
 def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
@@ -211,8 +221,9 @@ def apply_rule_triton(
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
     each_alone = num_tokens == num_rows  # decodes have one token per row
     chunks = (1,) if each_alone else (CHUNK,) if drafted is None else (CHUNK, 1)
+    rows_of_each = 1 if drafted is None else sequences.rows_of_each(num_tokens)
     for chunk in chunks:
-        delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows)](
+        delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows // rows_of_each)](
             q_TGk,
             k_TGk,
             v_THv,
@@ -221,7 +232,9 @@ def apply_rule_triton(
             state_SHkv,
             *((None, None) if drafted is None else drafted),
             out_THv,
-            *sequences,
+            *sequences.on_device,
+            num_rows,
+            rows_of_each,
             q_TGk.stride(0),
             k_TGk.stride(0),
             v_THv.stride(0),
@@ -235,6 +248,7 @@ def apply_rule_triton(
             EPS=EPS,
             NORMALISES=normalises,
             SLOTS=0 if drafted is None else drafted.drafts_SHNw.shape[2],
+            IN_TWO=len(chunks) > 1,
             CHUNK=chunk,
             TILE_K=max(16, next_power_of_2(key_dim)),
             TILE_V=TILE_V,

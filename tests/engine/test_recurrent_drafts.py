@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_heads import head_config, random_tensors, write_head
 from families import family, write_checkpoint
+from graphed_drafts import config_of, run
+from lagging_device import lagging_device
 from oracle_drafts import Oracle
+from recorded_capture import RecordedCapture
 from scripted_drafts import AnyLength
 
+from compiled_engine.config import GraphMode
+from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features import registry
 from compiled_engine.llm import LLM
 from compiled_engine.other_engines.translate import make_options
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.recurrence.states import RULE_DRAFTS, RULE_LENGTHS, RULE_STATE
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
@@ -144,12 +152,27 @@ def test_numbers_of_drafts_may_change(folder: Path, expected: list[Result], monk
     assert metrics["accepted_tokens"] > 0
 
 
-def test_a_draft_model_drafts_for_a_hybrid(delta_net: Path, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, family("qwen3"))
-    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
-    with LLM(delta_net, **ENGINE) as llm:
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_models_draft_for_hybrids(method: str, folder: Path, expected: list[Result], tmp_path: Path) -> None:
+    if method == "draft_model":
+        write_checkpoint(tmp_path, family("qwen3"))
+    else:
+        config = head_config(folder)
+        write_head(tmp_path, config, random_tensors(config))
+    drafts = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    with LLM(folder, **ENGINE, speculative_config=drafts, async_scheduling=True) as llm:
+        metrics = check(llm, expected)
+    assert metrics["draft_tokens"] > 0
+    assert metrics["accepted_tokens"] < metrics["draft_tokens"]
+    assert metrics["accepted_tokens"] > 0 or method == "eagle3"  # a head drafts without the bias of a request
+
+
+@DRAWN
+def test_ranks_divide_states_with_drafts(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family("qwen3_5_text").to_divide())
+    with LLM(tmp_path, **ENGINE) as llm:
         expected = results(llm)
-    with LLM(delta_net, **ENGINE, speculative_config=drafts, async_scheduling=True) as llm:
+    with LLM(tmp_path, **ENGINE, **ngrams(), tensor_parallel_size=2) as llm:
         metrics = check(llm, expected)
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
 
@@ -168,6 +191,32 @@ def test_drafts_that_the_host_does_not_know(
     with LLM(folder, **ENGINE, **ngrams(), async_scheduling=True) as llm:
         metrics = check(llm, expected)
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY])
+def test_a_lagging_device_replays_graphs(mode: GraphMode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are padded to their sizes, and the host stages a step before the one before it has run."""
+    monkeypatch.setattr(model_runner, "CudaCapture", RecordedCapture)
+    options = {"model": folder, "async_scheduling": True, "skip_tokenizer_init": True, "max_model_len": 160}
+    asked = [
+        EngineRequest(
+            str(number), tuple(prompt), SamplingParams(seed=number, max_tokens=25, logit_bias=FEW, **sampling)
+        )
+        for number, (prompt, sampling) in enumerate(zip(prompts(), [{"temperature": 0}, {}, {}] * 3, strict=True))
+    ]
+    core = start_core(config_of(mode, None, **options), SilentProgress())
+    expected, oracle = run(core, asked), Oracle(range(MOST_DRAFTS + 1))
+    core.close()
+    oracle.sequences = [prompt + expected[str(number)] for number, prompt in enumerate(prompts())]
+    monkeypatch.setattr(registry, "drafting", oracle.features)
+    core = start_core(config_of(mode, ngrams()["speculative_config"], **options), SilentProgress())
+    with lagging_device():
+        assert run(core, asked) == expected
+    metrics = core.metrics()
+    core.close()
+    assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
+    replays = metrics["graph_replays_by_key"]
+    assert len([name for name, count in replays.items() if name.startswith("verify-4 ") and count]) > 1
 
 
 def watched(
@@ -268,3 +317,17 @@ def test_the_memory_of_states_is_told_before_the_start(folder: Path) -> None:
     plain = resolve(make_options({"model": folder} | options | {"speculative_config": None})).model.recurrences
     assert plain is not None
     assert plain.row_bytes < recurrences.row_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact_float32")
+@pytest.mark.parametrize("mode", ["eager", "graphed"])
+def test_drafts_change_no_token_on_a_gpu(mode: str, folder: Path) -> None:
+    options = ENGINE | {"device": "cuda", "block_size": 16}
+    with LLM(folder, **options) as llm:
+        expected = results(llm)
+    if mode != "eager":  # tests side by side on a GPU have a core each: engines compile in this process
+        options |= {"mode": mode, "compile_workers": 0}
+    with LLM(folder, **options, **ngrams(), num_state_snapshots=4) as llm:
+        metrics = check(llm, expected)
+    assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]

@@ -99,7 +99,8 @@ def step(states: Any, shares: Sequence[tuple[Request, int, int, int, int]], draw
         )
     packed = [torch.cat(columns) for columns in zip(*parts, strict=True)]
     starts_R1 = torch.tensor([0, *lens]).cumsum(0).int()
-    output = states.run(packed, Sequences(torch.tensor(rows).int(), starts_R1, torch.tensor(seq_lens).int()))
+    host_3 = torch.tensor([0, max(lens), LENGTH]).int()
+    output = states.run(packed, Sequences(torch.tensor(rows).int(), starts_R1, torch.tensor(seq_lens).int(), host_3))
     for (request, count, drafts, right, missing), out in zip(
         shares, output.split([part[0].shape[0] for part in parts]), strict=True
     ):

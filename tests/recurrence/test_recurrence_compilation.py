@@ -38,7 +38,7 @@ def test_kernels_of_convolutions_compile_for_hopper(name: str, gated: bool, draf
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) -> None:
-    constants = RULE | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0}
+    constants = RULE | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0, "IN_TWO": drafts > 0}
     constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
     pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
     types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr"), "*fp32")

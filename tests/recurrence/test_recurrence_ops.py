@@ -17,6 +17,7 @@ from compiled_engine.recurrence.sequences import Sequences
 STEPS = ((7, 0, 1), (1, 70, 0), (0, 1, 2), (5, 1, 1))
 ROWS = (3, 0, 2)
 LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
+LONGEST = max(LENGTHS)
 
 
 def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], Sequences]]:
@@ -33,6 +34,7 @@ def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], 
             torch.tensor([*(ROWS[n] for n in requests), -1]).int(),
             torch.tensor([0, *lens, 1]).cumsum(0).int(),
             torch.tensor([*(done[n] for n in requests), 0]).int(),
+            torch.tensor([0, max(*lens, 1), LONGEST]).int(),
         )
         steps.append((packed, sequences))
     return steps

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 class Of(NamedTuple):
     """A request in a step: its tokens, and those before; its drafts, and rows for drafts that do not exist; how many
-    drafts of the step before were right."""
+    drafts of the step before were right. A step of requests with as many rows of one token says so."""
 
     length: int
     before: int | None  # None: a row of padding
@@ -37,7 +37,9 @@ STEPS: tuple[tuple[Of, ...], ...] = (
 )
 MOST_DRAFTS = 3
 DRAFTED_STEPS: tuple[tuple[Of, ...], ...] = (
-    (Of(1, 4, 3, 0, 2), Of(1, 1, 0, 3), Of(1, 30, 2, 1, 3), Of(1, 0, 1, 2)),
+    (Of(1, 4, 3, 0, 2), Of(1, 1, 0, 3), Of(1, 30, 2, 1, 3), Of(1, 8, 1, 2), Of(1, None, 0, 3)),
+    (Of(1, 4, 1, 0, 3), Of(1, 2, 1, 0, 1), Of(1, 6, 0, 1)),
+    (Of(4, 2), Of(1, 6, 0, 0, 2), Of(0, None), Of(0, None), Of(0, None)),
     (Of(1, 7, 3, 0, 3), Of(1, 0), Of(1, 5, 2, 1, 1), Of(5, 0), Of(2, 6), Of(33, 7), Of(3, None)),
     (Of(1, 2, 1, 0, 1), Of(1, 9, 0, 1), Of(1, None), Of(1, None)),
     (Of(1, 3, 0, 0, 2), Of(2, 0), Of(1, 8)),
@@ -54,8 +56,14 @@ def sequences_of(step: Sequence[Of], generator: torch.Generator) -> tuple[Sequen
         lens += [request.length] + [1] * (request.drafts + request.missing)
         seq_lens += [0 if before is None else before + request.length + number for number in range(1 + request.drafts)]
         seq_lens += [0] * request.missing
+    num_rows = {1 + request.drafts + request.missing for request in step}
+    is_uniform = len(num_rows) == 1 and {*lens} == {1}
+    host = (len(rows), num_rows.pop(), max(seq_lens)) if is_uniform else (lens.count(1), max(lens), max(seq_lens))
     sequences = Sequences(
-        torch.tensor(rows).int(), torch.tensor([0, *lens]).cumsum(0).int(), torch.tensor(seq_lens).int()
+        torch.tensor(rows).int(),
+        torch.tensor([0, *lens]).cumsum(0).int(),
+        torch.tensor(seq_lens).int(),
+        torch.tensor(host).int(),
     )
     return sequences, {row: request for row, request in zip(at, step, strict=True) if request.before}
 
@@ -150,7 +158,7 @@ def check(
     """Raise AssertionError unless both leave the same results and states; what nothing wrote is still NaN."""
     expected, found = copied(arguments, torch.device("cpu")), copied(arguments, device)
     reference(*expected, sequences)
-    kernel(*found, Sequences(*(x.to(device) for x in sequences)))
+    kernel(*found, Sequences(*(x.to(device) for x in sequences.on_device), sequences.host_3))
     assert not expected[-1].isnan().any()
     for one, other in zip(found[6:], expected[6:], strict=True):
         pairs = zip(one, other, strict=True) if isinstance(one, Drafted) else [(one, other)]
