@@ -109,9 +109,10 @@ class RowState:
 class Recurrences:
     """The states of a model's recurrences."""
 
-    states: tuple[RowState, ...]
+    states: tuple[RowState, ...]  # with drafts, also the tensors that keep updates of drafts, see recurrence/states.py
     num_rows: int = 0  # rows of each state, one per running request
     num_snapshots: int = 0  # further rows, for the prefix cache; 0: no prefix caching
+    num_drafts: int = 0  # most drafts of a request in a step, for which the states have room
 
     @property
     def row_bytes(self) -> int:

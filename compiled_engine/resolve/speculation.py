@@ -112,6 +112,12 @@ NEEDED = {
 }
 
 
+def num_drafts_asked(options: EngineOptions) -> int:
+    """Return `num_speculative_tokens`; 0 without drafts, or for a value that `resolve_speculation` refuses."""
+    number = _read(options.speculative_config, options.model).get("num_speculative_tokens", 0)
+    return number if type(number) is int and 0 < number <= MOST_DRAFTS else 0
+
+
 def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: Progress) -> SpeculationConfig:
     """Return the configuration of speculation.
 
@@ -382,8 +388,6 @@ def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
-    elif config.model.recurrences is not None:
-        reason = "the model has recurrences, whose states cannot go back to before a draft"
     elif config.parallel.num_stages > 1:
         reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:

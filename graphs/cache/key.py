@@ -68,7 +68,7 @@ OTHER_POOLING_FIELDS = tuple(
     )
 )
 # Fields of a model with recurrences.
-RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots"))
+RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots", "num_drafts"))
 # Fields of a draft head.
 HEAD_FIELDS = tuple(
     f"model.head.{name}"

@@ -20,12 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from compiled_engine.config import RowState
 from compiled_engine.models.foreign.recurrence import (
     ACTIVATIONS,
-    CONV_STATE,
-    RULE_STATE,
     functions_used,
     has_recurrent_family,
     recurrent_modules,
 )
+from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
 
 _NAME = "compiled_engine_observing"
 _TOKENS = 3

@@ -33,7 +33,9 @@ from compiled_engine.llm import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = {"mimo": MIMO, "glm": GLM, "hy": HY, "qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
-OF_ALL = pytest.mark.parametrize("written", CASES, indirect=True)
+HYBRIDS = ("qwen3_next", "qwen3_5")
+OF_ATTENTION = pytest.mark.parametrize("written", CASES.keys() - set(HYBRIDS), indirect=True)
+OF_HYBRIDS = pytest.mark.parametrize("written", HYBRIDS, indirect=True)
 OF_TEXTBOOK = pytest.mark.parametrize("written", ["mimo"], indirect=True)
 
 
@@ -70,7 +72,7 @@ def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@OF_ALL
+@OF_ATTENTION
 def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
     seen = record_drafts(monkeypatch)
@@ -81,6 +83,29 @@ def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, mo
     assert metrics["prefix_hits"] > 0
     assert len(seen) > 50
     for known, drafts in list(seen.items())[::4]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@OF_HYBRIDS
+def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With snapshots of states, and of a layer whose prefix is in blocks."""
+    more = {"max_model_len": 160, "num_blocks": 64, "num_state_snapshots": 4, "enable_prefix_caching": True}
+    given = {"model": str(written.folder), "mode": "eager", **ENGINE, **more}
+    with LLM(**given) as llm:
+        expected = [generate(llm, 66, temperature=temperature) for temperature in (0, 1.1)]
+    with LLM(**given, async_scheduling=True, **mtp()) as llm:
+        assert generate(llm, 66, temperature=1.1) == expected[1]
+    seen = record_drafts(monkeypatch)
+    with LLM(**given, **mtp()) as llm:
+        for _ in range(2):
+            assert generate(llm, 66, temperature=0) == expected[0]
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_hits"] > 0
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::8]:
         assert written.drafts(list(known), len(drafts)) == drafts
 
 
@@ -125,7 +150,11 @@ def test_a_layer_at_rest_changes_no_token(written: Written, plain: LLM, monkeypa
     assert metrics["draft_tokens"] > 0
 
 
-@pytest.mark.parametrize(("case", "mode"), [(MIMO, "eager"), (MIMO, "auto"), (GLM, "auto")], ids=["", "mimo", "glm"])
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [(MIMO, "eager"), (QWEN_VISION, "eager"), (MIMO, "auto"), (QWEN_NEXT, "auto")],
+    ids=["mimo", "qwen3_5", "compiled mimo", "compiled qwen3_next"],
+)
 def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, tmp_path: Path) -> None:
     """Compiled too, where forwards of few tokens return logits beside hidden states."""
     written = write_mtp_checkpoint(tmp_path, case)

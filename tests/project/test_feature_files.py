@@ -46,7 +46,7 @@ NOT_COUNTED = (
     *("passes", "models.checkpoint", "models.foreign", "models.bundled"),
     *("server", "cli", "bench", "tune", "features.registry", "features.request_registry"),
     *("sampling.params", "sampling.other_params"),
-    *("attention.backends", "attention.case"),  # kernels, for any request with several rows
+    *("attention.backends", "attention.case", "recurrence"),  # kernels, for any request with several rows
 )
 
 

@@ -34,17 +34,20 @@ SAMPLING: list[dict[str, Any]] = [
 PENALISED: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.2, "logprobs": 2}
 
 
-def prompts() -> list[dict[str, list[int]]]:
-    """Some longer than a step, and each twice, so that the second finds the blocks of the first."""
-    texts = [[(7 * i + 3 * j * j) % VOCAB for j in range(5 + 9 * i)] for i in range(6)]
+def prompts(least: int = 5) -> list[dict[str, list[int]]]:
+    """Some longer than a step, and each twice, so that the second finds the blocks of the first.
+
+    least: tokens of the shortest.
+    """
+    texts = [[(7 * i + 3 * j * j) % VOCAB for j in range(least + 9 * i)] for i in range(6)]
     return [{"prompt_token_ids": text} for text in texts for _ in range(2)]
 
 
-def generate(llm: LLM, **sampling: Any) -> list[list[int]]:
+def generate(llm: LLM, least: int = 5, **sampling: Any) -> list[list[int]]:
     params = [
         SamplingParams(seed=i, max_tokens=14 + i, ignore_eos=True, detokenize=False, **sampling) for i in range(12)
     ]
-    outputs = llm.generate(prompts(), params, use_tqdm=False)
+    outputs = llm.generate(prompts(least), params, use_tqdm=False)
     llm.core.check_integrity()
     return [list(each.token_ids) for output in outputs for each in output.outputs]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,8 @@ HY = MtpCase(
 
 
 def _qwen(name: str, text: str = "") -> MtpCase:
-    """A family of Qwen's hybrids, all of whose layers attend."""
-    case = family(name)
-    attends = {"layer_types": ["full_attention"] * TINY["num_hidden_layers"]}
     return MtpCase(
-        replace(case, changes={**case.changes, **attends}),
+        family(name),
         ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
         *("mtp.", "layers.0."),
         single=(("layer_types", ["full_attention"]),),
@@ -162,11 +160,12 @@ def make_exact(written: Written) -> None:
     file = written.folder / FILE
     tensors, (embedding_norm, _, projection, norm) = load_file(file), written.case.names
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    prefix, size = written.case.prefix, written.model.config.hidden_size
+    prefix, size = written.case.prefix, written.single.config.hidden_size
     halves = [torch.eye(size), torch.zeros(size, size)]
     tensors[f"{prefix}{projection}.weight"] = torch.cat(halves[::-1] if written.case.hidden_first else halves, -1)
-    tensors[f"{prefix}{embedding_norm}.weight"] = torch.ones(size)
-    tensors[f"{prefix}{norm}.weight"] = tensors["model.norm.weight"].clone()
+    tensors[f"{prefix}{embedding_norm}.weight"] = torch.full((size,), 1 - written.case.offset)
+    last_norm = next(tensor for name, tensor in tensors.items() if re.fullmatch(r"model\.(\w+\.)?norm\.weight", name))
+    tensors[f"{prefix}{norm}.weight"] = last_norm.clone()
     save_file(tensors, file, metadata={"format": "pt"})
