@@ -41,7 +41,8 @@ class Layout:
     norm: str  # the last one
     decoder_layer: str = ""  # prefix of the names of the decoder layer's tensors
     hidden_first: bool = False  # the projection reads the hidden state before the embedding
-    # Values for config.json with which the first layer of the family's model is like the MTP layer.
+    # Values for config.json with which the first layer of the family's model is like the MTP layer. A list is that of
+    # the field with the prefix mtp_, if config.json has it.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def prefixes(self, names: Collection[str]) -> list[str]:
@@ -70,13 +71,15 @@ class Layout:
 
 
 # Copies of the model's embedding and output projection.
-_COPIES = ("embed_tokens.", "shared_head.head.")
+_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 _DEEPSEEK = "enorm", "hnorm", "eh_proj"
 _ATTENDS = {"layer_types": ["full_attention"]}
 _QWEN = Layout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", fields=_ATTENDS)
+_SLIDES = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
 LAYOUTS = {
     "Glm4MoeForCausalLM": Layout(*_DEEPSEEK, "shared_head.norm", fields={"first_k_dense_replace": 0}),
     "HYV3ForCausalLM": Layout(*_DEEPSEEK, "final_layernorm", fields={"mlp_layer_types": ["sparse"]}),
+    "MellumForCausalLM": replace(_QWEN, fields=_SLIDES),
     "MiMoForCausalLM": Layout(
         *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         hidden_first=True,
@@ -101,7 +104,8 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
     whole = JsonFields.from_file(target.path / "config.json")
     fields, _ = text_model(with_overrides(whole, json.loads(target.overrides or "{}")))
     values = {name: value for name, value in fields.values.items() if name != SECTION}
-    single = JsonFields(fields.source, values | {"num_hidden_layers": 1, **layout.fields})
+    stated = {name: values[f"mtp_{name}"][:1] for name in layout.fields if values.get(f"mtp_{name}")}
+    single = JsonFields(fields.source, values | {"num_hidden_layers": 1, **layout.fields, **stated})
     if target.transformers is None:
         model, _ = textbook_model(single, target.path, target.dtype)
     else:

@@ -16,6 +16,7 @@ from mtp_layers import (
     FILE,
     GLM,
     HY,
+    MELLUM,
     MIMO,
     QWEN_NEXT,
     QWEN_VISION,
@@ -32,7 +33,7 @@ from compiled_engine.features import registry
 from compiled_engine.llm import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = {"mimo": MIMO, "glm": GLM, "hy": HY, "qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
+CASES = {"mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM, "qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
 HYBRIDS = ("qwen3_next", "qwen3_5")
 OF_ATTENTION = pytest.mark.parametrize("written", CASES.keys() - set(HYBRIDS), indirect=True)
 OF_HYBRIDS = pytest.mark.parametrize("written", HYBRIDS, indirect=True)

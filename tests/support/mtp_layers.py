@@ -60,6 +60,13 @@ def _qwen(name: str, text: str = "") -> MtpCase:
     )
 
 
+_SLIDING = {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+MELLUM = MtpCase(
+    Family("mellum", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, **_SLIDING}),
+    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    *("mtp.", "layers.0."),
+    single=(("layer_types", ["sliding_attention"]),),
+)
 QWEN_NEXT, QWEN_VISION = _qwen("qwen3_next"), _qwen("qwen3_5", "qwen3_5_text")
 
 
