@@ -74,7 +74,7 @@ HEAD_FIELDS = tuple(
     f"model.head.{name}"
     for name in (
         *("target_size", "num_aux_layers", "vocab_size"),
-        *("norm_before_residual", "norm_before_fc", "hidden_first"),
+        *("norm_before_residual", "norm_before_fc", "hidden_first", "shares_norm"),
     )
 )
 # Fields of an engine with adapters: the shapes of their slots.

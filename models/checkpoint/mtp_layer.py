@@ -27,8 +27,7 @@ from compiled_engine.models.checkpoint.wrappers import text_model
 from compiled_engine.models.textbook.mtp import NORM, PROJECTION
 from compiled_engine.quantisation import HEAD, Quantisation
 
-# Parameters that the layer shares with its model.
-SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -38,26 +37,31 @@ class Layout:
     embedding_norm: str
     hidden_norm: str
     projection: str
-    norm: str  # the last one
+    norm: str  # the last one; empty if it is the model's
     decoder_layer: str = ""  # prefix of the names of the decoder layer's tensors
     hidden_first: bool = False  # the projection reads the hidden state before the embedding
     # Values for config.json with which the first layer of the family's model is like the MTP layer. A list is that of
     # the field with the prefix mtp_, if config.json has it.
     fields: Mapping[str, Any] = field(default_factory=dict)
+    # A pattern of names, and the spelling that puts a layer's number before the names of its modules.
+    spelling: tuple[str, str] = ("", "")
+
+    def spelled(self, name: str) -> str:
+        """Return a tensor's name in the spelling in which each layer has a prefix."""
+        pattern, spelling = self.spelling
+        return re.sub(pattern, spelling, name) if pattern else name
 
     def prefixes(self, names: Collection[str]) -> list[str]:
         """Return the prefixes of the names of each MTP layer's tensors, in the layers' order."""
         hidden_norm = re.compile(rf"(?P<prefix>(?:.+\.)?){self.hidden_norm}\.weight")
-        found = [match["prefix"] for name in names if (match := hidden_norm.fullmatch(name))]
+        found = [match["prefix"] for name in names if (match := hidden_norm.fullmatch(self.spelled(name)))]
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
 
     def own_name(self, name: str) -> str | None:
-        """Return a tensor's name in the model with a single layer; None for a copy of a tensor of the model.
+        """Return a tensor's name in the model with a single layer; None for a tensor that is not read.
 
-        name: without the layer's prefix.
+        These are copies of tensors of the model, and tensors of further layers. name: without the layer's prefix.
         """
-        if name.startswith(_COPIES):
-            return None
         modules = {
             self.embedding_norm: f"{PROJECTION}.embedding_norm",
             self.hidden_norm: f"{PROJECTION}.hidden_norm",
@@ -65,9 +69,11 @@ class Layout:
             self.norm: NORM,
         }
         module, _, kind = name.rpartition(".")
-        if module not in modules:
-            return f"model.layers.0.{name.removeprefix(self.decoder_layer)}"
-        return f"{modules[module]}.{kind}"
+        if module and module in modules:
+            return f"{modules[module]}.{kind}"
+        if name.startswith(_COPIES) or not name.startswith(self.decoder_layer):
+            return None
+        return f"model.layers.0.{name.removeprefix(self.decoder_layer)}"
 
 
 # Copies of the model's embedding and output projection.
@@ -77,6 +83,10 @@ _ATTENDS = {"layer_types": ["full_attention"]}
 _QWEN = Layout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", fields=_ATTENDS)
 _SLIDES = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
 LAYOUTS = {
+    "Ernie4_5_MoeForCausalLM": Layout(
+        *("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", "mtp_block."),
+        spelling=(r"^model\.(mtp_\w+)\.(\d+)\.", r"model.mtp.\2.\1."),
+    ),
     "Glm4MoeForCausalLM": Layout(*_DEEPSEEK, "shared_head.norm", fields={"first_k_dense_replace": 0}),
     "HYV3ForCausalLM": Layout(*_DEEPSEEK, "final_layernorm", fields={"mlp_layer_types": ["sparse"]}),
     "MellumForCausalLM": replace(_QWEN, fields=_SLIDES),
@@ -124,7 +134,9 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
         wrapper=target.wrapper,
         overrides=target.overrides,
         quantisation=quantisation,
-        head=HeadConfig(model.hidden_size, 0, model.vocab_size, hidden_first=layout.hidden_first),
+        head=HeadConfig(
+            model.hidden_size, 0, model.vocab_size, hidden_first=layout.hidden_first, shares_norm=not layout.norm
+        ),
     )
 
 
@@ -140,7 +152,8 @@ def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -
             f"{model.path} has no MTP layer: the tensor {layout.hidden_norm}.weight is missing; allowed: a checkpoint "
             "that holds the layer too"
         )
-    stated = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes[0])}
+    spelled = {layout.spelled(name): tensor for name, tensor in tensors.items()}
+    stated = {name: tensor for name, tensor in spelled.items() if name.startswith(prefixes[0])}
     own_names = {name: layout.own_name(name.removeprefix(prefixes[0])) for name in stated}
     return {own: stated[name] for name, own in own_names.items() if own is not None}
 
@@ -173,14 +186,25 @@ def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict
     model: of the layer, as `read_mtp_layer` returns it. Empty meta tensors take the place of the parameters that the
     layer shares with its model. Raises ValueError if there is no layer.
     """
-    shape = model.vocab_size, model.hidden_size
-    shared = SHARED[:1] if model.tie_word_embeddings else SHARED
-    of_model = {name: torch.empty(shape, dtype=model.dtype, device="meta") for name in shared}
+    shapes = shared_shapes(model)
+    if model.tie_word_embeddings:
+        del shapes[_OUTPUT]
+    of_model = {name: torch.empty(shape, dtype=model.dtype, device="meta") for name, shape in shapes.items()}
     return _tensors_of_layer(tensors, model) | of_model
+
+
+def shared_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that an MTP layer shares with its model, by name. model: of the layer."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((_EMBEDDING, _OUTPUT), (model.vocab_size, model.hidden_size))
+    if model.head is not None and model.head.shares_norm:
+        shapes[f"{NORM}.weight"] = (model.hidden_size,)
+    return shapes
 
 
 def without_mtp_layers(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors without those of MTP layers."""
     layout = LAYOUTS.get(architecture)
     prefixes = () if layout is None else tuple(layout.prefixes(tensors.keys()))
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)} if prefixes else tensors
+    if layout is None or not prefixes:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not layout.spelled(name).startswith(prefixes)}

@@ -36,9 +36,12 @@ class Projection(nn.Module):
         assert config.head is not None
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=config.dtype)
-        self.hidden_first = config.head.hidden_first
+        self.hidden_first, self.shares_norm = config.head.hidden_first, config.head.shares_norm
 
-    def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+        """Return the projections [T, D]. norm_D: the weight of the norm whose results the hidden states are."""
+        if self.shares_norm:  # without the weight they differ from those before the norm in scale, which a norm drops
+            hidden_TD = hidden_TD / norm_D
         both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)
         projected_TD: torch.Tensor = self.proj(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
         return projected_TD
@@ -48,6 +51,7 @@ class MtpLayer:
     """Mixin before the class of a causal language model with a single layer, and with `embed` and `decode`."""
 
     mtp: Projection
+    model: Any
     embed: Any
     decode: Any
 
@@ -64,7 +68,7 @@ class MtpLayer:
         input_ids_T: for each position the next token. features_TD: the model's last hidden states at the positions, or
         an earlier result of `forward`.
         """
-        projected_TD = self.mtp(self.embed(input_ids_T), features_TD)
+        projected_TD = self.mtp(self.embed(input_ids_T), features_TD, self.model.norm.weight)
         hidden_TD: torch.Tensor = self.decode(projected_TD, positions_T, attention_inputs, kv_caches)
         return hidden_TD
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from head_engines import ENGINE, PENALISED, SAMPLING, VOCAB, generate, record_drafts
 from mtp_layers import (
+    ERNIE,
     FILE,
     GLM,
     HY,
@@ -33,10 +34,9 @@ from compiled_engine.features import registry
 from compiled_engine.llm import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = {"mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM, "qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
-HYBRIDS = ("qwen3_next", "qwen3_5")
-OF_ATTENTION = pytest.mark.parametrize("written", CASES.keys() - set(HYBRIDS), indirect=True)
-OF_HYBRIDS = pytest.mark.parametrize("written", HYBRIDS, indirect=True)
+OF_ATTENTION = {"ernie": ERNIE, "mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM}
+HYBRIDS = {"qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
+CASES = OF_ATTENTION | HYBRIDS
 OF_TEXTBOOK = pytest.mark.parametrize("written", ["mimo"], indirect=True)
 
 
@@ -73,7 +73,7 @@ def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@OF_ATTENTION
+@pytest.mark.parametrize("written", OF_ATTENTION, indirect=True)
 def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
     seen = record_drafts(monkeypatch)
@@ -87,7 +87,7 @@ def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, mo
         assert written.drafts(list(known), len(drafts)) == drafts
 
 
-@OF_HYBRIDS
+@pytest.mark.parametrize("written", HYBRIDS, indirect=True)
 def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +199,7 @@ def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> 
             None,
             "the MTP layer is stored as int8, and config.json does not say how; allowed: a layer in 16 ",
         ),
-        (without, changed, "no MTP layer of Qwen2ForCausalLM is known; allowed: models of Glm4MoeForCausalLM, "),
+        (without, changed, "no MTP layer of Qwen2ForCausalLM is known; allowed: models of Ernie4_5_Moe"),
     ):
         save_file(stored, tmp_path / FILE, metadata={"format": "pt"})
         if config is not None:

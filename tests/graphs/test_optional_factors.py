@@ -60,6 +60,8 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "vocab_size": 50,
             "norm_before_residual": True,
             "norm_before_fc": True,
+            "hidden_first": True,
+            "shares_norm": True,
         },
         {},
     ),

@@ -32,6 +32,18 @@ class MtpCase:
     offset: float = 0.0  # what norms add to their weights
     text: str = ""  # model type of the text model of a multimodal family
 
+    @property
+    def shares_norm(self) -> bool:
+        """Whether the last norm is the model's, and hidden states are those before it."""
+        return not self.names[3]
+
+    def stored(self, name: str) -> str:
+        """The name in the checkpoint of one within the layer."""
+        if not self.shares_norm:
+            return self.prefix + name
+        module, _, rest = name.partition(".")
+        return f"model.{module}.0.{rest}"
+
 
 _DEEPSEEK = "enorm", "hnorm", "eh_proj"
 MIMO = MtpCase(
@@ -60,6 +72,11 @@ def _qwen(name: str, text: str = "") -> MtpCase:
     )
 
 
+ERNIE = MtpCase(
+    family("ernie4_5_moe"),
+    ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", ""),
+    *("", "mtp_block."),
+)
 _SLIDING = {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 MELLUM = MtpCase(
     Family("mellum", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, **_SLIDING}),
@@ -90,20 +107,28 @@ class Written:
         ]
         both = torch.cat(norms[::-1] if self.case.hidden_first else norms, -1)
         projected = both @ self.tensors[f"{projection}.weight"].T
-        return self.single.get_decoder()(inputs_embeds=projected[None], use_cache=False).last_hidden_state[0]
+        return self._hidden(self.single, inputs_embeds=projected[None])
 
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
         """The most probable tokens behind these, of which the model has not computed the last."""
-        hidden = self.model.get_decoder()(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False).last_hidden_state[
-            0
-        ]
+        hidden = self._hidden(self.model, input_ids=torch.tensor([token_ids[:-1]]))
         behind, found = token_ids[1:], list[int]()
         for _ in range(count):
             hidden = torch.cat((hidden, self.layer(behind, hidden)[len(behind) - 1 :]))
-            found.append(int(self.model.lm_head(hidden[-1]).argmax()))
+            last = self.single.get_decoder().norm(hidden[-1:]) if self.case.shares_norm else hidden[-1:]
+            found.append(int(self.model.lm_head(last).argmax()))
             behind = [*behind, found[-1]]
         return found
+
+    def _hidden(self, model: Any, **given: torch.Tensor) -> torch.Tensor:
+        """The hidden states [T, D] of a model that the layer reads: those after the last norm, or before it."""
+        before: list[torch.Tensor] = []
+        decoder = model.get_decoder()
+        hook = decoder.norm.register_forward_pre_hook(lambda module, arguments: before.append(arguments[0]))
+        after = decoder(**given, use_cache=False).last_hidden_state
+        hook.remove()
+        return (before[0] if self.case.shares_norm else after)[0]
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         eps = self.single.config.rms_norm_eps
@@ -125,8 +150,11 @@ def write_mtp_checkpoint(folder: Path, case: MtpCase) -> Written:
         f"{embedding_norm}.weight": torch.rand(size, generator=generator) + 0.5,
         f"{hidden_norm}.weight": torch.rand(size, generator=generator) + 0.5,
         f"{projection}.weight": torch.randn(size, 2 * size, generator=generator) * size**-0.5,
-        f"{norm}.weight": stored["model.norm.weight"],
     }
+    if case.shares_norm:
+        single.get_decoder().norm = model.get_decoder().norm
+    else:
+        tensors[f"{norm}.weight"] = stored["model.norm.weight"]
     add_mtp_layer(folder, case, tensors)
     return Written(folder, model, single, tensors, case)
 
@@ -154,7 +182,7 @@ def write_quantised_mtp(written: Written, folder: Path, layout: str, ignore: lis
 
 def add_mtp_layer(folder: Path, case: MtpCase, tensors: Tensors) -> None:
     """Write an MTP layer, by the names after its prefix, into a checkpoint."""
-    whole = load_file(folder / FILE) | {case.prefix + name: tensor.clone() for name, tensor in tensors.items()}
+    whole = load_file(folder / FILE) | {case.stored(name): tensor.clone() for name, tensor in tensors.items()}
     save_file(whole, folder / FILE, metadata={"format": "pt"})
     if case.architecture:
         config = json.loads((folder / "config.json").read_text())

@@ -39,7 +39,7 @@ from compiled_engine.graphs.compiler.signature import COMBINE, LOGITS, extra_ste
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
-from compiled_engine.models.checkpoint.mtp_layer import SHARED
+from compiled_engine.models.checkpoint.mtp_layer import shared_shapes
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.rank_share import local_model
 
@@ -176,15 +176,16 @@ def shared_tensors(config: EngineConfig, parts: RunnerParts) -> dict[str, torch.
     Raises ValueError if the model lacks one.
     """
     head = local_model(config)
-    shape = head.vocab_size, head.hidden_size
     if head.head is not None and head.head.is_mtp:
-        found = {name: parts.tensors[name] for name in SHARED if name in parts.tensors}
-        for name in SHARED:
-            if name not in found or tuple(found[name].shape) != shape:
-                raise ValueError(f"the MTP layer shares {name}, which the model does not have as {list(shape)}")
+        shapes = shared_shapes(head)
+        found = {name: parts.tensors[name] for name in shapes if name in parts.tensors}
+        for name, wanted in shapes.items():
+            if name not in found or tuple(found[name].shape) != wanted:
+                raise ValueError(f"the MTP layer shares {name}, which the model does not have as {list(wanted)}")
         return found
     if has_embedding(head):
         return {}
+    shape = head.vocab_size, head.hidden_size
     embedding_VD = next((each for each in parts.module.parameters() if tuple(each.shape) == shape), None)
     if embedding_VD is None:
         raise ValueError(f"{head.path} has no {EMBEDDING}, and the model has none of {list(shape)} that it could use")
