@@ -149,7 +149,7 @@ def draft_tokens(model: ModelConfig, tensors: Mapping[str, torch.Tensor] | None 
     assert model.head is not None
     count, most = model.head.vocab_size, model.vocab_size
     own = torch.arange(count, device="cpu")
-    if model.load_format == "dummy" or model.head.is_mtp:
+    if model.load_format == "dummy":
         return own
     distances = (map_tensors(model.path) if tensors is None else tensors).get(TOKENS)
     if distances is None:

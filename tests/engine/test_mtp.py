@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mtp_layers import (
     QWEN_VISION,
     MtpCase,
     Written,
+    add_mtp_layer,
     make_exact,
     write_mtp_checkpoint,
     write_quantised_mtp,
@@ -106,6 +108,22 @@ def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
     assert metrics["preemptions"] > 0
     assert metrics["prefix_hits"] > 0
     assert len(seen) > 50
+    for known, drafts in list(seen.items())[::8]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+def test_copies_of_the_models_tensors_and_further_layers_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_mtp_checkpoint(tmp_path, GLM)
+    noise = torch.randn(VOCAB, written.single.config.hidden_size)
+    copies = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), noise)
+    add_mtp_layer(tmp_path, GLM, written.tensors | copies)
+    further = replace(GLM, prefix="model.layers.4.")
+    add_mtp_layer(tmp_path, further, {name: torch.randn_like(each) for name, each in written.tensors.items()})
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
     for known, drafts in list(seen.items())[::8]:
         assert written.drafts(list(known), len(drafts)) == drafts
 

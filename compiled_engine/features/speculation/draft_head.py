@@ -253,7 +253,9 @@ class DraftHead(Drafter):
         self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
         with timeline.span("load weights"):
             loaded = load_model(config, self.compiled, group, progress, shared)
-            token_ids_V = draft_tokens(config.model)
+            head = config.model.head
+            assert head is not None
+            token_ids_V = torch.arange(head.vocab_size) if head.is_mtp else draft_tokens(config.model)
         self.model = ModelForward(config, loaded, parts.on_attention)
         # The model's token id for each token id of the head, int64.
         self._token_ids_V = token_ids_V.to(config.device)
