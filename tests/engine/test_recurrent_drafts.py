@@ -17,6 +17,7 @@ from oracle_drafts import Oracle
 from recorded_capture import RecordedCapture
 from scripted_drafts import AnyLength
 
+from compiled_engine.bench.drafts import LENGTH, drafts_of
 from compiled_engine.config import GraphMode
 from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine.messages import EngineRequest
@@ -27,6 +28,7 @@ from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 from compiled_engine.recurrence.states import RULE_DRAFTS, RULE_LENGTHS, RULE_STATE
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.speculation import EAGLE3
 from compiled_engine.sampling.params import SamplingParams
 
 VOCABULARY, MOST_DRAFTS = 131, 3
@@ -301,6 +303,18 @@ def test_right_drafts_are_all_accepted(folder: Path, monkeypatch: pytest.MonkeyP
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert metrics["steps"] == 1 + 40 // (MOST_DRAFTS + 1)
     assert metrics["accepted_tokens"] == metrics["draft_tokens"] == 30
+
+
+def test_drafts_accepted_at_random_leave_states_of_numbers(folder: Path, tmp_path: Path) -> None:
+    """As benchmarks measure them, with a head of random weights."""
+    options = ENGINE | {"load_format": "dummy"}
+    model = resolve(make_options({"model": folder, "device": "cpu", "load_format": "dummy"})).model
+    params = [SamplingParams(seed=seed, max_tokens=80, detokenize=False, ignore_eos=True) for seed in range(4)]
+    with LLM(folder, **options, speculative_config=drafts_of(EAGLE3, model, tmp_path)) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()[:4]], params, use_tqdm=False)
+        metrics = llm.metrics()
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert 1 + metrics["accepted_tokens"] / metrics["drafted_requests"] == pytest.approx(LENGTH, abs=0.4)
 
 
 @pytest.mark.parametrize("steps", [2, 5])
