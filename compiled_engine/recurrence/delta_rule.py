@@ -70,21 +70,36 @@ def apply_rule_reference(
             out_THv[chunk] = y_CHv.to(out_THv.dtype)
         states_RHkv[request] = state_Hkv
     sequences.store(state_SHkv, states_RHkv)
-    if drafted is None:
-        return
-    ends_R = sequences.num_before + num_certain_R
-    sequences.store(drafted.lengths_SHv, ends_R[:, None, None].expand(-1, *drafted.lengths_SHv.shape[1:]))
-    for draft in range(drafted.drafts_SHNw.shape[2] // 2):
+    if drafted is not None:
+        _compute_drafts(states_RHkv, drafted, alone_R, num_certain_R, values, out_THv, sequences)
+
+
+def _compute_drafts(
+    states_RHkv: torch.Tensor,
+    drafted: Drafted,
+    alone_R: torch.Tensor,
+    num_certain_R: torch.Tensor,
+    values: tuple[torch.Tensor, ...],
+    out_THv: torch.Tensor,
+    sequences: Sequences,
+) -> None:
+    """Write the results of drafts to out_THv, and their updates and the states' lengths to `drafted`.
+
+    states_RHkv: after the tokens that are no drafts, num_certain_R. alone_R: requests that may have drafts. values:
+    see `_one_token`, of all tokens.
+    """
+    (_, k_THk, _, g_TH, _), (drafts_SHNw, lengths_SHv) = values, drafted
+    lengths_R = sequences.num_before + num_certain_R
+    sequences.store(lengths_SHv, lengths_R[:, None, None].expand(-1, *lengths_SHv.shape[1:]))
+    for draft in range(int(torch.where(alone_R, sequences.lens, 0).max()) - 1):
         has_draft_R = alone_R & (sequences.lens > draft + 1)
-        if not has_draft_R.any():
-            return
         tokens, rows = sequences.starts[has_draft_R] + draft + 1, sequences.rows_R[has_draft_R].long()
         y_RHv, states_RHkv[has_draft_R], written_RHv = _one_token(
             states_RHkv[has_draft_R], *(x[tokens] for x in values)
         )
         out_THv[tokens] = y_RHv.to(out_THv.dtype)
-        slots = (ends_R[has_draft_R] + draft) % drafted.drafts_SHNw.shape[2]
-        drafted.drafts_SHNw[rows, :, slots] = torch.cat((k_THk[tokens], written_RHv, g_TH[tokens, :, None]), -1)
+        slots = (lengths_R[has_draft_R] + draft) % drafts_SHNw.shape[2]
+        drafts_SHNw[rows, :, slots] = torch.cat((k_THk[tokens], written_RHv, g_TH[tokens, :, None]), -1)
 
 
 def _apply_drafts(states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences) -> None:

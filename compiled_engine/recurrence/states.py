@@ -1,18 +1,18 @@
 """The tensors that keep the states of recurrences, and what they keep in addition in an engine with drafts.
 
-A step computes a request's newest token and its drafts, and only afterwards it is known which drafts are right. A state
-must then be the one after the last right draft. No state is copied for that, and nothing is undone:
+A step computes a request's newest token and its drafts. Which drafts are right is known only afterwards, and the next
+step must begin with the state after the last right one. No state is copied for that, and none is restored:
 
-- A convolution's state has its last inputs, each in the slot of its position modulo the number of slots. With a slot
-  more for each draft, the inputs before any of the step's tokens are all there. The next step's position says which
-  count, so those of wrong drafts are overwritten before they are read.
-- A delta rule's state is large, so it only advances by tokens that are certain: a step first applies the right drafts
-  of the step before, then the newest token, and stores the state. Drafts are computed from it without storing it. The
-  update of each draft (a key, a value and a decay, a small part of a state) is kept in the slot of its position, until
-  the next step knows how many were right: all positions from the end of the state to its first token.
+- A convolution's state has its last inputs, each in the slot of its position modulo the number of slots. With another
+  slot for each draft, the inputs before each token of the step stay there. The inputs of wrong drafts are overwritten
+  before they are read, since the next step begins at their positions.
+- A delta rule's state is large, so it advances only by tokens that are certain. A step first applies the right drafts
+  of the previous step, then the newest token, and stores the state. It computes the drafts from there without storing
+  their states. It keeps an update for each draft (a key, a value and a decay, small beside a state) in the slot of the
+  draft's position. The next step applies the updates from the end of the state to its own first token.
 
-The host takes no part, tokens that are sampled again need no care, and a row is complete in itself: copied to another
-row, it is a snapshot.
+The host takes no part. Tokens that are sampled again change only the position at which the next step begins. A row is
+complete in itself, so a copy of it is a snapshot.
 """
 
 from __future__ import annotations

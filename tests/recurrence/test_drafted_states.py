@@ -62,7 +62,7 @@ class Rule:
 
 
 class Convolution:
-    """The same of a convolution."""
+    """The same of a convolution. It has no activation, which PyTorch rounds differently where a vector is not full."""
 
     weight_DW = torch.randn(CHANNELS, WIDTH, generator=torch.Generator().manual_seed(5))
 
