@@ -169,17 +169,21 @@ def test_a_layer_at_rest_changes_no_token(written: Written, plain: LLM, monkeypa
     assert metrics["draft_tokens"] > 0
 
 
+DIVIDED = replace(QWEN_VISION, family=QWEN_VISION.family.to_divide())
+
+
 @pytest.mark.parametrize(
-    ("case", "mode"),
-    [(MIMO, "eager"), (QWEN_VISION, "eager"), (MIMO, "auto"), (QWEN_NEXT, "auto")],
-    ids=["mimo", "qwen3_5", "compiled mimo", "compiled qwen3_next"],
+    ("case", "mode", "ranks"),
+    [(MIMO, "eager", 1), (DIVIDED, "eager", 2), (MIMO, "auto", 1), (QWEN_NEXT, "auto", 1)],
+    ids=["mimo", "qwen3_5 on two ranks", "compiled mimo", "compiled qwen3_next"],
 )
-def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, tmp_path: Path) -> None:
-    """Compiled too, where forwards of few tokens return logits beside hidden states."""
+def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, ranks: int, tmp_path: Path) -> None:
+    """Compiled too, where forwards of few tokens return logits beside hidden states; and with a divided vocabulary."""
     written = write_mtp_checkpoint(tmp_path, case)
     make_exact(written)
     # With another sharpness the noise decides otherwise.
-    with LLM(model=str(tmp_path), mode=mode, **ENGINE, **mtp(5, draft_sharpness=1)) as llm:
+    options = {"mode": mode, "tensor_parallel_size": ranks, **ENGINE}
+    with LLM(model=str(tmp_path), **options, **mtp(5, draft_sharpness=1)) as llm:
         num_tokens = sum(len(tokens) for temperature in (0, 1.1) for tokens in generate(llm, temperature=temperature))
         metrics = llm.metrics()
     assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 0.6 * num_tokens

@@ -254,11 +254,10 @@ class DraftHead(Drafter):
         with timeline.span("load weights"):
             loaded = load_model(config, self.compiled, group, progress, shared)
             head = config.model.head
-            assert head is not None
-            token_ids_V = torch.arange(head.vocab_size) if head.is_mtp else draft_tokens(config.model)
+            token_ids_V = None if head is not None and head.is_mtp else draft_tokens(config.model)
         self.model = ModelForward(config, loaded, parts.on_attention)
-        # The model's token id for each token id of the head, int64.
-        self._token_ids_V = token_ids_V.to(config.device)
+        # The model's token id for each token id of the head, int64; None if the logits are as the model's.
+        self._token_ids_V = None if token_ids_V is None else token_ids_V.to(config.device)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         read = [key for key in keys if not key.without_offsets]
@@ -460,7 +459,8 @@ class DraftHead(Drafter):
         hidden_1D, given, rows_1 = self._begun_RD[:1], self._inputs, self._own.rows_R[:1]
         keep_hidden(self._states, self._steps, 1, hidden_1D, self._kept_SD)
         begin_drafts(self._states, rows_1, self._kept_SD, hidden_1D, given.positions_R[:1])
-        logits_1V = torch.zeros(1, len(self._token_ids_V), dtype=self.config.model.dtype, device=self.config.device)
+        size = local_model(self.config).vocab_size if self._token_ids_V is None else len(self._token_ids_V)
+        logits_1V = torch.zeros(1, size, dtype=self.config.model.dtype, device=self.config.device)
         tokens_1 = torch.zeros(1, dtype=torch.int64, device=self.config.device)
         self._sampler.sample_drafts(
             logits_1V, self._token_ids_V, self._sharpness.tensor, rows_1, given.positions_R[:1], tokens_1
