@@ -109,9 +109,10 @@ class RowState:
 class Recurrences:
     """The states of a model's recurrences."""
 
-    states: tuple[RowState, ...]
+    states: tuple[RowState, ...]  # with drafts, also the tensors that keep updates of drafts, see recurrence/states.py
     num_rows: int = 0  # rows of each state, one per running request
     num_snapshots: int = 0  # further rows, for the prefix cache; 0: no prefix caching
+    num_drafts: int = 0  # most drafts of a request in a step, for which the states have room
 
     @property
     def row_bytes(self) -> int:
@@ -135,13 +136,20 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head (EAGLE-3), which drafts tokens from hidden states of the engine's model."""
+    """A draft head, which drafts tokens from hidden states of the engine's model: an EAGLE-3 head or an MTP layer."""
 
     target_size: int  # elements of a hidden state
-    num_aux_layers: int  # hidden states read at each position
+    num_aux_layers: int  # layers whose inputs it reads; 0: an MTP layer, which reads the last hidden states
     vocab_size: int  # of its logits, at most the model's
     norm_before_residual: bool = False  # the residual is the normed input of its layer, instead of the input
     norm_before_fc: bool = False  # the concatenated hidden states are normed first
+    hidden_first: bool = False  # an MTP layer's projection reads the hidden state before the embedding, not after it
+    shares_norm: bool = False  # an MTP layer has no last norm of its own, and reads hidden states before the model's
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether the head is a layer for multi-token prediction, which a checkpoint has beside its model."""
+        return self.num_aux_layers == 0
 
 
 @dataclass(frozen=True)
@@ -347,7 +355,7 @@ class DraftConfig:
 class SpeculationConfig:
     """Speculative decoding: drafts that are verified together with a request's newest token."""
 
-    method: str = "none"  # none, ngram, draft_model or eagle3
+    method: str = "none"  # none, ngram, draft_model, eagle3 or mtp
     num_tokens: int = 0  # most drafts per request and step
     lookup_max: int = 0  # for ngram: most and fewest last tokens to find an earlier occurrence of
     lookup_min: int = 0
@@ -355,13 +363,19 @@ class SpeculationConfig:
     # If not empty, drafts are accepted at random, not by comparison: entry i is the probability of at least i + 1.
     acceptance_rates: tuple[float, ...] = ()
     aux_layers: tuple[int, ...] = ()  # the model's layers whose inputs a head reads, in the order of reading
+    reads_hidden: bool = False  # a head reads the model's last hidden states
     adapts: bool = False  # choose the number of drafts of each step by measured times and acceptance
     sharpnesses: tuple[float, ...] = (1.0,)  # factors on a head's logits for sampling drafts; the best one is found
 
     @property
+    def has_head(self) -> bool:
+        """Whether a head makes the drafts, from hidden states of the model."""
+        return self.reads_hidden or len(self.aux_layers) > 0
+
+    @property
     def skips_head(self) -> bool:
         """Whether the engine may leave out the draft head in a step."""
-        return self.adapts and len(self.aux_layers) > 0
+        return self.adapts and self.has_head
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ import torch
 from compiled_engine.config import ModelConfig, RowState
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.linear.experts_codes import projections_of
+from compiled_engine.recurrence.states import without_drafts
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,6 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     num_experts = next(iter(of_experts.values())).shape[0] if of_experts else 0
     per_token = _experts_per_token(config) if of_experts else 0
     chosen_params = sum(p.numel() // num_experts for p in of_experts.values()) * per_token
-    states = config.recurrences.states if config.recurrences is not None else ()
     heads = map(config.heads_of, range(config.num_layers))
     head = model.lm_head.weight  # type: ignore[union-attr]
     return ModelSizes(
@@ -87,8 +87,8 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
         expert_bytes=sum(_stored_bytes(config, name, p) // num_experts for name, p in of_experts.items()),
         num_experts=num_experts,
         experts_per_token=per_token,
-        state_bytes=sum(state.row_bytes for state in states),
-        recurrence_flops=sum(_flops_of(state) for state in states),
+        state_bytes=sum(state.row_bytes for state in _states(config)),
+        recurrence_flops=sum(_flops_of(state) for state in _states(config)),
     )
 
 
@@ -116,6 +116,13 @@ def _experts_per_token(config: ModelConfig) -> int:
     fields = json.loads(config.transformers.config)
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
     return next((int(fields[name]) for name in names if fields.get(name)), 0)
+
+
+def _states(config: ModelConfig) -> list[RowState]:
+    """Return the states that a step reads and writes, without the room for drafts."""
+    if (recurrences := config.recurrences) is None:
+        return []
+    return without_drafts(recurrences.states, recurrences.num_drafts)
 
 
 def _flops_of(state: RowState) -> int:

@@ -45,11 +45,14 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
 
 
 def head_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the content of config.json of a typical EAGLE-3 head for this model: one layer of the model's shape."""
+    """Return the content of config.json of a typical EAGLE-3 head for this model: one layer of the model's shape.
+
+    Usual values stand in for those that a model of transformers' code does not state.
+    """
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
+        "intermediate_size": model.intermediate_size or 4 * model.hidden_size,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
@@ -57,7 +60,7 @@ def head_of(model: ModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "draft_vocab_size": min(model.vocab_size, HEAD_VOCABULARY),
         "max_position_embeddings": model.max_position_embeddings,
-        "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope.theta,
+        "rms_norm_eps": model.rms_norm_eps or 1e-6,
+        "rope_theta": model.rope.theta or 10_000.0,
         "hidden_act": "silu",
     }

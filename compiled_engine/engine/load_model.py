@@ -172,10 +172,11 @@ def load_model(
     shared = shared or {}
     parameters = compiled.parameters if compiled else _eager_parameters(config, model, features)
     weights = materialize(model, [each for each in parameters if each.name not in shared], config.device)
+    own = {id(tensor): nn.Parameter(tensor, requires_grad=False) for tensor in shared.values()}  # tied ones once
     for name, tensor in shared.items():
         owner, _, attribute = name.rpartition(".")
         weights.tensors[name] = tensor
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+        setattr(model.get_submodule(owner), attribute, own[id(tensor)])
     whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
     load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
     kept = {parameter.name: weights.tensors[parameter.name] for parameter in parameters if parameter.role == KEPT}

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over packed sequences, with PyTorch's ops.
 
-A request's last inputs before the step are kept in the convolution's state. Shapes: T tokens and R requests of the
-step, D channels, W weights per channel, S rows of the state, L = W - 1 inputs in a row.
+A request's last inputs before the step are kept in the convolution's state: the one at position p in slot p modulo N.
+Shapes: T tokens and R requests of the step, D channels, W weights per channel, S rows of the state, N slots of a row.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ def convolve_reference(
     activation: str,
     factor_TD: torch.Tensor | None,
     gate_TD: torch.Tensor | None,
-    state_SDL: torch.Tensor,
+    state_SDN: torch.Tensor,
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `recurrence.op.convolve` with PyTorch's ops, on any device. Writes out_TD and updates state_SDL."""
+    """Compute `recurrence.op.convolve` with PyTorch's ops, on any device. Writes out_TD and updates state_SDN."""
+    num_before, num_slots = weight_DW.shape[1] - 1, state_SDN.shape[2]
+    if num_slots > num_before:  # there are slots for drafts
+        sequences, _ = sequences.joined()
     if factor_TD is not None:
         x_TD = x_TD * factor_TD
-    num_before = weight_DW.shape[1] - 1
     x, weight = x_TD.float(), weight_DW.float()
     request_T, place_T = sequences.places(len(x))
-    before_RDL = sequences.states(state_SDL).float()
+    position_T = sequences.num_before[request_T] + place_T
+    before_RDN = state_SDN[sequences.rows_R.clamp(min=0).long()].float()
     y_TD = x * weight[:, num_before]
     for distance in range(1, num_before + 1):
         inside_T1 = (place_T >= distance).unsqueeze(1)
-        # The state's slot, for tokens that precede this step's.
-        slot_T = (num_before + place_T - distance).clamp(max=num_before - 1)
-        earlier_TD = torch.where(inside_T1, x.roll(distance, 0), before_RDL[request_T, :, slot_T])
+        exists_T1 = (position_T >= distance).unsqueeze(1)
+        kept_TD = torch.where(exists_T1, before_RDN[request_T, :, (position_T - distance) % num_slots], 0)
+        earlier_TD = torch.where(inside_T1, x.roll(distance, 0), kept_TD)
         y_TD += earlier_TD * weight[:, num_before - distance]
     if bias_D is not None:
         y_TD += bias_D.float()
@@ -44,16 +47,15 @@ def convolve_reference(
     if gate_TD is not None:
         y_TD = y_TD * gate_TD
     out_TD.copy_(torch.where(sequences.real(request_T).unsqueeze(1), y_TD, 0))
-    sequences.store(state_SDL, _newest(x_TD, state_SDL, sequences))
+    sequences.store(state_SDN, _newest(x_TD, state_SDN, sequences))
 
 
-def _newest(x_TD: torch.Tensor, state_SDL: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the last L inputs of each request including this step's, oldest first, [R, D, L]: its new state."""
-    length = state_SDL.shape[2]
-    before_RDL = sequences.states(state_SDL)
-    starts_R1, lens_R1 = sequences.starts.unsqueeze(1), sequences.lens.unsqueeze(1)
-    slot_1L = torch.arange(length, device=x_TD.device).unsqueeze(0)
-    place_RL = lens_R1 - length + slot_1L
-    new_RLD = x_TD[(starts_R1 + place_RL).clamp(0, len(x_TD) - 1)]
-    kept_RDL = before_RDL.gather(2, (lens_R1 + slot_1L).clamp(max=length - 1).unsqueeze(1).expand_as(before_RDL))
-    return torch.where((place_RL >= 0).unsqueeze(1), new_RLD.transpose(1, 2).to(state_SDL.dtype), kept_RDL)
+def _newest(x_TD: torch.Tensor, state_SDN: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """Return the last N inputs of each request including this step's, in their slots, [R, D, N]: its new state."""
+    num_slots = state_SDN.shape[2]
+    slot_1N = torch.arange(num_slots, device=x_TD.device).unsqueeze(0)
+    last_R1 = (sequences.num_before + sequences.lens - 1).unsqueeze(1)
+    place_RN = sequences.lens.unsqueeze(1) - 1 - (last_R1 - slot_1N) % num_slots  # of the slot's newest input
+    new_RND = x_TD[(sequences.starts.unsqueeze(1) + place_RN).clamp(0, len(x_TD) - 1)]
+    kept_RDN = state_SDN[sequences.rows_R.clamp(min=0).long()]
+    return torch.where((place_RN >= 0).unsqueeze(1), new_RND.transpose(1, 2).to(state_SDN.dtype), kept_RDN)

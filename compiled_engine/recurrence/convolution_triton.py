@@ -1,6 +1,6 @@
 """Triton kernels for causal depthwise convolutions with a state, see convolution.py.
 
-convolve_kernel computes the outputs, in tiles of tokens. shift_state_kernel writes each request's new state; in a step
+convolve_kernel computes the outputs, in tiles of tokens. keep_inputs_kernel writes each request's new state; in a step
 of only decodes it computes the outputs too, so that one launch is enough. Grids depend only on the numbers of tokens
 and requests, and the kernels read the index of each request's state on the device, so CUDA graphs can capture both.
 """
@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
 TILE_T, TILE_D = 16, 64
@@ -79,6 +80,7 @@ def convolve_kernel(
     gate_stride: tl.tensor,
     D: tl.constexpr,
     W: tl.constexpr,
+    SLOTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_D: tl.constexpr,
@@ -91,7 +93,8 @@ def convolve_kernel(
 
     x_ptr: [T, D]; weight_ptr: [D, W]; bias_ptr: [D] or None; factor_ptr, gate_ptr: [T, D] or None. x_stride,
         factor_stride, gate_stride: elements from one token to the next.
-    state_ptr: [S, D, W - 1], the last inputs before this step; read only for requests with earlier tokens.
+    state_ptr: [S, D, SLOTS], the last inputs before this step, see `recurrence.op.convolve`; read only for requests
+        with earlier tokens. With more than W - 1 SLOTS there may be drafts, see Sequences.
     out_ptr: [T, D], contiguous; padding tokens get zeros.
     rows_ptr: int32 [R], the index of each request's state, -1 for padding; query_start_loc_ptr, seq_lens_ptr: see
         AttentionInputs. num_tokens: T. num_rows: R.
@@ -115,23 +118,29 @@ def convolve_kernel(
     end_T = tl.load(query_start_loc_ptr + request_T + 1, mask=known_T, other=0)
     length_T = tl.load(seq_lens_ptr + request_T, mask=known_T, other=0)
     real_T = row_T >= 0
-    continues_T = real_T & (length_T > end_T - start_T)
+    if SLOTS > W - 1:
+        real_T = real_T & (length_T > 0)
     place_T = token_T - start_T
+    position_T = length_T - (end_T - start_T) + place_T
     y_TD = tl.zeros([TILE_T, TILE_D], tl.float32)
     if bias_ptr is not None:
         y_TD += tl.load(bias_ptr + channel_D, mask=inside_D, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(W):
         weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
         distance = W - 1 - tap
-        here_TD = (real_T & (place_T >= distance))[:, None] & inside_D[None, :]
+        here_T = real_T & (place_T >= distance)
+        if SLOTS > W - 1:  # the token before a draft is in the row before it
+            ahead_T = known_T & (end_T - start_T == 1) & (request_T >= distance)
+            here_T = here_T | (real_T & (tl.load(rows_ptr + request_T - distance, mask=ahead_T, other=-1) == row_T))
+        here_TD = here_T[:, None] & inside_D[None, :]
         source_T = (token_T - distance).to(tl.int64)
         x_offsets_TD = source_T[:, None] * x_stride + channel_D[None, :]
         factor_offsets_TD = source_T[:, None] * factor_stride + channel_D[None, :]
         x_TD = _inputs(x_ptr, factor_ptr, x_offsets_TD, factor_offsets_TD, here_TD).to(tl.float32)
         if distance > 0:
-            before_TD = (continues_T & (place_T < distance))[:, None] & inside_D[None, :]
-            slot_T = W - 1 + place_T - distance
-            state_ptrs_TD = state_ptr + (row_T[:, None] * D + channel_D[None, :]) * (W - 1) + slot_T[:, None]
+            before_TD = (real_T & (here_T == 0) & (position_T >= distance))[:, None] & inside_D[None, :]
+            slot_T = (position_T - distance) % SLOTS
+            state_ptrs_TD = state_ptr + (row_T[:, None] * D + channel_D[None, :]) * SLOTS + slot_T[:, None]
             x_TD += tl.load(state_ptrs_TD, mask=before_TD, other=0.0).to(tl.float32)
         y_TD += x_TD * weight_D[None, :]
     y_TD = tl.where(real_T[:, None], y_TD, 0.0)
@@ -143,8 +152,8 @@ def convolve_kernel(
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["x_stride", "factor_stride", "gate_stride"])
-def shift_state_kernel(
+@triton.jit(do_not_specialize=["num_rows", "rows_of_each", "x_stride", "factor_stride", "gate_stride"])
+def keep_inputs_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -155,64 +164,77 @@ def shift_state_kernel(
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    rows_of_each: tl.tensor,
     x_stride: tl.tensor,
     factor_stride: tl.tensor,
     gate_stride: tl.tensor,
     D: tl.constexpr,
     W: tl.constexpr,
+    SLOTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILE_D: tl.constexpr,
     COMPUTES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write the last W - 1 inputs of each request to its state. Program: (request, tile of TILE_D channels).
+    """Write the last inputs of each request to its state. Program: (request, tile of TILE_D channels).
 
+    rows_of_each: rows of each request. If they differ, it is 1; then a program is for a row, and that of a request's
+        first row handles its drafts too.
     COMPUTES: first compute the outputs of the request's tokens, one after another, and write them to out_ptr; otherwise
     out_ptr is not written. See convolve_kernel for the remaining arguments.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
-    request = tl.program_id(0)
+    place = tl.program_id(0) * rows_of_each
     channel_D = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
     inside_D = channel_D < D
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    start = tl.load(query_start_loc_ptr + request)
-    length = tl.load(query_start_loc_ptr + request + 1) - start
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + place)
+    length = tl.load(query_start_loc_ptr + place + 1) - start
+    num_before = tl.load(seq_lens_ptr + place) - length
+    num_missing = 0  # tokens of drafts that do not exist
+    if SLOTS > W - 1:
+        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS - W + 1)
+        if num_drafts < 0:
+            return
+        length += num_drafts
+        num_missing = rows_of_each - 1 - num_drafts
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_D = tl.zeros([TILE_D], tl.int64)
     real_D = inside_D & (zero_D + row >= 0)
-    continues_D = real_D & (zero_D + tl.load(seq_lens_ptr + request) > length)
-    state_ptrs_D = state_ptr + (row * D + channel_D) * (W - 1)
+    state_ptrs_D = state_ptr + (row * D + channel_D) * SLOTS
     first_D = zero_D + start
     if COMPUTES:
-        for place in range(length):
+        for token in range(length):
             y_D = tl.zeros([TILE_D], tl.float32)
             if bias_ptr is not None:
                 y_D += tl.load(bias_ptr + channel_D, mask=inside_D, other=0.0).to(tl.float32)
             for tap in tl.static_range(W):
                 weight_D = tl.load(weight_ptr + channel_D * W + tap, mask=inside_D, other=0.0).to(tl.float32)
-                source_D = zero_D + place - (W - 1 - tap)
-                here_D, before_D = real_D & (source_D >= 0), continues_D & (source_D < 0)
+                source_D = zero_D + token - (W - 1 - tap)
+                here_D, before_D = real_D & (source_D >= 0), real_D & (source_D < 0) & (num_before + source_D >= 0)
                 x_offsets_D = (first_D + source_D) * x_stride + channel_D
                 factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
                 x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, here_D).to(tl.float32)
-                x_D += tl.load(state_ptrs_D + (W - 1 + source_D), mask=before_D, other=0.0).to(tl.float32)
+                slot_D = (num_before + source_D) % SLOTS
+                x_D += tl.load(state_ptrs_D + slot_D, mask=before_D, other=0.0).to(tl.float32)
                 y_D += x_D * weight_D
             y_D = tl.where(real_D, y_D, 0.0)
-            gate_offsets_D = (first_D + place) * gate_stride + channel_D
+            gate_offsets_D = (first_D + token) * gate_stride + channel_D
             out_D = _finished(y_D, gate_ptr, gate_offsets_D, real_D, ACTIVATION, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (start + place).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
-    if (row >= 0) & (length > 0):
-        # Oldest slot first: each is filled from a slot that has not been overwritten yet.
-        for slot in tl.static_range(W - 1):
-            source_D = zero_D + length - (W - 1) + slot
-            x_offsets_D = (first_D + source_D) * x_stride + channel_D
-            factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
-            x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, inside_D & (source_D >= 0))
-            kept_D = tl.load(state_ptrs_D + (W - 1 + source_D), mask=continues_D & (source_D < 0), other=0.0)
-            newest_D = tl.where(source_D >= 0, x_D.to(kept_D.dtype), kept_D)
-            tl.store(state_ptrs_D + slot, newest_D, mask=inside_D)
+            tl.store(out_ptr + (start + token).to(tl.int64) * D + channel_D, out_D, mask=inside_D)
+        for token in range(length, length + num_missing):
+            out_ptrs_D = out_ptr + (start + token).to(tl.int64) * D + channel_D
+            tl.store(out_ptrs_D, tl.zeros([TILE_D], out_ptr.dtype.element_ty), mask=inside_D)
+    for back in tl.static_range(SLOTS):
+        source_D = zero_D + length - 1 - back
+        kept_D = real_D & (source_D >= 0)
+        x_offsets_D = (first_D + source_D) * x_stride + channel_D
+        factor_offsets_D = (first_D + source_D) * factor_stride + channel_D
+        x_D = _inputs(x_ptr, factor_ptr, x_offsets_D, factor_offsets_D, kept_D)
+        tl.store(state_ptrs_D + (num_before + source_D) % SLOTS, x_D, mask=kept_D)
 
 
 def convolve_triton(
@@ -222,27 +244,29 @@ def convolve_triton(
     activation: str,
     factor_TD: torch.Tensor | None,
     gate_TD: torch.Tensor | None,
-    state_SDL: torch.Tensor,
+    state_SDN: torch.Tensor,
     out_TD: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `recurrence.op.convolve` with the kernels. Writes out_TD and updates state_SDL, both contiguous."""
+    """Compute `recurrence.op.convolve` with the kernels. Writes out_TD and updates state_SDN, both contiguous."""
     x_TD = _with_dense_rows(x_TD)
     factor_TD, gate_TD = (None if each is None else _with_dense_rows(each) for each in (factor_TD, gate_TD))
     (num_tokens, num_channels), width = x_TD.shape, weight_DW.shape[1]
     num_rows = len(sequences.rows_R)
-    tensors = (x_TD, weight_DW.contiguous(), bias_D, factor_TD, gate_TD, state_SDL, out_TD, *sequences)
+    tensors = (x_TD, weight_DW.contiguous(), bias_D, factor_TD, gate_TD, state_SDN, out_TD, *sequences.on_device)
     strides = [0 if each is None else each.stride(0) for each in (x_TD, factor_TD, gate_TD)]
-    constants = {"D": num_channels, "W": width, "ACTIVATION": activation, **dependent_launch(x_TD.device)}
-    # In a step of decodes each request has one token: a single launch does both.
+    constants = {"D": num_channels, "W": width, "SLOTS": state_SDN.shape[2], "ACTIVATION": activation}
+    constants |= dependent_launch(x_TD.device)
+    # In a step of decodes each row has one token: a single launch does both.
     computes = num_tokens == num_rows
+    rows_of_each = sequences.rows_of_each(num_tokens) if state_SDN.shape[2] > width - 1 else 1
     if not computes:
         tile_r = min(256, next_power_of_2(num_rows))
         convolve_kernel[(cdiv(num_tokens, TILE_T), cdiv(num_channels, TILE_D))](
             *tensors, num_tokens, num_rows, *strides, **constants, TILE_T=TILE_T, TILE_D=TILE_D, TILE_R=tile_r
         )
-    shift_state_kernel[(num_rows, cdiv(num_channels, FEW_D))](
-        *tensors, *strides, **constants, TILE_D=FEW_D, COMPUTES=computes
+    keep_inputs_kernel[(num_rows // rows_of_each, cdiv(num_channels, FEW_D))](
+        *tensors, num_rows, rows_of_each, *strides, **constants, TILE_D=FEW_D, COMPUTES=computes
     )
 
 

@@ -4,10 +4,13 @@ A head's state S [k, v] maps keys to values. For each token, S is multiplied by 
 token's key, S += key^T (beta * (value - key S)), and the token's result is query S.
 
 Shapes: T tokens and R requests of the step, S rows of the state, H value heads, G query and key heads, k and v their
-head sizes, C tokens of a chunk.
+head sizes, C tokens of a chunk, N slots for updates of drafts, w = k + v + 1 elements of an update: the key, the value
+that is written under it, and g.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +18,13 @@ from compiled_engine.recurrence.sequences import Sequences
 
 CHUNK = 64
 EPS = 1e-6  # for normalising queries and keys
+
+
+class Drafted(NamedTuple):
+    """What the rows of a delta rule keep beside their states in an engine with drafts, see states.py."""
+
+    drafts_SHNw: torch.Tensor  # fp32, the updates of the last step's drafts, in slots by position
+    lengths_SHv: torch.Tensor  # int32, for each column of a state, the number of tokens that it has
 
 
 def apply_rule_reference(
@@ -25,22 +35,31 @@ def apply_rule_reference(
     beta_TH: torch.Tensor,
     normalises: bool,
     state_SHkv: torch.Tensor,
+    drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `recurrence.op.apply_rule` with PyTorch's ops, on any device. Writes out_THv and updates state_SHkv."""
+    """Compute `recurrence.op.apply_rule` with PyTorch's ops, on any device.
+
+    Writes out_THv, and updates state_SHkv and `drafted`.
+    """
     q_THk, k_THk = (_prepared(x, v_THv.shape[1], normalises) for x in (q_TGk, k_TGk))
     q_THk = q_THk * q_THk.shape[-1] ** -0.5
     values = q_THk, k_THk, v_THv.float(), g_TH.float(), beta_TH.float()
+    num_certain_R = sequences.lens
+    if drafted is not None:
+        sequences, num_certain_R = sequences.joined()
     states_RHkv = sequences.states(state_SHkv)
+    if drafted is not None:
+        _apply_drafts(states_RHkv, drafted, sequences)
     out_THv.zero_()
-    single_R = (sequences.lens == 1) & (sequences.rows_R >= 0)
-    if single_R.any():
-        tokens_R = sequences.starts[single_R]
-        y_RHv, states_RHkv[single_R] = _one_token(states_RHkv[single_R], *(x[tokens_R] for x in values))
-        out_THv[tokens_R] = y_RHv.to(out_THv.dtype)
+    alone_R = (num_certain_R == 1) & (sequences.rows_R >= 0)
+    if alone_R.any():
+        tokens = sequences.starts[alone_R]
+        y_RHv, states_RHkv[alone_R], _ = _one_token(states_RHkv[alone_R], *(x[tokens] for x in values))
+        out_THv[tokens] = y_RHv.to(out_THv.dtype)
     for request, (row, start, length) in enumerate(
-        zip(sequences.rows_R.tolist(), sequences.starts.tolist(), sequences.lens.tolist(), strict=True)
+        zip(sequences.rows_R.tolist(), sequences.starts.tolist(), num_certain_R.tolist(), strict=True)
     ):
         if row < 0 or length < 2:
             continue
@@ -51,6 +70,52 @@ def apply_rule_reference(
             out_THv[chunk] = y_CHv.to(out_THv.dtype)
         states_RHkv[request] = state_Hkv
     sequences.store(state_SHkv, states_RHkv)
+    if drafted is not None:
+        _compute_drafts(states_RHkv, drafted, alone_R, num_certain_R, values, out_THv, sequences)
+
+
+def _compute_drafts(
+    states_RHkv: torch.Tensor,
+    drafted: Drafted,
+    alone_R: torch.Tensor,
+    num_certain_R: torch.Tensor,
+    values: tuple[torch.Tensor, ...],
+    out_THv: torch.Tensor,
+    sequences: Sequences,
+) -> None:
+    """Write the results of drafts to out_THv, and their updates and the states' lengths to `drafted`.
+
+    states_RHkv: after the tokens that are no drafts, num_certain_R. alone_R: requests that may have drafts. values:
+    see `_one_token`, of all tokens.
+    """
+    (_, k_THk, _, g_TH, _), (drafts_SHNw, lengths_SHv) = values, drafted
+    lengths_R = sequences.num_before + num_certain_R
+    sequences.store(lengths_SHv, lengths_R[:, None, None].expand(-1, *lengths_SHv.shape[1:]))
+    for draft in range(int(torch.where(alone_R, sequences.lens, 0).max()) - 1):
+        has_draft_R = alone_R & (sequences.lens > draft + 1)
+        tokens, rows = sequences.starts[has_draft_R] + draft + 1, sequences.rows_R[has_draft_R].long()
+        y_RHv, states_RHkv[has_draft_R], written_RHv = _one_token(
+            states_RHkv[has_draft_R], *(x[tokens] for x in values)
+        )
+        out_THv[tokens] = y_RHv.to(out_THv.dtype)
+        slots = (lengths_R[has_draft_R] + draft) % drafts_SHNw.shape[2]
+        drafts_SHNw[rows, :, slots] = torch.cat((k_THk[tokens], written_RHv, g_TH[tokens, :, None]), -1)
+
+
+def _apply_drafts(states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences) -> None:
+    """Apply the right drafts of the step before to the states, in place: those before the step's first token."""
+    rows_R = sequences.rows_R.clamp(min=0).long()
+    continues_R = (sequences.rows_R >= 0) & (sequences.num_before > 0)
+    lengths_R = torch.where(continues_R, drafted.lengths_SHv[rows_R, 0, 0], 0)
+    num_right_R = torch.where(continues_R, sequences.num_before - lengths_R, 0)
+    for draft in range(int(num_right_R.max())):
+        right_R = num_right_R > draft
+        slots = (lengths_R[right_R] + draft) % drafted.drafts_SHNw.shape[2]
+        update_RHw = drafted.drafts_SHNw[rows_R[right_R], :, slots]
+        key_size = states_RHkv.shape[2]
+        k_RHk, written_RHv, g_RH1 = update_RHw.split([key_size, update_RHw.shape[2] - key_size - 1, 1], -1)
+        decayed_RHkv = states_RHkv[right_R] * g_RH1.unsqueeze(-1).exp()
+        states_RHkv[right_R] = _written(decayed_RHkv, k_RHk, written_RHv)
 
 
 def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Tensor:
@@ -64,6 +129,11 @@ def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Te
     return x.repeat_interleave(num_heads // x.shape[1], 1)
 
 
+def _written(decayed_RHkv: torch.Tensor, k_RHk: torch.Tensor, written_RHv: torch.Tensor) -> torch.Tensor:
+    """Return the states after a value is written under a key."""
+    return decayed_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, written_RHv)
+
+
 def _one_token(
     state_RHkv: torch.Tensor,
     q_RHk: torch.Tensor,
@@ -71,12 +141,16 @@ def _one_token(
     v_RHv: torch.Tensor,
     g_RH: torch.Tensor,
     beta_RH: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the rule to one token of each request. Returns (results [R, H, v], new states [R, H, k, v])."""
-    state_RHkv = state_RHkv * g_RH.exp()[..., None, None]
-    known_RHv = torch.einsum("rhkv,rhk->rhv", state_RHkv, k_RHk)
-    state_RHkv = state_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, (v_RHv - known_RHv) * beta_RH.unsqueeze(-1))
-    return torch.einsum("rhkv,rhk->rhv", state_RHkv, q_RHk), state_RHkv
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Apply the rule to one token of each request.
+
+    Returns (results [R, H, v], new states [R, H, k, v], values that are written under the keys [R, H, v]).
+    """
+    decayed_RHkv = state_RHkv * g_RH.exp()[..., None, None]
+    known_RHv = torch.einsum("rhkv,rhk->rhv", decayed_RHkv, k_RHk)
+    written_RHv = (v_RHv - known_RHv) * beta_RH.unsqueeze(-1)
+    state_RHkv = _written(decayed_RHkv, k_RHk, written_RHv)
+    return torch.einsum("rhkv,rhk->rhv", state_RHkv, q_RHk), state_RHkv, written_RHv
 
 
 def _chunk(

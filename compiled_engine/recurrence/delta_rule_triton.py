@@ -1,6 +1,7 @@
 """Triton kernel for the gated delta rule, see delta_rule.py.
 
-It processes a request's tokens in chunks, or one by one in a step of only decodes. The grid depends only on the number
+It processes a request's tokens in chunks, or one by one in a step of only decodes. In an engine with drafts, decodes
+and their drafts are processed one by one beside prompts too, by a launch of their own. Grids depend only on the number
 of requests, and the kernel reads the index of each request's state on the device, so CUDA graphs can capture it.
 """
 
@@ -12,7 +13,8 @@ import triton.language as tl
 
 from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.recurrence.delta_rule import EPS
+from compiled_engine.recurrence.delta_rule import EPS, Drafted
+from compiled_engine.recurrence.rows_triton import request_of_row
 from compiled_engine.recurrence.sequences import Sequences
 
 # Tokens per chunk, whose triangular system is solved by products of matrices of this size.
@@ -35,7 +37,9 @@ def _loaded(
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride", "g_stride", "beta_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "rows_of_each", "q_stride", "k_stride", "v_stride", "g_stride", "beta_stride"]
+)
 def delta_rule_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -43,10 +47,14 @@ def delta_rule_kernel(
     g_ptr: tl.tensor,
     beta_ptr: tl.tensor,
     state_ptr: tl.tensor,
+    drafts_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    rows_of_each: tl.tensor,
     q_stride: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
@@ -59,6 +67,8 @@ def delta_rule_kernel(
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     NORMALISES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IN_TWO: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE_K: tl.constexpr,
     TILE_V: tl.constexpr,
@@ -66,29 +76,57 @@ def delta_rule_kernel(
 ) -> None:
     """Apply the gated delta rule: write the results of a request's tokens, and update its state in place.
 
-    Program: (tile of TILE_V elements of the value, head, request); it processes all of the request's tokens.
+    Program: (tile of TILE_V elements of the value, head, request); it processes all tokens of the request.
 
     q_ptr, k_ptr: [T, H / GROUP, K]; v_ptr, out_ptr: [T, H, V]; g_ptr, beta_ptr: [T, H]. q_stride, ..., beta_stride:
         elements from one token to the next.
     state_ptr: fp32 [S, H, K, V]. rows_ptr: int32 [R], the index of each request's state, -1 for a padding request,
         whose results are zeros.
+    drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there are no
+        drafts; SLOTS is then 0.
+    num_rows: R. rows_of_each: rows of each request. If they differ, it is 1; then a program is for a row, and that of a
+        request's first row handles its drafts too. IN_TWO: with CHUNK 1 only rows of one token are processed, and else
+        only the others, which drafts never precede.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
     SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
     TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.
     """
-    head, request = tl.program_id(1), tl.program_id(2)
+    head, place = tl.program_id(1), tl.program_id(2) * rows_of_each
     k_k = tl.arange(0, TILE_K)
     v_v = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
     in_k, in_v = k_k < K, v_v < V
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    start = tl.load(query_start_loc_ptr + request)
-    length = tl.load(query_start_loc_ptr + request + 1) - start
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + place)
+    length = tl.load(query_start_loc_ptr + place + 1) - start
+    seq_len = tl.load(seq_lens_ptr + place)
+    num_before, num_certain = seq_len - length, length
+    num_missing = 0  # tokens of drafts that do not exist
+    if IN_TWO:
+        is_of_other = (length > 1) != (CHUNK > 1)
+        if is_of_other:
+            return
+    if SLOTS > 0 and CHUNK == 1:
+        row, num_drafts = request_of_row(rows_ptr, seq_lens_ptr, place, num_rows, SLOTS // 2)
+        if num_drafts < 0:
+            return
+        length += num_drafts
+        num_missing = rows_of_each - 1 - num_drafts
     # Vectors, since the interpreter cannot combine a block and a scalar to a mask.
     zero_v = tl.zeros([TILE_V], tl.int64)
-    continues_v = in_v & (zero_v + row >= 0) & (zero_v + tl.load(seq_lens_ptr + request) > length)
+    continues_v = in_v & (zero_v + row >= 0) & (zero_v + num_before > 0)
     state_ptrs_kv = state_ptr + ((row * H + head) * K + k_k[:, None]) * V + v_v[None, :]
     in_kv = in_k[:, None] & in_v[None, :]
     state_kv = tl.load(state_ptrs_kv, mask=in_k[:, None] & continues_v[None, :], other=0.0)
+    if SLOTS > 0 and CHUNK == 1:
+        # Apply the right drafts of the step before. A state without tokens has no length yet.
+        lengths_ptrs_v = lengths_ptr + (row * H + head) * V + v_v
+        num_applied = tl.max(tl.load(lengths_ptrs_v, mask=continues_v, other=0), 0)
+        update_ptr = drafts_ptr + (row * H + head) * SLOTS * (K + V + 1)
+        for position in range(num_applied, num_before):
+            slot_ptr = update_ptr + (position % SLOTS) * (K + V + 1)
+            state_kv *= tl.exp(tl.load(slot_ptr + K + V))
+            k_k1 = tl.load(slot_ptr + k_k, mask=in_k, other=0.0)[:, None]
+            state_kv += k_k1 * tl.load(slot_ptr + K + v_v, mask=in_v, other=0.0)[None, :]
     place_C = tl.arange(0, CHUNK)
     lower_CC, diagonal_CC = place_C[:, None] > place_C[None, :], place_C[:, None] == place_C[None, :]
     for first in range(0, length, CHUNK):
@@ -109,7 +147,17 @@ def delta_rule_kernel(
             q_k, k_k1, v_1v = tl.sum(q_Ck, 0), tl.sum(k_Ck, 0)[:, None], v_Cv
             state_kv *= tl.exp(tl.sum(g_C, 0))
             known_v = tl.sum(state_kv * k_k1, 0)
-            state_kv += k_k1 * ((v_1v - known_v[None, :]) * beta_C[:, None])
+            written_1v = (v_1v - known_v[None, :]) * beta_C[:, None]
+            state_kv += k_k1 * written_1v
+            if SLOTS > 0:
+                if first >= num_certain:
+                    slot_ptr = update_ptr + ((num_before + first) % SLOTS) * (K + V + 1)
+                    tl.store(slot_ptr + K + v_v, tl.sum(written_1v, 0), mask=in_v)
+                    if tl.program_id(0) == 0:
+                        tl.store(slot_ptr + k_k, tl.sum(k_Ck, 0), mask=in_k)
+                        tl.store(slot_ptr + K + V, tl.sum(g_C, 0))
+                elif (row >= 0) & (first == num_certain - 1):
+                    tl.store(state_ptrs_kv, state_kv, mask=in_kv)
             out_Cv = tl.sum(state_kv * q_k[:, None], 0)[None, :]
         else:
             total_C = tl.cumsum(g_C, 0)
@@ -137,7 +185,14 @@ def delta_rule_kernel(
         out_ptrs_Cv = out_ptr + (token_C[:, None] * H + head) * V + v_v[None, :]
         tl.store(out_ptrs_Cv, out_Cv.to(out_ptr.dtype.element_ty), mask=inside_C[:, None] & in_v[None, :])
     if (row >= 0) & (length > 0):
-        tl.store(state_ptrs_kv, state_kv, mask=in_kv)
+        if SLOTS == 0 or CHUNK > 1:
+            tl.store(state_ptrs_kv, state_kv, mask=in_kv)
+        if SLOTS > 0:
+            tl.store(lengths_ptr + (row * H + head) * V + v_v, seq_len + zero_v.to(tl.int32), mask=in_v)
+    if SLOTS > 0 and CHUNK == 1:
+        for token in range(length, length + num_missing):
+            out_ptrs_v = out_ptr + ((start + token).to(tl.int64) * H + head) * V + v_v
+            tl.store(out_ptrs_v, tl.zeros([TILE_V], out_ptr.dtype.element_ty), mask=in_v)
 
 
 def _with_dense_tokens(x_T: torch.Tensor) -> torch.Tensor:
@@ -153,37 +208,50 @@ def apply_rule_triton(
     beta_TH: torch.Tensor,
     normalises: bool,
     state_SHkv: torch.Tensor,
+    drafted: Drafted | None,
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Compute `recurrence.op.apply_rule` with the kernel. Writes out_THv and updates state_SHkv, both contiguous."""
+    """Compute `recurrence.op.apply_rule` with the kernel.
+
+    Writes out_THv, and updates state_SHkv and `drafted`. All of these are contiguous.
+    """
     q_TGk, k_TGk, v_THv, g_TH, beta_TH = map(_with_dense_tokens, (q_TGk, k_TGk, v_THv, g_TH, beta_TH))
     num_tokens, num_heads, value_dim = v_THv.shape
     num_rows, key_dim = len(sequences.rows_R), q_TGk.shape[2]
-    delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows)](
-        q_TGk,
-        k_TGk,
-        v_THv,
-        g_TH,
-        beta_TH,
-        state_SHkv,
-        out_THv,
-        *sequences,
-        q_TGk.stride(0),
-        k_TGk.stride(0),
-        v_THv.stride(0),
-        g_TH.stride(0),
-        beta_TH.stride(0),
-        H=num_heads,
-        GROUP=num_heads // q_TGk.shape[1],
-        K=key_dim,
-        V=value_dim,
-        SCALE=key_dim**-0.5,
-        EPS=EPS,
-        NORMALISES=normalises,
-        CHUNK=1 if num_tokens == num_rows else CHUNK,  # decodes have one token per request
-        TILE_K=max(16, next_power_of_2(key_dim)),
-        TILE_V=TILE_V,
-        PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
-        num_warps=4,
-    )
+    each_alone = num_tokens == num_rows  # decodes have one token per row
+    chunks = (1,) if each_alone else (CHUNK,) if drafted is None else (CHUNK, 1)
+    rows_of_each = 1 if drafted is None else sequences.rows_of_each(num_tokens)
+    for chunk in chunks:
+        delta_rule_kernel[(cdiv(value_dim, TILE_V), num_heads, num_rows // rows_of_each)](
+            q_TGk,
+            k_TGk,
+            v_THv,
+            g_TH,
+            beta_TH,
+            state_SHkv,
+            *((None, None) if drafted is None else drafted),
+            out_THv,
+            *sequences.on_device,
+            num_rows,
+            rows_of_each,
+            q_TGk.stride(0),
+            k_TGk.stride(0),
+            v_THv.stride(0),
+            g_TH.stride(0),
+            beta_TH.stride(0),
+            H=num_heads,
+            GROUP=num_heads // q_TGk.shape[1],
+            K=key_dim,
+            V=value_dim,
+            SCALE=key_dim**-0.5,
+            EPS=EPS,
+            NORMALISES=normalises,
+            SLOTS=0 if drafted is None else drafted.drafts_SHNw.shape[2],
+            IN_TWO=len(chunks) > 1,
+            CHUNK=chunk,
+            TILE_K=max(16, next_power_of_2(key_dim)),
+            TILE_V=TILE_V,
+            PRECISION="ieee" if q_TGk.dtype == torch.float32 else "tf32",
+            num_warps=4,
+        )

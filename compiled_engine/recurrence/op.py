@@ -6,6 +6,7 @@ trace of transformers' code calls functional stand-ins, which the pass `recurren
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ import torch
 
 from compiled_engine.attention.op import call_directly
 from compiled_engine.recurrence.convolution import convolve_reference
-from compiled_engine.recurrence.delta_rule import apply_rule_reference
+from compiled_engine.recurrence.delta_rule import Drafted, apply_rule_reference
 from compiled_engine.recurrence.sequences import Sequences
 
 _SEQUENCES = ", ".join(f"Tensor {name}" for name in Sequences._fields)
@@ -26,7 +27,7 @@ def convolve(
     activation: str,
     factor_TD: torch.Tensor | None,
     gate_TD: torch.Tensor | None,
-    state_SDL: torch.Tensor,
+    state_SDN: torch.Tensor,
     out_TD: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
@@ -34,7 +35,8 @@ def convolve(
 
     factor, bias and gate may be None. Results are rounded to the dtype after each of factor, bias, activation and gate.
     weight_DW: W weights per channel; the last one applies to the token itself.
-    state_SDL: for each of S rows, the last L = W - 1 inputs of the convolution, the newest last; updated in place.
+    state_SDN: for each of S rows, the last N inputs of the convolution, that of position p in slot p modulo N; updated
+        in place. N is W - 1, and one more for each draft that a step may have for a request.
     out_TD: padding tokens get zeros.
     activation: "silu", or "" for none. sequences: the fields of Sequences.
     """
@@ -42,7 +44,7 @@ def convolve(
         run = convolve_reference
     else:
         from compiled_engine.recurrence.convolution_triton import convolve_triton as run  # Triton is optional
-    run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDL, out_TD, Sequences(*sequences))
+    run(x_TD, weight_DW, bias_D, activation, factor_TD, gate_TD, state_SDN, out_TD, Sequences(*sequences))
 
 
 def apply_rule(
@@ -53,6 +55,8 @@ def apply_rule(
     beta_TH: torch.Tensor,
     normalises: bool,
     state_SHkv: torch.Tensor,
+    drafts_SHNw: torch.Tensor | None,
+    lengths_SHv: torch.Tensor | None,
     out_THv: torch.Tensor,
     *sequences: torch.Tensor,
 ) -> None:
@@ -60,13 +64,18 @@ def apply_rule(
 
     H / G consecutive value heads share each query and key head. Queries are multiplied by k ** -0.5.
     normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each of S rows; updated in
-    place. sequences: the fields of Sequences.
+    place. drafts_SHNw, lengths_SHv: the fields of Drafted, updated in place; None in an engine without drafts.
+    sequences: the fields of Sequences.
     """
+    drafted = None
+    if drafts_SHNw is not None:
+        assert lengths_SHv is not None
+        drafted = Drafted(drafts_SHNw, lengths_SHv)
     if v_THv.device.type == "cpu":
         run = apply_rule_reference
     else:
         from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton as run  # Triton is optional
-    run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, out_THv, Sequences(*sequences))
+    run(q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv, drafted, out_THv, Sequences(*sequences))
 
 
 def _returns_nothing(*arguments: object) -> None:
@@ -84,17 +93,18 @@ def _like(index: int) -> Callable[..., torch.Tensor]:
     return fake
 
 
-def _define(name: str, function: Callable[..., None], arguments: str, state: str, out: str, like: int) -> Any:
-    """Define the op `name`, which updates `state` and writes to `out`, and its functional stand-in `name`_value.
+def _define(name: str, function: Callable[..., None], arguments: str, states: str, out: str, like: int) -> Any:
+    """Define the op `name`, which updates its states and writes to `out`, and its functional stand-in `name`_value.
 
     The stand-in returns the result instead of writing it. arguments: the schema of the arguments that both have first.
-    like: index of the argument whose shape and dtype the result has. Returns the op.
+    states: the schema of the states that the op updates. like: index of the argument whose shape and dtype the result
+    has. Returns the op.
     """
-    state_arguments = f"Tensor(a!) {state}, Tensor(b!) {out}, {_SEQUENCES}"
-    schema = f"({arguments}, {state_arguments}) -> ()"
-    op = torch.library.custom_op(f"compiled_engine::{name}", function, mutates_args=(state, out), schema=schema)
+    names = [argument.split()[-1] for argument in states.split(", ")]
+    schema = f"({arguments}, {states}, Tensor(z!) {out}, {_SEQUENCES}) -> ()"
+    op = torch.library.custom_op(f"compiled_engine::{name}", function, mutates_args=(*names, out), schema=schema)
     op.register_fake(_returns_nothing)
-    schema = f"({arguments}, Tensor {state}, {_SEQUENCES}) -> Tensor"
+    schema = f"({arguments}, {re.sub(r'[(].![)]', '', states)}, {_SEQUENCES}) -> Tensor"
     value = torch.library.custom_op(f"compiled_engine::{name}_value", _never_executed, mutates_args=(), schema=schema)
     value.register_fake(_like(like))
     return op
@@ -104,7 +114,7 @@ conv_state_op = _define(
     "conv_state",
     convolve,
     "Tensor x_TD, Tensor weight_DW, Tensor? bias_D, str activation, Tensor? factor_TD, Tensor? gate_TD",
-    state="state_SDL",
+    states="Tensor(a!) state_SDN",
     out="out_TD",
     like=0,
 )
@@ -112,7 +122,7 @@ delta_rule_op = _define(
     "delta_rule",
     apply_rule,
     "Tensor q_TGk, Tensor k_TGk, Tensor v_THv, Tensor g_TH, Tensor beta_TH, bool normalises",
-    state="state_SHkv",
+    states="Tensor(a!) state_SHkv, Tensor(b!)? drafts_SHNw, Tensor(c!)? lengths_SHv",
     out="out_THv",
     like=2,
 )
@@ -139,11 +149,11 @@ def conv_state_or_value(
     weight_DW: torch.Tensor,
     bias_D: torch.Tensor | None,
     activation: str,
-    state_SDL: torch.Tensor,
+    state_SDN: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
     """Run `convolve` without factor and gate, and return its result [T, D]. In a trace, call its stand-in instead."""
-    operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDL
+    operands = x_TD, weight_DW, bias_D, activation, None, None, state_SDN
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.conv_state_value(*operands, *sequences)
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
@@ -159,10 +169,12 @@ def delta_rule_or_value(
     beta_TH: torch.Tensor,
     normalises: bool,
     state_SHkv: torch.Tensor,
+    drafted: Drafted | None,
     sequences: Sequences,
 ) -> torch.Tensor:
     """Run `apply_rule` and return its result [T, H, v]. In a trace, call its functional stand-in instead."""
-    operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, state_SHkv
+    states = (state_SHkv, None, None) if drafted is None else (state_SHkv, *drafted)
+    operands = q_TGk, k_TGk, v_THv, g_TH, beta_TH, normalises, *states
     if torch.compiler.is_compiling():
         return torch.ops.compiled_engine.delta_rule_value(*operands, *sequences)
     out_THv = torch.empty_like(v_THv, memory_format=torch.contiguous_format)

@@ -16,15 +16,29 @@ def model_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
 
 
 class Sequences(NamedTuple):
-    """The R requests of a step, whose tokens are packed one request after another.
+    """The R rows of a step: its requests, whose tokens are packed one request after another.
 
     A request's state is a row of a state tensor with S rows. A request without earlier tokens begins with a state of
-    zeros, whatever its row contains, so rows need not be cleared. query_start_loc_R1, seq_lens_R: see AttentionInputs.
+    zeros, whatever its row contains, so rows need not be cleared. The other fields: see AttentionInputs.
+
+    In a step with drafts, the row of a request's newest token is followed by a row for each draft, see `joined`.
     """
 
     rows_R: torch.Tensor  # see ROWS
     query_start_loc_R1: torch.Tensor
     seq_lens_R: torch.Tensor
+    host_3: torch.Tensor
+
+    @property
+    def on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All fields but host_3, for kernels."""
+        return self.rows_R, self.query_start_loc_R1, self.seq_lens_R
+
+    def rows_of_each(self, num_tokens: int) -> int:
+        """Return how many rows each request has, one behind the other, if all rows have one token; else 1."""
+        num_rows = len(self.rows_R)
+        num_decodes, query_len, _ = self.host_3.tolist()
+        return query_len if num_tokens == num_rows == num_decodes else 1
 
     @property
     def starts(self) -> torch.Tensor:
@@ -35,6 +49,26 @@ class Sequences(NamedTuple):
     def lens(self) -> torch.Tensor:
         """Each request's number of tokens in the step, int64 [R]."""
         return self.query_start_loc_R1.diff().long()
+
+    @property
+    def num_before(self) -> torch.Tensor:
+        """Each request's number of tokens before the step, int64 [R]; arbitrary for padding."""
+        return self.seq_lens_R.long() - self.lens
+
+    def joined(self) -> tuple[Sequences, torch.Tensor]:
+        """Return the sequences with one row for each request, and how many of its tokens are no drafts, int64 [R].
+
+        The rows of a request's drafts, which come directly after that of its newest token, become part of it. A row
+        whose draft does not exist has an empty context, and becomes padding.
+        """
+        exists_R = (self.rows_R >= 0) & (self.seq_lens_R > 0)
+        first_R = torch.ones_like(exists_R)
+        first_R[1:] = ~(exists_R[1:] & (self.rows_R[1:] == self.rows_R[:-1]))
+        (at,) = first_R.nonzero(as_tuple=True)
+        ends = torch.cat((at[1:], at.new_tensor([len(first_R)])))
+        starts_R1 = torch.cat((self.query_start_loc_R1[at], self.query_start_loc_R1[-1:]))
+        rows_R = torch.where(exists_R[at], self.rows_R[at], -1)
+        return Sequences(rows_R, starts_R1, self.seq_lens_R[ends - 1], self.host_3), self.lens[at]
 
     def places(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (request of each token, index of the token among its request's tokens in the step), int64 [T] each.

@@ -44,8 +44,15 @@ from compiled_engine.resolve.folders import (
     resolve_tokenizer_folder,
 )
 from compiled_engine.resolve.parallel import resolve_parallel
-from compiled_engine.resolve.recurrences import MIB, most_requests, resolve_snapshots, state_bytes
-from compiled_engine.resolve.speculation import resolve_speculation
+from compiled_engine.resolve.recurrences import (
+    MIB,
+    most_requests,
+    resolve_rows,
+    resolve_snapshots,
+    resolve_states,
+    state_bytes,
+)
+from compiled_engine.resolve.speculation import num_drafts_asked, resolve_speculation
 from compiled_engine.sampling.logits_processor import resolve_logits_processors
 from compiled_engine.schema import require_defaults
 
@@ -75,11 +82,13 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         reason = "the mode is eager, which computes with the weights of the checkpoint"
         require_defaults(options, reason, "quantization", allowed="or another mode")
     kv_dtype = _kv_dtype(options, model, compiled, reasons)
+    model = resolve_states(model, num_drafts_asked(options))
     rank_state_bytes = state_bytes(model, parallel.tensor_parallel_size)
     scheduler = _scheduler(options, model, device, rank_state_bytes, reasons)
     num_snapshots = resolve_snapshots(options, rank_state_bytes, scheduler.max_num_seqs, device, reasons)
     if model.recurrences is not None:
-        recurrences = replace(model.recurrences, num_rows=scheduler.max_num_seqs, num_snapshots=num_snapshots)
+        num_rows = scheduler.max_num_seqs
+        recurrences = resolve_rows(model.recurrences, rank_state_bytes, num_rows, num_snapshots, reasons)
         model = replace(model, recurrences=recurrences)
     if model.pooling is not None:
         _check_pooling(options, model)

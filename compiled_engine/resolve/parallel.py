@@ -21,6 +21,7 @@ DIVISIBLE = (
     "Gemma3ForCausalLM",
     "LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
+    "MiMoForCausalLM",
     "MistralForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, Recurrences
 from compiled_engine.options import EngineOptions
+from compiled_engine.recurrence.states import with_drafts, without_drafts
 from compiled_engine.schema import require_defaults
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -18,6 +21,14 @@ SNAPSHOTS_PER_REQUEST = 8
 LEAST_SNAPSHOTS = 3
 
 
+def resolve_states(model: ModelConfig, num_drafts: int) -> ModelConfig:
+    """Return the model with states for steps of up to `num_drafts` drafts for a request, if it has recurrences."""
+    if (recurrences := model.recurrences) is None:
+        return model
+    states = with_drafts(recurrences.states, num_drafts)
+    return replace(model, recurrences=replace(recurrences, states=states, num_drafts=num_drafts))
+
+
 def state_bytes(model: ModelConfig, num_ranks: int) -> int:
     """Return the bytes of a request's recurrent states on each rank; 0 without recurrences."""
     return 0 if model.recurrences is None else model.recurrences.row_bytes // num_ranks
@@ -26,6 +37,18 @@ def state_bytes(model: ModelConfig, num_ranks: int) -> int:
 def most_requests(request_bytes: int, device: torch.device) -> int | None:
     """Return how many requests' states fit into STATE_BYTES, at least 1; None for a model without recurrences."""
     return max(1, STATE_BYTES[device.type] // request_bytes) if request_bytes else None
+
+
+def resolve_rows(
+    recurrences: Recurrences, request_bytes: int, num_rows: int, num_snapshots: int, reasons: dict[str, str]
+) -> Recurrences:
+    """Return the recurrences with rows for `num_rows` requests and for the snapshots. The reason tells their memory."""
+    told = f"{request_bytes / MIB:.2f} MiB of states each: {num_rows * request_bytes / GIB:.2f} GiB"
+    if recurrences.num_drafts:
+        without = sum(state.row_bytes for state in without_drafts(recurrences.states, recurrences.num_drafts))
+        told += f", {1 - without / recurrences.row_bytes:.1%} of it for drafts"
+    reasons["model.recurrences.num_rows"] = told
+    return replace(recurrences, num_rows=num_rows, num_snapshots=num_snapshots)
 
 
 def resolve_snapshots(

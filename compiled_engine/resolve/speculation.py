@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from compiled_engine.attention.backend import AttentionChoice, choose_backend
@@ -23,6 +24,7 @@ from compiled_engine.config import (
 from compiled_engine.features.speculation.draft_sharpness import GREEDY_DRAFTS
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.eagle3_folder import is_head, read_head
+from compiled_engine.models.checkpoint.mtp_layer import read_mtp_layer
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import KEYS_OF_DRAFTS
 from compiled_engine.other_engines.translate import refuse
@@ -50,9 +52,16 @@ from compiled_engine.schema import (
     unknown_name_message,
 )
 
-NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
+NGRAM, DRAFT_MODEL, EAGLE3, MTP = "ngram", "draft_model", "eagle3", "mtp"
 WITH_MODEL = (DRAFT_MODEL, EAGLE3)
-METHODS = (NGRAM, *WITH_MODEL)
+METHODS = (NGRAM, *WITH_MODEL, MTP)
+# vLLM's older names of the method mtp, one for each family.
+_MTP_FAMILIES = """
+    bailing_hybrid bailing_hybrid_v3 deepseek dots3_note ernie exaone4_5 exaone_moe gemma4 glm4_moe glm4_moe_lite
+    glm5_next glm_ocr hy_v3 hy_v4 inkling kimi_k3 longcat_flash mimo mimo_v2 minimax_m3 nemotron_h pangu_ultra_moe
+    qwen3_5 qwen3_next qwen4_exp step3p5
+"""
+MTP_NAMES = tuple(f"{family}_mtp" for family in _MTP_FAMILIES.split())
 STANDARD, SYNTHETIC = "standard", "synthetic"
 LOOKUP = 5
 MOST_DRAFTS = 64
@@ -96,11 +105,17 @@ NEEDED = {
     "prompt_lookup_min": ("method", (NGRAM,)),
     "model": ("method", WITH_MODEL),
     "revision": ("method", WITH_MODEL),
-    "draft_tensor_parallel_size": ("method", WITH_MODEL),
-    "draft_sharpness": ("method", (EAGLE3,)),
+    "draft_tensor_parallel_size": ("method", (*WITH_MODEL, MTP)),
+    "draft_sharpness": ("method", (EAGLE3, MTP)),
     "synthetic_acceptance_rates": ("rejection_sample_method", (SYNTHETIC,)),
     "synthetic_acceptance_length": ("rejection_sample_method", (SYNTHETIC,)),
 }
+
+
+def num_drafts_asked(options: EngineOptions) -> int:
+    """Return `num_speculative_tokens`; 0 without drafts, or for a value that `resolve_speculation` refuses."""
+    number = _read(options.speculative_config, options.model).get("num_speculative_tokens", 0)
+    return number if type(number) is int and 0 < number <= MOST_DRAFTS else 0
 
 
 def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: Progress) -> SpeculationConfig:
@@ -109,7 +124,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
     config: resolved except for speculation; the reasons for chosen values are added to config.reasons. Raises
     TypeError, ValueError or OSError with the key, its value and what is allowed.
     """
-    given = _read(options.speculative_config)
+    given = _read(options.speculative_config, options.model)
     if not given:
         return SpeculationConfig()
     for name in sorted(given, key=lambda name: name != "method"):  # other methods have other keys
@@ -140,12 +155,20 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
             "compiled-engine bench step show them"
         )
     _check_together(options, config)
-    if method in WITH_MODEL:
+    if method in (*WITH_MODEL, MTP):
         draft, aux_layers = resolve_draft(options, given, config, progress)
         speculation = SpeculationConfig(
-            method, num_tokens, draft=draft, acceptance_rates=rates, aux_layers=aux_layers, adapts=adapts
+            method,
+            num_tokens,
+            draft=draft,
+            acceptance_rates=rates,
+            aux_layers=aux_layers,
+            reads_hidden=method == MTP,
+            adapts=adapts,
         )
-        return replace(speculation, sharpnesses=_sharpnesses(given, config.reasons)) if aux_layers else speculation
+        if speculation.has_head:
+            speculation = replace(speculation, sharpnesses=_sharpnesses(given, config.reasons))
+        return speculation
     longest, shortest = _lookup(given, config.reasons)
     return SpeculationConfig(method, num_tokens, longest, shortest, acceptance_rates=rates, adapts=adapts)
 
@@ -177,13 +200,17 @@ def resolve_draft(
 ) -> tuple[DraftConfig, tuple[int, ...]]:
     """Return the configuration of the draft model or head, and the layers of the model whose inputs a head reads.
 
-    The layers are empty for a draft model. Raises as `resolve_speculation` does.
+    The layers are empty for a draft model and an MTP layer. Raises as `resolve_speculation` does.
     """
     reasons: dict[str, str] = {}
     try:
         aux_layers: tuple[int, ...] = ()
         if given["method"] == EAGLE3:
             draft, aux_layers = _head(options, given, config, reasons, progress)
+        elif given["method"] == MTP:
+            if config.model.load_format != "dummy":
+                _download(config.model.hub_name, config.model.path, progress)
+            draft = read_mtp_layer(config.model, config.scheduler.max_model_len, resolve_cache_dir(options))
         else:
             draft = _draft_model(options, given, config, reasons, progress)
         _check_ranks(given, draft, config.parallel.tensor_parallel_size)
@@ -192,7 +219,8 @@ def resolve_draft(
         attention = choose_backend(config.attention_backend, config.cache.block_size, cases)
         compiled = resolve_compile(options, config.compile.enabled, draft, config.scheduler, device, reasons)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"speculative_config['model'] is {str(given['model'])!r}: {error}") from error
+        name = "model" if "model" in given else "method"
+        raise type(error)(f"speculative_config[{name!r}] is {str(given[name])!r}: {error}") from error
     graph = _graphs(config, draft, compiled, attention, reasons)
     config.reasons.update({f"speculation.draft.{name}": reason for name, reason in reasons.items()})
     return DraftConfig(draft, compiled, graph), aux_layers
@@ -213,17 +241,23 @@ def _head(
         replace(options, model=given["model"], revision=given.get("revision")), reasons, progress
     )
     load_format = config.model.load_format
-    if folder.hub_name is not None and load_format != "dummy":
-        from compiled_engine.models.checkpoint.hub import (
-            download_weights,  # imports huggingface_hub, not needed for a folder
-        )
-
-        download_weights(folder.hub_name, folder.path, progress)
+    if load_format != "dummy":
+        _download(folder.hub_name, folder.path, progress)
     head, layers = read_head(folder.path, config.model, config.scheduler.max_model_len, load_format)
     config.reasons["speculation.aux_layers"] = (
         f"the head reads what enters the layers {', '.join(map(str, layers))}, counted from 0"
     )
     return replace(head, hub_name=folder.hub_name, revision=folder.revision), tuple(layers)
+
+
+def _download(hub_name: str | None, path: Path, progress: Progress) -> None:
+    """Download the weights of a checkpoint from the hub, unless they are there. hub_name: None for a folder."""
+    if hub_name is not None:
+        from compiled_engine.models.checkpoint.hub import (
+            download_weights,  # imports huggingface_hub, not needed for a folder
+        )
+
+        download_weights(hub_name, path, progress)
 
 
 def _graphs(
@@ -296,13 +330,21 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
     check_model(draft, num_ranks)
 
 
-def _read(value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return the given keys and values, without values None and without vLLM's keys whose value has no effect."""
-    return {
+def _read(value: Mapping[str, Any] | str | None, model: Any) -> dict[str, Any]:
+    """Return the given keys and values, without values None and without vLLM's keys whose value has no effect.
+
+    vLLM's older names of mtp become `mtp`. With it, the key `model` may repeat the option `model`, and has no effect.
+    """
+    given = {
         name: each
         for name, each in read_mapping("speculative_config", value).items()
         if each is not None and not (each is False and name in KEYS_OF_DRAFTS)
     }
+    if given.get("method") in MTP_NAMES:
+        given["method"] = MTP
+    if given.get("method") == MTP and str(given.get("model")) == str(model):
+        del given["model"]
+    return given
 
 
 def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int]:
@@ -346,8 +388,6 @@ def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     reason = None
     if config.model.pooling is not None:
         reason = "the model pools: it generates no tokens"
-    elif config.model.recurrences is not None:
-        reason = "the model has recurrences, whose states cannot go back to before a draft"
     elif config.parallel.num_stages > 1:
         reason = f"pipeline_parallel_size is {config.parallel.num_stages}: drafts take one stage"
     elif options.logits_processors:

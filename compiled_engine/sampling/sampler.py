@@ -222,7 +222,7 @@ class Sampler:
     def sample_drafts(
         self,
         logits_SV: torch.Tensor,
-        known_ids_V: torch.Tensor,
+        known_ids_V: torch.Tensor | None,
         sharpness_1: torch.Tensor,
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
@@ -230,11 +230,19 @@ class Sampler:
     ) -> None:
         """Choose draft tokens like `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
 
-        logits_SV: all columns, on every rank. known_ids_V: their token ids (int64 [V], device). May be captured.
+        known_ids_V: the token ids of the columns (int64 [V], device), which are all on every rank; None if the columns
+        are those of `vocabulary`. May be captured.
         """
         arguments = row_index_S, positions_S, *self._temperature_and_seed, None, token_ids_S
         if self._rows.triton:
-            self._operations.choose(logits_SV, *arguments, known_ids_V=known_ids_V, sharpness_1=sharpness_1)
+            slice_of_ranks = self.vocabulary if known_ids_V is None else None
+            self._operations.choose(
+                logits_SV, *arguments, None, slice_of_ranks, known_ids_V=known_ids_V, sharpness_1=sharpness_1
+            )
+            return
+        if known_ids_V is None:
+            scaled_SV = logits_SV.float() * sharpness_1
+            self._choose_above(None, scaled_SV, row_index_S, positions_S, token_ids_S)
             return
         whole_SV = torch.full((len(logits_SV), self.vocabulary.whole_size), -torch.inf)
         whole_SV[:, known_ids_V] = logits_SV.float() * sharpness_1

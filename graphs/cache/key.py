@@ -68,17 +68,20 @@ OTHER_POOLING_FIELDS = tuple(
     )
 )
 # Fields of a model with recurrences.
-RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots"))
+RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots", "num_drafts"))
 # Fields of a draft head.
 HEAD_FIELDS = tuple(
     f"model.head.{name}"
-    for name in ("target_size", "num_aux_layers", "vocab_size", "norm_before_residual", "norm_before_fc")
+    for name in (
+        *("target_size", "num_aux_layers", "vocab_size"),
+        *("norm_before_residual", "norm_before_fc", "hidden_first", "shares_norm"),
+    )
 )
 # Fields of an engine with adapters: the shapes of their slots.
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
-# The layers whose inputs are also outputs; a factor only if there are any.
-AUX_LAYERS = "speculation.aux_layers"
+# Further outputs, for a draft head: inputs of layers, and hidden states beside logits; factors only if there are any.
+FOR_HEADS = ("speculation.aux_layers", "speculation.reads_hidden")
 # An 8-bit KV cache has other shapes, and scales; a factor only if it is not in the model's dtype.
 CACHE_FORMAT = "cache.kv_dtype"
 # Fields that matter only through model.rope.angle_scale, a constant in the graph.
@@ -188,14 +191,13 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
         *(*HEAD_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS),
     )
-    declared = {CACHE_FORMAT, AUX_LAYERS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
+    declared = {CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
     if flat[CACHE_FORMAT] != AUTO:
         factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
-    if flat[AUX_LAYERS]:
-        factors[AUX_LAYERS] = flat[AUX_LAYERS]
+    factors |= {name: flat[name] for name in FOR_HEADS if flat[name]}
     more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *HEAD_FIELDS, *ADAPTER_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

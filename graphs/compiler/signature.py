@@ -116,7 +116,7 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
         found[ADAPTED] = adapted_signature(config, adapters)
         if LOGITS in found:
             found[ADAPTED_LOGITS] = _with_adapters(found[LOGITS], adapters)
-    if head is not None:
+    if head is not None and not head.is_mtp:
         found[COMBINE] = combine_signature(config, head)
     return found
 
@@ -135,13 +135,16 @@ def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
 def forward_signature(config: EngineConfig) -> Signature:
     """Return the signature of the forward.
 
-    The forward returns the hidden states of all tokens, or in ranges for small batches their logits. Draft heads and
-    pooling models return hidden states in all ranges.
+    The forward returns the hidden states of all tokens, or in ranges for small batches their logits; for a draft head
+    that reads the last hidden states, both. Draft heads and pooling models return hidden states in all ranges.
     """
-    model = local_model(config)
+    model, speculation = local_model(config), config.speculation
     own = _of_model(config)
     arguments = (*FORWARD_ARGUMENTS, *(tensor.name for tensor in own))
     results = {"hidden_TD": f"model({', '.join(arguments)})"}
+    small: tuple[str, ...] = ()
+    if model.pooling is None and model.head is None:
+        small = ("logits_TV", "hidden_TD") if speculation.reads_hidden else ("logits_TV",)
     if model.pooling is None:
         results["logits_TV"] = "model.logits(hidden_TD)"
     shapes = model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size, config.cache_dtype)
@@ -152,10 +155,10 @@ def forward_signature(config: EngineConfig) -> Signature:
         results,
         returns=("hidden_TD",),
         ranges=compile_ranges(config),
-        small_returns=("logits_TV",) if model.pooling is None and model.head is None else (),
+        small_returns=small,
         asked=step_tensors(config.compile.passes),
         backend=config.attention_backend,
-        aux_layers=config.speculation.aux_layers,
+        aux_layers=speculation.aux_layers,
     )
 
 

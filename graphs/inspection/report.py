@@ -237,13 +237,15 @@ def _keys(config: Mapping[str, Any]) -> tuple[GraphKey, ...]:
     scheduler, given, draft = SchedulerConfig(**config["scheduler"]), config.get("speculation", {}), None
     if of_draft := given.get("draft"):
         draft = _graph(of_draft["graph"])
-    most, adapts, aux_layers = given.get("num_tokens", 0), given.get("adapts", False), given.get("aux_layers", ())
-    speculation = SpeculationConfig(num_tokens=most, adapts=adapts, aux_layers=tuple(aux_layers))
+    names = ("num_tokens", "adapts", "reads_hidden")
+    speculation = SpeculationConfig(
+        aux_layers=tuple(given.get("aux_layers", ())), **{name: given[name] for name in names if name in given}
+    )
     dispatcher = Dispatcher(_graph(config["graph"]), scheduler, query_lens=speculation.verified, rare=speculation.rare)
     longest, lengths = scheduler.max_model_len, speculation.lengths
     if draft is None:
         return dispatcher.keys
-    if not aux_layers:
+    if not speculation.has_head:
         return (*dispatcher.keys, *model_keys(Dispatcher(draft, scheduler, query_lens=(FIRST,)), lengths))
     steps = StepKeys.of(dispatcher.keys, longest, draft.decode_sizes if speculation.skips_head else None)
     prefills = dict.fromkeys(prefill_head_keys(steps.read.values(), longest).values())

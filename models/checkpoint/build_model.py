@@ -12,6 +12,7 @@ from compiled_engine.models.foreign.description import IMPORTING, skeleton
 from compiled_engine.models.foreign.find_description import find_description
 from compiled_engine.models.foreign.weights import mark_packed
 from compiled_engine.models.textbook import architectures
+from compiled_engine.models.textbook.mtp import make_mtp_layer
 from compiled_engine.models.textbook.pooler import Pooler
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.parallel.shards import Shard, compare_shapes
@@ -22,7 +23,8 @@ def build_model(config: ModelConfig) -> Any:
 
     The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD`. It also has
     `logits(hidden_RD) -> logits_RV` or, if it pools, `pooler(pooled_RW) -> result_RL`. The `forward` of an encoder with
-    token types also takes the token types, and with recurrences `forward` takes rows_R, see recurrence.sequences.
+    token types also takes the token types, and with recurrences `forward` takes rows_R, see recurrence.sequences. For
+    draft heads see textbook.architectures.
     Buffers (rotary frequencies) are fp32 on the CPU.
 
     T: tokens. R: requests. D: hidden size. V: vocabulary. W: width of pooled vectors. L: width of the pooler's results.
@@ -33,7 +35,7 @@ def build_model(config: ModelConfig) -> Any:
         from compiled_engine.models.foreign.transformers_model import build_foreign_model  # imports transformers
 
         model = build_foreign_model(config.transformers.config, config.dtype)[0]
-    return _with_pooler(_with_states(model, config), config)
+    return _completed(model, config)
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
@@ -41,7 +43,13 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
     code."""
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
-    model = skeleton(find_description(config.transformers.config, config.dtype, cache_dir))
+    return _completed(skeleton(find_description(config.transformers.config, config.dtype, cache_dir)), config)
+
+
+def _completed(model: Any, config: ModelConfig) -> Any:
+    """Add the parts that are not of transformers' code to a model of it."""
+    if config.head is not None:
+        return make_mtp_layer(model, config)
     return _with_pooler(_with_states(model, config), config)
 
 

@@ -137,6 +137,7 @@ FAMILIES = {
         local_theta=10_000.0,
     ),
     "LlamaForCausalLM": Family(None, None, _llama_biases, _no_windows),
+    "MiMoForCausalLM": Family(32, None, lambda fields: Biases(qkv=True), _qwen_windows),
     "MistralForCausalLM": Family(8, None, lambda fields: Biases(), _mistral_windows),
     "Qwen2ForCausalLM": Family(32, None, lambda fields: Biases(qkv=True), _qwen_windows),
     "Phi3ForCausalLM": Family(None, None, lambda fields: Biases(), _phi3_windows),

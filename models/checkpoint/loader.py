@@ -18,6 +18,7 @@ from compiled_engine.models.checkpoint.eagle3_folder import head_tensors
 from compiled_engine.models.checkpoint.kv_scales import find_kv_scales, kv_scales_of
 from compiled_engine.models.checkpoint.match_tensors import Matched, match_tensors
 from compiled_engine.models.checkpoint.merged_adapter import merge
+from compiled_engine.models.checkpoint.mtp_layer import mtp_tensors, without_mtp_layers
 from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
 from compiled_engine.models.checkpoint.packed_weights import PackedWeight
 from compiled_engine.models.checkpoint.parameters import Weights
@@ -130,16 +131,20 @@ def check_weights(
     Raises ValueError if tensors are missing, unexpected, of a wrong shape, of a dtype not in STORED_DTYPES, or tied but
     different.
     """
-    if config.wrapper is not None:
+    if config.head is not None and config.head.is_mtp:
+        tensors = mtp_tensors(tensors, config)
+    elif config.wrapper is not None:
         tensors, unread = text_tensors(tensors)
         parts_unread = ", ".join(f"{part} ({count})" for part, count in unread.items())
         log.info("%s: tensors that are not read, by part: %s", config.path, parts_unread or "none")
+    if config.head is None:
+        tensors = without_mtp_layers(tensors, config.architecture)
     tensors, packed = read_weights(tensors, config.quantisation, config.path)
     if config.merged_adapter is not None:
         tensors = merge(read_adapter(config.merged_adapter), tensors, config.dtype)
     if config.pooling is not None:
         tensors = pooling_tensors(tensors, dict(model.named_parameters(remove_duplicate=False)), config)
-    if config.head is not None:
+    if config.head is not None and not config.head.is_mtp:
         tensors = head_tensors(tensors, config)
     matched = match_tensors(tensors, model, config, cache_dir)
     parts: dict[str, list[Placement]] = {}

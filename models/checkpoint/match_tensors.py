@@ -17,9 +17,10 @@ from compiled_engine.models.checkpoint.mxfp4 import BYTES
 from compiled_engine.models.checkpoint.pooling_folder import POOLER
 from compiled_engine.models.checkpoint.quantised_tensors import KV_SCALES, Stored, encoded, find_stored
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES
-from compiled_engine.models.foreign.placement import Placement, Span
+from compiled_engine.models.foreign.placement import Placement, Span, whole
 from compiled_engine.models.foreign.weights import find_weight_plan
 from compiled_engine.models.textbook.experts import Experts
+from compiled_engine.models.textbook.mtp import PROJECTION
 
 RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
 Shape = tuple[int, ...]
@@ -95,9 +96,12 @@ def _of_transformers(
     shapes: Mapping[str, Shape],
     cache_dir: Path | None,
 ) -> tuple[list[Placement], Problems]:
-    """Match the checkpoint's tensors to the model's as transformers does. A pooler's tensors are matched by name."""
-    of_pooler = [name for name in shapes if name.startswith(f"{POOLER}.")]
-    stated = {name: shape for name, shape in shapes.items() if name not in of_pooler}
+    """Match the checkpoint's tensors to the model's as transformers does.
+
+    Tensors of a pooler, and of the projection of an MTP layer, are matched by name.
+    """
+    added = [name for name in shapes if name.startswith((f"{POOLER}.", f"{PROJECTION}.")) and name in own]
+    stated = {name: shape for name, shape in shapes.items() if name not in added}
     try:
         plan = find_weight_plan(model, config.dtype, stated, cache_dir)
     except ValueError as error:
@@ -105,7 +109,7 @@ def _of_transformers(
     placements = list(plan.placements)
     if config.pooling is not None:  # a pooling model has no output projection
         placements = [placement for placement in placements if placement.target in own]
-        placements += [Placement(name, _all_of(shapes[name]), name, _all_of(shapes[name])) for name in of_pooler]
+    placements += [whole(name, name, shapes[name]) for name in added]
     return placements, {"unexpected": list(plan.unexpected)}
 
 

@@ -31,10 +31,11 @@ class Step:
         self.rows_R: torch.Tensor | None = None
 
     def sequences(self) -> Sequences:
-        """Return the step's requests as recurrences take them: state rows, query starts and context lengths."""
-        assert self.inputs is not None
+        """Return the step's requests as recurrences take them."""
+        inputs = self.inputs
+        assert inputs is not None
         assert self.rows_R is not None
-        return Sequences(self.rows_R, self.inputs.query_start_loc_R1, self.inputs.seq_lens_R)
+        return Sequences(self.rows_R, inputs.query_start_loc_R1, inputs.seq_lens_R, inputs.host_3)
 
 
 # Experts for transformers' `ExpertsInterface`, written as in the textbook; a pass turns them into one op.

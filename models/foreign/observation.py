@@ -20,11 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from compiled_engine.config import RowState
 from compiled_engine.models.foreign.recurrence import (
     ACTIVATIONS,
-    CONV_STATE,
-    RULE_STATE,
     functions_used,
+    has_recurrent_family,
     recurrent_modules,
 )
+from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
 
 _NAME = "compiled_engine_observing"
 _TOKENS = 3
@@ -252,8 +252,8 @@ def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -
     paths = {module: path for path, module in recurrent_modules(model)}
     recurrences = _Recurrences(paths)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    # With recurrences transformers reads the mask's values, so it cannot be on the meta device.
-    mask = torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu" if paths else "meta")
+    # In families with recurrences transformers reads the mask's values, so it cannot be on the meta device.
+    mask = torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu" if has_recurrent_family(model) else "meta")
     try:
         options = {} if encodes else {"use_cache": False}
         with torch.no_grad(), functions_used(model, recurrences), _watched(observer, layers), observer:

@@ -8,6 +8,7 @@ subclass's forward is the same code, in which these names refer to the engine's 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -17,10 +18,10 @@ import torch
 from torch import nn
 
 from compiled_engine.models.foreign.interfaces import Step
+from compiled_engine.recurrence.delta_rule import Drafted
 from compiled_engine.recurrence.op import conv_state_or_value, delta_rule_or_value
+from compiled_engine.recurrence.states import CONV_STATE, RULE_DRAFTS, RULE_LENGTHS, RULE_STATE
 
-# Names of the module buffers that hold the states.
-CONV_STATE, RULE_STATE = "conv_state", "rule_state"
 # Names of activations: transformers' to the op's.
 ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
@@ -79,8 +80,8 @@ class StepFunctions:
         **others: Any,
     ) -> torch.Tensor:
         x_TD = hidden_states.squeeze(0).transpose(0, 1)
-        state_SDL = getattr(self.module, CONV_STATE)
-        out_TD = conv_state_or_value(x_TD, weight, bias, ACTIVATIONS[activation], state_SDL, self._step.sequences())
+        state_SDN = getattr(self.module, CONV_STATE)
+        out_TD = conv_state_or_value(x_TD, weight, bias, ACTIVATIONS[activation], state_SDN, self._step.sequences())
         return out_TD.transpose(0, 1).unsqueeze(0)
 
     def apply_rule(
@@ -94,9 +95,11 @@ class StepFunctions:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         q_TGk, k_TGk, v_THv, g_TH, beta_TH = (x.squeeze(0) for x in (query, key, value, g, beta))
-        state_SHkv, sequences = getattr(self.module, RULE_STATE), self._step.sequences()
+        state_SHkv, drafted = getattr(self.module, RULE_STATE), None
+        if hasattr(self.module, RULE_DRAFTS):
+            drafted = Drafted(getattr(self.module, RULE_DRAFTS), getattr(self.module, RULE_LENGTHS))
         out_THv = delta_rule_or_value(
-            q_TGk, k_TGk, v_THv, g_TH, beta_TH, use_qk_l2norm_in_kernel, state_SHkv, sequences
+            q_TGk, k_TGk, v_THv, g_TH, beta_TH, use_qk_l2norm_in_kernel, state_SHkv, drafted, self._step.sequences()
         )
         return out_THv.unsqueeze(0), None
 
@@ -122,9 +125,19 @@ def _class_with(functions: Functions, theirs: type[nn.Module]) -> type[nn.Module
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of each module that calls one of the recurrence functions."""
     for path, module in model.named_modules():
-        forward = inspect.unwrap(type(module).forward)
-        if isinstance(forward, FunctionType) and not _NAMES.keys().isdisjoint(forward.__code__.co_names):
+        if _is_recurrent(type(module)):
             yield path, module
+
+
+def has_recurrent_family(model: nn.Module) -> bool:
+    """Return whether the code of the model's family has recurrences, although the model itself may have none."""
+    classes = [each for each in vars(sys.modules[type(model).__module__]).values() if isinstance(each, type)]
+    return any(issubclass(each, nn.Module) and _is_recurrent(each) for each in classes)
+
+
+def _is_recurrent(module_class: type[nn.Module]) -> bool:
+    forward = inspect.unwrap(module_class.forward)
+    return isinstance(forward, FunctionType) and not _NAMES.keys().isdisjoint(forward.__code__.co_names)
 
 
 def use_functions(model: nn.Module, functions: Functions) -> dict[nn.Module, type[nn.Module]]:

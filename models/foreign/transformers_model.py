@@ -58,12 +58,35 @@ class CausalLM:
         Writes this step's keys and values into kv_caches, and updates the states of recurrences in place. rows_R: see
         recurrence.sequences.
         """
-        self.step.inputs, self.step.kv_caches, self.step.rows_R = attention_inputs, kv_caches, rows_R
+        self.step.rows_R = rows_R
+        return self._decode({"input_ids": input_ids_T}, positions_T, attention_inputs, kv_caches)
+
+    def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, D] of tokens."""
+        return self.get_input_embeddings()(input_ids_T)  # type: ignore[attr-defined,no-any-return]
+
+    def decode(
+        self,
+        embedded_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids."""
+        return self._decode({"inputs_embeds": embedded_TD}, positions_T, attention_inputs, kv_caches)
+
+    def _decode(
+        self,
+        tokens: dict[str, torch.Tensor],
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        self.step.inputs, self.step.kv_caches = attention_inputs, kv_caches
         # torch 2.11 does not know the range of T while tracing; with it, a slice from -T is the whole tensor.
-        torch._check(input_ids_T.shape[0] >= 1)
-        output = self.base_model(
-            input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
-        )
+        torch._check(positions_T.shape[0] >= 1)
+        ((name, tensor),) = tokens.items()
+        output = self.base_model(**{name: tensor.unsqueeze(0)}, position_ids=positions_T.unsqueeze(0), use_cache=False)
         return output[0].squeeze(0)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

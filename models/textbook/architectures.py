@@ -9,6 +9,7 @@ from compiled_engine.models.textbook.eagle3 import Eagle3Head
 from compiled_engine.models.textbook.gemma2 import Gemma2ForCausalLM
 from compiled_engine.models.textbook.gemma3 import Gemma3ForCausalLM
 from compiled_engine.models.textbook.llama import LlamaForCausalLM
+from compiled_engine.models.textbook.mtp import make_mtp_layer
 from compiled_engine.models.textbook.phi3 import Phi3ForCausalLM
 from compiled_engine.models.textbook.qwen3 import Qwen3ForCausalLM
 from compiled_engine.models.textbook.qwen3_moe import Qwen3MoeForCausalLM
@@ -17,6 +18,7 @@ ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MiMoForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
@@ -29,10 +31,13 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
     """Build the model on the meta device, in config.dtype; `parameters.materialize` allocates its parameters.
 
     The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and `logits(hidden_RD)
-    -> logits_RV`. A draft head's `forward` also takes features, and the head has `combine(aux_hidden_states_TE) ->
+    -> logits_RV`. A draft head's `forward` also takes features. An EAGLE-3 head has `combine(aux_hidden_states_TE) ->
     features_TD`, where E elements are hidden states of several layers. Buffers (rotary frequencies) are fp32 on the
     CPU.
     """
+    head = config.head
     with torch.device("meta"):
-        model = ARCHITECTURES[config.architecture](config) if config.head is None else Eagle3Head(config, config.head)
-    return model.eval().requires_grad_(False)
+        if head is not None and not head.is_mtp:
+            return Eagle3Head(config, head).eval().requires_grad_(False)
+        model = ARCHITECTURES[config.architecture](config).eval().requires_grad_(False)
+    return model if head is None else make_mtp_layer(model, config)

@@ -101,7 +101,12 @@ class LlamaModel(nn.Module):
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        x_TD = self.embed_tokens(input_ids_T)
+        return self.decode(self.embed_tokens(input_ids_T), positions_T, inputs, kv_caches)
+
+    def decode(
+        self, x_TD: torch.Tensor, positions_T: torch.Tensor, inputs: AttentionInputs, kv_caches: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return hidden states [T, D] after the final norm, from the inputs [T, D] of the first layer."""
         cos_T1d, sin_T1d = self.rotary_emb(positions_T)
         x_TD = self.layers(x_TD, cos_T1d, sin_T1d, inputs, kv_caches)
         return self.norm(x_TD)
@@ -134,6 +139,22 @@ class LlamaForCausalLM(nn.Module):
         keys and values are written into them.
         """
         return self.model(input_ids_T, positions_T, attention_inputs, kv_caches)
+
+    def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, D] of tokens."""
+        embedded_TD: torch.Tensor = self.model.embed_tokens(input_ids_T)
+        return embedded_TD
+
+    def decode(
+        self,
+        embedded_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids."""
+        hidden_TD: torch.Tensor = self.model.decode(embedded_TD, positions_T, attention_inputs, kv_caches)
+        return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] in the model's dtype, for the rows of hidden states to be sampled."""

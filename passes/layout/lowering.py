@@ -29,6 +29,7 @@ from compiled_engine.passes.framework.parameter import KEPT, Parameter, made
 from compiled_engine.passes.layout.normalise_layout import NormaliseLayout
 from compiled_engine.passes.norm.norms import is_scaled_by_root
 from compiled_engine.recurrence.op import VALUES
+from compiled_engine.recurrence.states import CONV_STATE, RULE_STATE
 
 # Arithmetic on a parameter alone moves to weight loading: Gemma's 1 + weight, a weight in another dtype.
 #
@@ -127,9 +128,10 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of parameters that hold the state of a recurrence."""
-        inputs = graph.find_nodes(op="placeholder")
-        return sum(1 for node in inputs if node.users and is_parameter(node) and parameter_of(node).role == KEPT)
+        """Return the number of recurrences' states: parameters, of which a delta rule may have others beside it."""
+        inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
+        kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
+        return sum(name.rpartition(".")[2] in (CONV_STATE, RULE_STATE) for name in kept)
 
     def run(self, graph: fx.Graph) -> PassResult:
         matches: Counter[str] = Counter()

@@ -25,6 +25,7 @@ from compiled_engine.bench.bounds import (
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.resolve.recurrences import resolve_states
 
 SIZES = ModelSizes(
     weight_bytes=1000, linear_params=100, head_params=10, kv_bytes_per_token=4, attention_flops=8, windows=(None, None)
@@ -169,6 +170,7 @@ def test_the_bounds_of_hybrid_shapes(
     parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
     assert round(parameters / 1e9, 1 if billions > 2 else 2) == billions
     assert sizes.state_bytes / 2**20 == pytest.approx(state_mib, rel=0.01)
+    assert model_sizes(resolve_states(config, 3)) == sizes  # what drafts add is no part of the least that a step reads
     decode, first = step_bytes(sizes, [Chunk(1, 1)]), step_bytes(sizes, [Chunk(0, 1)])
     assert decode - first == sizes.state_bytes + layers * sizes.kv_bytes_per_token
     if "moe" in config.architecture.lower():

@@ -19,29 +19,16 @@ from eagle_heads import (
     write_exact_head,
     write_head,
 )
+from head_engines import ENGINE, PENALISED, SAMPLING, VOCAB, generate, record_drafts
 from scripted_drafts import AnyLength, AtRest
 
-from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.features import registry
-from compiled_engine.features.speculation.eagle import EagleDrafter
+from compiled_engine.features.speculation.draft_head import DraftHead
 from compiled_engine.llm import LLM
-from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
-# Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
-ENGINE: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "progress": False,
-    "max_model_len": 96,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 32,
-    "block_size": 4,
-    "num_blocks": 36,
-    "tokenizer": str(BUNDLED_MODEL_PATH),
-}
-VOCAB, NUM_DRAFTS = 131, 3
+NUM_DRAFTS = 3
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -55,21 +42,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     make_checkpoint(folder, "qwen3", hidden_size=64, vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
     return folder
-
-
-def prompts() -> list[dict[str, list[int]]]:
-    """Some longer than a step, and each twice, so that the second finds the blocks of the first."""
-    texts = [[(7 * i + 3 * j * j) % VOCAB for j in range(5 + 9 * i)] for i in range(6)]
-    return [{"prompt_token_ids": text} for text in texts for _ in range(2)]
-
-
-def generate(llm: LLM, **sampling: Any) -> list[list[int]]:
-    params = [
-        SamplingParams(seed=i, max_tokens=14 + i, ignore_eos=True, detokenize=False, **sampling) for i in range(12)
-    ]
-    outputs = llm.generate(prompts(), params, use_tqdm=False)
-    llm.core.check_integrity()
-    return [list(each.token_ids) for output in outputs for each in output.outputs]
 
 
 @pytest.mark.parametrize(
@@ -87,21 +59,7 @@ def test_drafts_are_those_of_the_whole_sequence(
     config = head_config(target, **changes)
     num_aux_layers, before_fc = len(config["eagle_aux_hidden_state_layer_ids"]), config.get("norm_before_fc", False)
     tensors = random_tensors(config, num_aux_layers=num_aux_layers, norm_before_fc=before_fc)
-    seen: dict[tuple[int, ...], list[int]] = {}
-    receive = EagleDrafter.receive
-
-    def record(self: EagleDrafter, batch: InputBatch, hidden_wanted: bool) -> None:
-        drafting, states = self._drafting, self._states
-        assert drafting is not None
-        assert states.ahead_SK is not None
-        receive(self, batch, hidden_wanted)
-        for place, row in enumerate(drafting.rows.tolist()):
-            known = tuple(states.all_token_ids(row)[: int(states.num_computed_S[row]) + 1].tolist())
-            room = sum(count > place for count in drafting.num_drafting)
-            drafts = states.ahead_SK[row, :room].tolist()
-            assert seen.setdefault(known, drafts)[:room] == drafts[: len(seen[known])]
-
-    monkeypatch.setattr(EagleDrafter, "receive", record)
+    seen = record_drafts(monkeypatch)
     with LLM(model=str(target), mode="eager", **ENGINE, **eagle(write_head(tmp_path, config, tensors))) as llm:
         generate(llm, temperature=0)
         metrics = llm.metrics()
@@ -128,15 +86,6 @@ def exact(request: pytest.FixtureRequest, bigram: Path, tmp_path_factory: pytest
     options["speculative_config"]["draft_sharpness"] = 1  # with another one the noise decides otherwise
     with LLM(model=str(bigram), mode=request.param, **ENGINE, **options) as llm:
         yield llm
-
-
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1.1},
-    {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
-    {"temperature": 0.7, "logit_bias": {100: 3.0}, "allowed_token_ids": list(range(0, VOCAB, 2)), "min_tokens": 9},
-]
-PENALISED: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.2, "logprobs": 2}
 
 
 @pytest.mark.parametrize("sampling", SAMPLING[:3], ids=", ".join)  # the head does not know of biases
@@ -193,14 +142,14 @@ def test_requests_at_rest_have_the_same_tokens(
     """Beside others with drafts, behind a cached prefix that the head has not read, and computed again. No key or value
     of the head's cache is a number until it is written, and the head's weights are such that drafts may be none."""
     monkeypatch.setattr(registry, "DraftLength", AnyLength)
-    allocate = EagleDrafter.allocate
+    allocate = DraftHead.allocate
 
-    def allocate_poisoned(self: EagleDrafter, num_blocks: int) -> None:
+    def allocate_poisoned(self: DraftHead, num_blocks: int) -> None:
         allocate(self, num_blocks)
         for cache in self.model.kv_caches:
             cache.fill_(torch.nan)
 
-    monkeypatch.setattr(EagleDrafter, "allocate", allocate_poisoned)
+    monkeypatch.setattr(DraftHead, "allocate", allocate_poisoned)
     config = head_config(target)
     options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
     options["speculative_config"]["enable_adaptive_verification"] = True
@@ -234,9 +183,9 @@ def test_a_head_at_rest_computes_nothing(
     """The engine takes as many steps as without a head."""
     monkeypatch.setattr(registry, "DraftLength", AtRest)
     passes: list[int] = []
-    one_pass = EagleDrafter._forward
+    one_pass = DraftHead._forward
 
-    def counted(self: EagleDrafter, *given: Any, distinct: bool) -> torch.Tensor:
+    def counted(self: DraftHead, *given: Any, distinct: bool) -> torch.Tensor:
         passes.append(1)
         return one_pass(self, *given, distinct=distinct)
 
@@ -244,7 +193,7 @@ def test_a_head_at_rest_computes_nothing(
     options = eagle(write_head(tmp_path, config, random_tensors(config, seed=3)))
     options["speculative_config"]["enable_adaptive_verification"] = True
     with LLM(model=str(target), mode="eager", **ENGINE, **options) as llm:
-        monkeypatch.setattr(EagleDrafter, "_forward", counted)
+        monkeypatch.setattr(DraftHead, "_forward", counted)
         before, tokens = plain.metrics()["steps"], generate(plain, temperature=0)
         assert generate(llm, temperature=0) == tokens
         metrics = llm.metrics()

@@ -29,7 +29,7 @@ from compiled_engine.engine import runner as model_runner
 from compiled_engine.engine.input_batch import InputBatch
 from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.features import registry
-from compiled_engine.features.speculation.eagle import EagleDrafter
+from compiled_engine.features.speculation.draft_head import DraftHead
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.processes.start_cores import start_core
 
@@ -202,9 +202,9 @@ def test_drafts_are_those_of_the_whole_sequence(
     tensors = random_tensors(config)
     head = write_head(tmp_path / "head", config, tensors)
     seen: dict[tuple[int, ...], list[int]] = {}
-    receive = EagleDrafter.receive
+    receive = DraftHead.receive
 
-    def record(self: EagleDrafter, batch: InputBatch, hidden_wanted: bool) -> None:
+    def record(self: DraftHead, batch: InputBatch, hidden_wanted: bool) -> None:
         drafting, states = self._drafting, self._states
         assert drafting is not None
         known = {}
@@ -218,7 +218,7 @@ def test_drafts_are_those_of_the_whole_sequence(
             drafts = states.ahead_SK[row, :room].tolist()
             assert seen.setdefault(known[row], drafts)[:room] == drafts[: len(seen[known[row]])]
 
-    monkeypatch.setattr(EagleDrafter, "receive", record)
+    monkeypatch.setattr(DraftHead, "receive", record)
     options = {"model": str(target), "skip_tokenizer_init": True, "num_blocks": 28}
     core = start_core(config_of(GraphMode.FULL_AND_PIECEWISE, of_head(head, 3), **options), SilentProgress())
     run(core, few(({"temperature": 0.0},)))

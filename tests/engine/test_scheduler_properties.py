@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=max(budget, max_new_tokens_per_step),
             max_new_tokens_per_step=max_new_tokens_per_step,
             yields=yields_of(seed),
-            num_snapshots=num_snapshots if max_new_tokens_per_step == 1 else 0,  # recurrences have no drafts
+            num_snapshots=num_snapshots,
             draft_length=draft_length_of(max_new_tokens_per_step, skips_head),
             **limits,  # type: ignore[arg-type]
         )
@@ -203,7 +203,7 @@ def test_a_heavy_load_is_served_in_full(
         num_micro_batches=num_micro_batches,
         max_new_tokens_per_step=max_new_tokens_per_step,
         yields=yields_of(seed),
-        num_snapshots=rng.choice([0, 1, 3, 40]) if max_new_tokens_per_step == 1 else 0,
+        num_snapshots=rng.choice([0, 1, 3, 40]),
         draft_length=draft_length_of(max_new_tokens_per_step, rng.random() < 0.5),
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]

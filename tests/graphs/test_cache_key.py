@@ -32,8 +32,8 @@ from compiled_engine.graphs.cache.environment import (
 )
 from compiled_engine.graphs.cache.key import (
     ANGLE_SCALE_FIELDS,
-    AUX_LAYERS,
     CACHE_FORMAT,
+    FOR_HEADS,
     GRAPH_FIELDS,
     OTHER_FIELDS,
     RANK_PACKAGES,
@@ -158,6 +158,7 @@ PERTURBED: dict[str, Any] = {
     "speculation.lookup_min": 2,
     "speculation.acceptance_rates": (0.5,),
     "speculation.aux_layers": (0,),
+    "speculation.reads_hidden": True,
     "speculation.adapts": True,
     "speculation.sharpnesses": (3.0,),
 }
@@ -217,7 +218,7 @@ def test_every_field_is_perturbed(base: EngineConfig) -> None:
 
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
-    assert sorted([CACHE_FORMAT, AUX_LAYERS, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(
+    assert sorted([CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(
         flat_fields(base)
     )
 

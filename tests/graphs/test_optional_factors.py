@@ -49,7 +49,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "model.recurrences": (
         Recurrences((RowState("conv", (4, 3), "float32"),), 8, 2),
-        {"states": (RowState("conv", (4, 2), "float32"),), "num_rows": 9, "num_snapshots": 3},
+        {"states": (RowState("conv", (4, 2), "float32"),), "num_rows": 9, "num_snapshots": 3, "num_drafts": 2},
         {},
     ),
     "model.head": (
@@ -60,6 +60,8 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "vocab_size": 50,
             "norm_before_residual": True,
             "norm_before_fc": True,
+            "hidden_first": True,
+            "shares_norm": True,
         },
         {},
     ),

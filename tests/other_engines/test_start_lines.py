@@ -51,7 +51,8 @@ SHAPE = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-
+# The architecture for lines with an MTP layer.
+WITH_MTP = "MiMoForCausalLM"
 
 COMMANDS: Any = typer.main.get_command(app)
 # typer's errors of usage have no public class.
@@ -81,7 +82,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text("{{ messages }}")
     (tmp_path / "GPT-OSS_Blackwell.yaml").write_text(YAML)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     (tmp_path / "vocab.json").write_text(json.dumps({"no": 0, "yes": 1}))
     monkeypatch.chdir(tmp_path)
 
@@ -95,6 +95,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(words: list[str], folder: Path) -> Any:
     """Read a line, and resolve its options for a checkpoint in the folder. Returns the server's options. Raises
     BadInputError, or an error of typer's."""
+    # Models of the lines are not here; one that a line names twice is the same both times.
+    words = [words[0], *(word.replace(f'"{words[0]}"', json.dumps(str(folder))) for word in words[1:])]
+    architecture = WITH_MTP if any("mtp" in word for word in words) else SHAPE["architectures"][0]
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"architectures": [architecture]}))
     try:
         COMMANDS.commands["serve"].main(words, standalone_mode=False)
     except Started as started:

@@ -16,6 +16,7 @@ from compiled_engine.passes.registry import registered_passes
 from compiled_engine.recurrence.op import CONV_STATE
 
 SEQUENCES = {"rows": torch.tensor([2, 0]), "starts": torch.tensor([0, 1, 5]), "lens": torch.tensor([3, 4])}
+SEQUENCES["host"] = torch.tensor([1, 4, 4])
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 

@@ -19,7 +19,7 @@ from test_import_directions import imports_of, modules, within
 # By feature, the words that its names have, whatever stands around them. Kernels' own masks, memory pools, progress
 # that is told in stages and writes that are staged are no features.
 WORDS = {
-    "speculation": r"draft|eagle|n_?gram|specul|taps?(?![a-z])|aux_(hidden|layers)|sharpness|accept|verif"
+    "speculation": r"draft|eagle|mtp|n_?gram|specul|taps?(?![a-z])|aux_(hidden|layers)|sharpness|accept|verif"
     r"|(?<![a-z])(rests|rested|resting|let_rest|plain|follows?|head(?!_dim|_width))(?![a-z])",
     # The idea in the engine that drafts need, in its own words: they cost a reader as much. Rows at an offset are the
     # core's own idea.

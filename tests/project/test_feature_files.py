@@ -37,8 +37,8 @@ FEATURES = {
     "sleep": (r"sleep(s|_mode|ing)?(?![a-z])(?! \()|wake_up", ("features.sleep",)),
     "weight updates": (r"weight_(update|version)|update_calls", ("features.weight_updates",)),
     "speculation": (
-        r"draft|eagle|specul|aux_(hidden|layers)|sharpness|model \. head(?![a-z_])",
-        ("features.speculation", "models.textbook.eagle3"),
+        r"draft|eagle|mtp|specul|aux_(hidden|layers)|reads_hidden|sharpness|model \. head(?![a-z_])",
+        ("features.speculation", "models.textbook.eagle3", "models.textbook.mtp"),
     ),
 }
 NOT_COUNTED = (
@@ -46,7 +46,7 @@ NOT_COUNTED = (
     *("passes", "models.checkpoint", "models.foreign", "models.bundled"),
     *("server", "cli", "bench", "tune", "features.registry", "features.request_registry"),
     *("sampling.params", "sampling.other_params"),
-    *("attention.backends", "attention.case"),  # kernels, for any request with several rows
+    *("attention.backends", "attention.case", "recurrence"),  # kernels, for any request with several rows
 )
 
 

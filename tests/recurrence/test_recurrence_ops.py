@@ -17,6 +17,7 @@ from compiled_engine.recurrence.sequences import Sequences
 STEPS = ((7, 0, 1), (1, 70, 0), (0, 1, 2), (5, 1, 1))
 ROWS = (3, 0, 2)
 LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
+LONGEST = max(LENGTHS)
 
 
 def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], Sequences]]:
@@ -33,6 +34,7 @@ def in_steps(whole: list[list[torch.Tensor]]) -> list[tuple[list[torch.Tensor], 
             torch.tensor([*(ROWS[n] for n in requests), -1]).int(),
             torch.tensor([0, *lens, 1]).cumsum(0).int(),
             torch.tensor([*(done[n] for n in requests), 0]).int(),
+            torch.tensor([0, max(*lens, 1), LONGEST]).int(),
         )
         steps.append((packed, sequences))
     return steps
@@ -56,27 +58,27 @@ def test_convolutions_in_steps_are_those_of_whole_sequences(width: int, activati
     weight_DW = torch.randn(12, width, generator=generator)
     bias_D = torch.randn(12, generator=generator) if activation else None
     whole = [[torch.randn(length, 12, generator=generator)] for length in LENGTHS]
-    state_SDL = torch.full((4, 12, width - 1), NAN)
+    state_SDN = torch.full((4, 12, width - 1), NAN)
     outputs = []
     for (x_TD,), sequences in in_steps(whole):
         outputs.append(torch.full_like(x_TD, NAN))
-        convolve(x_TD, weight_DW, bias_D, activation or "", None, None, state_SDL, outputs[-1], *sequences)
+        convolve(x_TD, weight_DW, bias_D, activation or "", None, None, state_SDN, outputs[-1], *sequences)
     for (x_TD,), found_TD in zip(whole, unpacked(outputs), strict=True):
         expected = modeling_qwen3_next.causal_conv1d_fn(x_TD.T[None], weight_DW, bias_D, activation=activation)
         torch.testing.assert_close(found_TD, expected[0].T)
-    assert state_SDL[1].isnan().all()
+    assert state_SDN[1].isnan().all()
     for row, (x_TD,) in zip(ROWS, whole, strict=True):
-        kept = min(len(x_TD), width - 1)
-        assert torch.equal(state_SDL[row, :, width - 1 - kept :], x_TD[len(x_TD) - kept :].T)
+        for position in range(max(0, len(x_TD) - width + 1), len(x_TD)):
+            assert torch.equal(state_SDN[row, :, position % (width - 1)], x_TD[position])
 
 
 @pytest.mark.parametrize("activation", ["", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_a_convolution_are_those_around_it(dtype: torch.dtype, activation: str) -> None:
     for step in STEPS_OF_CASES:
-        (x_TD, weight_DW, bias_D, _, factor_TD, gate_TD, state_SDL, _), sequences = convolution(step, 2, dtype)
+        (x_TD, weight_DW, bias_D, _, factor_TD, gate_TD, state_SDN, _), sequences = convolution(step, 2, dtype)
         expected, found = torch.full_like(factor_TD, NAN), torch.full_like(factor_TD, NAN)
-        states = state_SDL, state_SDL.clone()
+        states = state_SDN, state_SDN.clone()
         around = weight_DW, bias_D, activation
         convolve(x_TD * factor_TD, *around, None, None, states[0], expected, *sequences)
         convolve(x_TD, *around, factor_TD, gate_TD, states[1], found, *sequences)
@@ -106,7 +108,7 @@ def test_delta_rules_in_steps_are_those_of_whole_sequences(group: int) -> None:
     outputs = []
     for operands, sequences in in_steps(whole):
         outputs.append(torch.full_like(operands[2], NAN))
-        apply_rule(*operands, True, state_SHkv, outputs[-1], *sequences)
+        apply_rule(*operands, True, state_SHkv, None, None, outputs[-1], *sequences)
     for number, (q, k, v, g, beta) in enumerate(whole):
         batch = [x[None] for x in (q.repeat_interleave(group, 1), k.repeat_interleave(group, 1), v)]
         expected, state = modeling_qwen3_next.torch_recurrent_gated_delta_rule(

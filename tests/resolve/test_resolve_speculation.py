@@ -80,7 +80,7 @@ def test_tokens_to_look_for(value: Any, bounds: tuple[int, int]) -> None:
         ),
         (
             of(method="eagle", moe_backend="triton"),
-            "['method'] is 'eagle'; allowed: ngram, draft_model, eagle3, or no speculative_config, which changes no",
+            "['method'] is 'eagle'; allowed: ngram, draft_model, eagle3, mtp, or no speculative_config, which",
         ),
         (of(method="draft_model"), "speculative_config has no 'model', which it must have"),
         (of(model="a"), "speculative_config['model'] is 'a', but 'method' is 'ngram'; allowed with it: 'draft_model'"),

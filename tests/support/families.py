@@ -225,7 +225,7 @@ def family(name: str) -> Family:
     return found
 
 
-def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.float32) -> Any:
+def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Write a random checkpoint of that dtype, and return the model as transformers loads it, in fp32.
 
     Nothing is left at zero or one, and matrices are large enough for peaked distributions.
@@ -234,7 +234,7 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
 
     config = AutoConfig.for_model(case.name, **case.config())
     model: Any = _auto_class(config).from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -3,91 +3,148 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from compiled_engine.recurrence.convolution import convolve_reference
 from compiled_engine.recurrence.convolution_triton import convolve_triton
-from compiled_engine.recurrence.delta_rule import apply_rule_reference
+from compiled_engine.recurrence.delta_rule import Drafted, apply_rule_reference
 from compiled_engine.recurrence.delta_rule_triton import apply_rule_triton
 from compiled_engine.recurrence.sequences import Sequences
 
 NUM_ROWS = 7
 NAN = float("nan")
-# Tokens of each request in the step, and those before it; None: a row of padding.
-STEPS: tuple[tuple[tuple[int, int | None], ...], ...] = (
-    ((1, 4), (1, 0), (1, None)),
-    ((1, 9), (5, 0), (2, 1), (33, 7), (3, None)),
-    ((2, 0), (1, 3), (0, None), (0, None)),
-    ((21, 0),),
-    ((1, 0), (1, 1), (1, 2), (4, 30), (4, None), (0, None)),
+
+
+class Of(NamedTuple):
+    """A request in a step: its tokens, and those before; its drafts, and rows for drafts that do not exist; how many
+    drafts of the step before were right. A step of requests with as many rows of one token says so."""
+
+    length: int
+    before: int | None  # None: a row of padding
+    drafts: int = 0
+    missing: int = 0
+    right: int = 0
+
+
+STEPS: tuple[tuple[Of, ...], ...] = (
+    (Of(1, 4), Of(1, 0), Of(1, None)),
+    (Of(1, 9), Of(5, 0), Of(2, 1), Of(33, 7), Of(3, None)),
+    (Of(2, 0), Of(1, 3), Of(0, None), Of(0, None)),
+    (Of(21, 0),),
+    (Of(1, 0), Of(1, 1), Of(1, 2), Of(4, 30), Of(4, None), Of(0, None)),
+)
+MOST_DRAFTS = 3
+DRAFTED_STEPS: tuple[tuple[Of, ...], ...] = (
+    (Of(1, 4, 3, 0, 2), Of(1, 1, 0, 3), Of(1, 30, 2, 1, 3), Of(1, 8, 1, 2), Of(1, None, 0, 3)),
+    (Of(1, 4, 1, 0, 3), Of(1, 2, 1, 0, 1), Of(1, 6, 0, 1)),
+    (Of(4, 2), Of(1, 6, 0, 0, 2), Of(0, None), Of(0, None), Of(0, None)),
+    (Of(1, 7, 3, 0, 3), Of(1, 0), Of(1, 5, 2, 1, 1), Of(5, 0), Of(2, 6), Of(33, 7), Of(3, None)),
+    (Of(1, 2, 1, 0, 1), Of(1, 9, 0, 1), Of(1, None), Of(1, None)),
+    (Of(1, 3, 0, 0, 2), Of(2, 0), Of(1, 8)),
 )
 
 
-def sequences_of(step: Sequence[tuple[int, int | None]], generator: torch.Generator) -> Sequences:
-    """The step's requests, each in a random row."""
-    rows = torch.randperm(NUM_ROWS, generator=generator)[: len(step)].tolist()
-    lens = [length for length, _ in step]
-    return Sequences(
-        torch.tensor([-1 if before is None else row for row, (_, before) in zip(rows, step, strict=True)]).int(),
+def sequences_of(step: Sequence[Of], generator: torch.Generator) -> tuple[Sequences, dict[int, Of]]:
+    """The step's requests, each in a random row, and the request of each row."""
+    rows, lens, seq_lens = list[int](), list[int](), list[int]()
+    at = torch.randperm(NUM_ROWS, generator=generator)[: len(step)].tolist()
+    for row, request in zip(at, step, strict=True):
+        before = request.before
+        rows += [-1 if before is None else row] * (1 + request.drafts + request.missing)
+        lens += [request.length] + [1] * (request.drafts + request.missing)
+        seq_lens += [0 if before is None else before + request.length + number for number in range(1 + request.drafts)]
+        seq_lens += [0] * request.missing
+    num_rows = {1 + request.drafts + request.missing for request in step}
+    is_uniform = len(num_rows) == 1 and {*lens} == {1}
+    host = (len(rows), num_rows.pop(), max(seq_lens)) if is_uniform else (lens.count(1), max(lens), max(seq_lens))
+    sequences = Sequences(
+        torch.tensor(rows).int(),
         torch.tensor([0, *lens]).cumsum(0).int(),
-        torch.tensor([0 if before is None else length + before for length, before in step]).int(),
+        torch.tensor(seq_lens).int(),
+        torch.tensor(host).int(),
     )
+    return sequences, {row: request for row, request in zip(at, step, strict=True) if request.before}
 
 
-def poisoned(state_S: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """The states with NaN in each row whose state the step must not read."""
-    lens_R = sequences.query_start_loc_R1.diff()
-    read_R = (sequences.rows_R >= 0) & (sequences.seq_lens_R > lens_R)
-    poisoned_S = torch.full_like(state_S, NAN)
-    read = sequences.rows_R[read_R].long()
-    poisoned_S[read] = state_S[read]
-    return poisoned_S
+def last_inputs(state_SDN: torch.Tensor, count: int, requests: dict[int, Of]) -> torch.Tensor:
+    """The states of a convolution, with NaN in all slots but those of the last `count` positions of requests."""
+    poisoned_SDN = torch.full_like(state_SDN, NAN)
+    for row, request in requests.items():
+        assert request.before is not None
+        slots = torch.arange(max(0, request.before - count), request.before) % state_SDN.shape[2]
+        poisoned_SDN[row, :, slots] = state_SDN[row, :, slots]
+    return poisoned_SDN
 
 
 def convolution(
-    step: Sequence[tuple[int, int | None]], seed: int, dtype: torch.dtype = torch.float32, channels: int = 70
+    step: Sequence[Of], seed: int, dtype: torch.dtype = torch.float32, channels: int = 70, drafts: int = 0
 ) -> tuple[list[Any], Sequences]:
     """Arguments of `convolve` before the sequences, and these; x, and what it is multiplied with, if it is, are columns
-    of wider tensors."""
+    of wider tensors. drafts: most of a request, for which there is room."""
     generator = torch.Generator().manual_seed(seed)
-    sequences, width = sequences_of(step, generator), 3 + seed % 2
+    (sequences, requests), width = sequences_of(step, generator), 3 + seed % 2
     num_tokens = int(sequences.query_start_loc_R1[-1])
     x_TD = torch.randn(num_tokens, channels + 9, generator=generator).to(dtype)[:, 4 : 4 + channels]
     weight_DW = torch.randn(channels, width, generator=generator).to(dtype)
     bias_D = torch.randn(channels, generator=generator).to(dtype) if seed % 3 else None
-    state_SDL = poisoned(torch.randn(NUM_ROWS, channels, width - 1, generator=generator).to(dtype), sequences)
+    state_SDN = torch.randn(NUM_ROWS, channels, width - 1 + drafts, generator=generator).to(dtype)
+    state_SDN = last_inputs(state_SDN, width - 1, requests)
     out_TD = torch.full((num_tokens, channels), NAN, dtype=dtype)
     factor_TD, _, gate_TD = torch.randn(num_tokens, 3 * channels, generator=generator).to(dtype).chunk(3, 1)
     products = factor_TD if seed % 4 in (1, 2) else None, gate_TD if seed % 4 > 1 else None
-    return [x_TD, weight_DW, bias_D, "silu" if seed % 2 else "", *products, state_SDL, out_TD], sequences
+    return [x_TD, weight_DW, bias_D, "silu" if seed % 2 else "", *products, state_SDN, out_TD], sequences
 
 
 def rule(
-    step: Sequence[tuple[int, int | None]],
+    step: Sequence[Of],
     seed: int,
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int] = (24, 40),
+    drafts: int = 0,
 ) -> tuple[list[Any], Sequences]:
     """Arguments of `apply_rule` before the sequences, and these; queries, keys and values are columns of one tensor.
 
-    Keys of neighbouring tokens are alike, as those of repeated text are. sizes: of a key and of a value.
+    Keys of neighbouring tokens are alike, as those of repeated text are. sizes: of a key and of a value. drafts: most
+    of a request, for which there is room.
     """
     generator = torch.Generator().manual_seed(seed)
-    sequences = sequences_of(step, generator)
-    num_tokens, (key, value), groups = int(sequences.query_start_loc_R1[-1]), sizes, 1 + seed % 2
-    heads = 2 * groups
+    (sequences, requests), (key, value), groups = sequences_of(step, generator), sizes, 1 + seed % 2
+    num_tokens, heads = int(sequences.query_start_loc_R1[-1]), 2 * groups
     mixed_TD = torch.randn(num_tokens, 2 * groups * key + heads * value, generator=generator)
     mixed_TD[:, groups * key : 2 * groups * key] *= 0.2
     mixed_TD[:, groups * key : 2 * groups * key] += 1.0
     q_TD, k_TD, v_TD = mixed_TD.to(dtype).split([groups * key, groups * key, heads * value], -1)
     g_TH = -torch.rand(num_tokens, heads, generator=generator)
     beta_TH = torch.rand(num_tokens, heads, generator=generator).to(dtype)
-    state_SHkv = poisoned(torch.randn(NUM_ROWS, heads, key, value, generator=generator), sequences)
+    state_SHkv = torch.full((NUM_ROWS, heads, key, value), NAN)
+    state_SHkv[[*requests]] = torch.randn(len(requests), heads, key, value, generator=generator)
+    drafted = None
+    if drafts:
+        drafted = Drafted(
+            torch.full((NUM_ROWS, heads, 2 * drafts + 1, key + value + 1), NAN),
+            torch.full((NUM_ROWS, heads, value), 1 << 30, dtype=torch.int32),
+        )
+        for row, request in requests.items():
+            assert request.before is not None
+            drafted.lengths_SHv[row] = length = request.before - request.right
+            slots = torch.arange(length, request.before) % (2 * drafts + 1)
+            updates = torch.randn(heads, request.right, key + value + 1, generator=generator)
+            updates[..., -1] = -updates[..., -1].abs()
+            drafted.drafts_SHNw[row, :, slots] = updates
     out_THv = torch.full((num_tokens, heads, value), NAN, dtype=dtype)
     operands = q_TD.unflatten(1, (groups, key)), k_TD.unflatten(1, (groups, key)), v_TD.unflatten(1, (heads, value))
-    return [*operands, g_TH, beta_TH, True, state_SHkv, out_THv], sequences
+    return [*operands, g_TH, beta_TH, True, state_SHkv, drafted, out_THv], sequences
+
+
+def copied(arguments: Sequence[Any], device: torch.device) -> list[Any]:
+    def copy(given: Any) -> Any:
+        if isinstance(given, Drafted):
+            return Drafted(*map(copy, given))
+        return given.to(device, copy=True) if isinstance(given, torch.Tensor) else given
+
+    return [*map(copy, arguments)]
 
 
 def check(
@@ -99,20 +156,22 @@ def check(
     tolerance: float,
 ) -> None:
     """Raise AssertionError unless both leave the same results and states; what nothing wrote is still NaN."""
-    expected = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    expected, found = copied(arguments, torch.device("cpu")), copied(arguments, device)
     reference(*expected, sequences)
-    found = [x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for x in arguments]
-    kernel(*found, Sequences(*(x.to(device) for x in sequences)))
+    kernel(*found, Sequences(*(x.to(device) for x in sequences.on_device), sequences.host_3))
     assert not expected[-1].isnan().any()
-    for one, other in zip(found[-2:], expected[-2:], strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=tolerance, atol=tolerance, equal_nan=True)
+    for one, other in zip(found[6:], expected[6:], strict=True):
+        pairs = zip(one, other, strict=True) if isinstance(one, Drafted) else [(one, other)]
+        for ours, theirs in pairs if one is not None else ():
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def check_all(device: torch.device, repeats: int) -> None:
     """Check both kernels on every step in fp32."""
-    for seed, step in enumerate(STEPS * repeats):
-        check(convolve_triton, convolve_reference, *convolution(step, seed), device, 2e-5)
-        check(apply_rule_triton, apply_rule_reference, *rule(step, seed), device, 1e-4)
+    for drafts, steps in ((0, STEPS), (MOST_DRAFTS, DRAFTED_STEPS)):
+        for seed, step in enumerate(steps * repeats):
+            check(convolve_triton, convolve_reference, *convolution(step, seed, drafts=drafts), device, 2e-5)
+            check(apply_rule_triton, apply_rule_reference, *rule(step, seed, drafts=drafts), device, 1e-4)
 
 
 def main() -> None:

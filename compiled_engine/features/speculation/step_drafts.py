@@ -11,9 +11,9 @@ import torch
 from compiled_engine.engine.input_batch import InputBatch, make_batch
 from compiled_engine.engine.messages import SchedulerOutput
 from compiled_engine.engine.step_hooks import FeatureGraphs, RunnerParts, StepFeature, StepLayout
+from compiled_engine.features.speculation.draft_head import DraftHead
 from compiled_engine.features.speculation.draft_model import DraftModel
 from compiled_engine.features.speculation.draft_rows import DraftedSteps, StepRows
-from compiled_engine.features.speculation.eagle import EagleDrafter
 from compiled_engine.features.speculation.graph_keys import StepKeys
 from compiled_engine.features.speculation.ngram import Ngrams, NgramsOnHost
 from compiled_engine.graphs.cuda_graphs.dispatcher import GraphKey
@@ -34,7 +34,7 @@ def drafting(parts: RunnerParts) -> list[StepFeature]:
         ngrams = NgramsOnHost if known else Ngrams
         return [StepDrafts(parts, known=known), ngrams(config.speculation, parts.states, parts.buffers)]
     with parts.timeline.span("draft model"):
-        drafter = DraftModel(draft, parts) if draft.model.head is None else EagleDrafter(draft, parts)
+        drafter = DraftModel(draft, parts) if draft.model.head is None else DraftHead(draft, parts)
     return [StepDrafts(parts, known=False), drafter]
 
 

@@ -26,7 +26,7 @@ def following_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Write the token that follows each position of a step, see eagle.following_tokens.
+    """Write the token that follows each position of a step, see draft_head.following_tokens.
 
     There is one program per row of the batch. Unless DECODES_ONLY, another program writes 0 for tokens without a row.
 
@@ -76,7 +76,7 @@ def keep_hidden_kernel(
     TILE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Store the hidden state of each request's last verified token, see eagle.keep_hidden; one program per row.
+    """Store the hidden state of each request's last verified token, see draft_head.keep_hidden; one program per row.
 
     rows_ptr: int32 [R], see following_kernel; ends_ptr: int64 [R], positions of the sampled tokens; last_tokens_ptr:
         int64 [R], index of each row's last token in the step.
@@ -114,8 +114,8 @@ def begin_drafts_kernel(
 ) -> None:
     """Copy the kept hidden states of rows, and write the positions of their next tokens; one program per row.
 
-    See eagle.begin_drafts. rows_ptr: int32 [R], see following_kernel; num_computed_ptr: int32 [S]; kept_ptr: [S, SIZE];
-    hidden_ptr: [R, SIZE], zeros for padding; positions_ptr: int64 [R].
+    See draft_head.begin_drafts. rows_ptr: int32 [R], see following_kernel; num_computed_ptr: int32 [S]; kept_ptr: [S,
+    SIZE]; hidden_ptr: [R, SIZE], zeros for padding; positions_ptr: int64 [R].
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

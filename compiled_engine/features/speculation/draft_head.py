@@ -1,4 +1,4 @@
-"""Makes drafts with an EAGLE-3 head (Li et al., arXiv:2503.01840), which reads hidden states of the model.
+"""Makes drafts with a head, which reads hidden states of the model: an EAGLE-3 head or an MTP layer.
 
 After each step, `prefill_head` computes the head's KV cache for the step's tokens, from the model's hidden states.
 Before each step, `draft` makes the drafts that the step verifies. Neither needs a value from the host, which does not
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from compiled_engine.attention.inputs import arguments_of, attention_inputs_of
 from compiled_engine.config import EngineConfig
@@ -40,6 +39,7 @@ from compiled_engine.graphs.compiler.signature import COMBINE, LOGITS, extra_ste
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.models.checkpoint.eagle3_folder import EMBEDDING, draft_tokens, has_embedding
+from compiled_engine.models.checkpoint.mtp_layer import shared_shapes
 from compiled_engine.models.textbook.eagle3 import FEATURES
 from compiled_engine.parallel.rank_share import local_model
 
@@ -72,7 +72,7 @@ def following_tokens(
 def launch_following_tokens(
     states: RequestStates, batch: InputBatch, buffers: InputBuffers, token_ids_T: torch.Tensor
 ) -> None:
-    from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.draft_head_kernels import (  # Triton is not installed everywhere
         TILE,
         following_kernel,
     )
@@ -109,7 +109,7 @@ def keep_hidden(
 def launch_keep_hidden(
     states: RequestStates, buffers: InputBuffers, num_rows: int, hidden_TD: torch.Tensor, kept_SD: torch.Tensor
 ) -> None:
-    from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.draft_head_kernels import (  # Triton is not installed everywhere
         TILE,
         keep_hidden_kernel,
     )
@@ -153,7 +153,7 @@ def launch_begin_drafts(
     hidden_RD: torch.Tensor,
     positions_R: torch.Tensor,
 ) -> None:
-    from compiled_engine.features.speculation.eagle_head_kernels import (  # Triton is not installed everywhere
+    from compiled_engine.features.speculation.draft_head_kernels import (  # Triton is not installed everywhere
         TILE,
         begin_drafts_kernel,
     )
@@ -170,23 +170,30 @@ def launch_begin_drafts(
     )
 
 
-def embedding_of(model: nn.Module, config: EngineConfig) -> torch.Tensor | None:
-    """Return the embedding of the engine's model, for a head (`config`) without its own; None if the head has one.
+def shared_tensors(config: EngineConfig, parts: RunnerParts) -> dict[str, torch.Tensor]:
+    """Return the tensors of the engine's model that a head (`config`) has as parameters, by their names in the head.
 
-    Raises ValueError if no parameter of the model has the right shape.
+    Raises ValueError if the model lacks one.
     """
     head = local_model(config)
+    if head.head is not None and head.head.is_mtp:
+        shapes = shared_shapes(head)
+        found = {name: parts.tensors[name] for name in shapes if name in parts.tensors}
+        for name, wanted in shapes.items():
+            if name not in found or tuple(found[name].shape) != wanted:
+                raise ValueError(f"the MTP layer shares {name}, which the model does not have as {list(wanted)}")
+        return found
     if has_embedding(head):
-        return None
+        return {}
     shape = head.vocab_size, head.hidden_size
-    found = next((parameter for parameter in model.parameters() if tuple(parameter.shape) == shape), None)
-    if found is None:
+    embedding_VD = next((each for each in parts.module.parameters() if tuple(each.shape) == shape), None)
+    if embedding_VD is None:
         raise ValueError(f"{head.path} has no {EMBEDDING}, and the model has none of {list(shape)} that it could use")
-    return found.data
+    return {EMBEDDING: embedding_VD.data}
 
 
-class EagleDrafter(Drafter):
-    """Prefills an EAGLE-3 head and drafts with it.
+class DraftHead(Drafter):
+    """Prefills a head and drafts with it.
 
     The head has its own KV cache under the requests' block tables. The entry of a position is computed from the model's
     hidden states there and the token after it. `prefill_head` computes the entries of all tokens of a step: prompts,
@@ -242,15 +249,15 @@ class EagleDrafter(Drafter):
 
     def _load(self, config: EngineConfig, parts: RunnerParts) -> None:
         group, progress, timeline = parts.group, parts.progress, parts.timeline
-        embedding_VD = embedding_of(parts.module, config)
+        shared = shared_tensors(config, parts)
         self.compiled = compile_in_turn(config, group, parts.trace, progress, timeline)
-        shared = {} if embedding_VD is None else {EMBEDDING: embedding_VD}
         with timeline.span("load weights"):
             loaded = load_model(config, self.compiled, group, progress, shared)
-            token_ids_V = draft_tokens(config.model)
+            head = config.model.head
+            token_ids_V = None if head is not None and head.is_mtp else draft_tokens(config.model)
         self.model = ModelForward(config, loaded, parts.on_attention)
-        # The model's token id for each token id of the head, int64.
-        self._token_ids_V = token_ids_V.to(config.device)
+        # The model's token id for each token id of the head, int64; None if the logits are as the model's.
+        self._token_ids_V = None if token_ids_V is None else token_ids_V.to(config.device)
 
     def graphs(self, keys: Sequence[GraphKey], replay: Callable[[GraphKey, int], torch.Tensor]) -> FeatureGraphs:
         read = [key for key in keys if not key.without_offsets]
@@ -271,17 +278,18 @@ class EagleDrafter(Drafter):
     # Prefill the head -----------------------------------------------------------------------------------------------
 
     def in_forward(self, batch: InputBatch, output: ForwardOutput) -> None:
-        if batch.has_offsets:
-            self.combine_hidden_states(output.further)
+        if batch.has_offsets:  # an MTP layer reads the last hidden states, which are the result unless it is logits
+            self.combine_hidden_states(output.further or (output.tensor,))
 
-    def combine_hidden_states(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> None:
+    def combine_hidden_states(self, hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Compute the head's input features of a step's tokens, into a buffer.
 
-        `aux_hidden_states` are the inputs of the model's layers that the head reads, [T, target_size] each. May be
-        captured with the forward that returns them.
+        `hidden_states` are those of the model that the head reads, [T, target_size] each. May be captured with the
+        forward that returns them.
         """
-        features_TD = self._features_TD[: len(aux_hidden_states[0])]
-        features_TD.copy_(self.model.ends[COMBINE](torch.cat(aux_hidden_states, dim=-1)))
+        combine = self.model.ends.get(COMBINE)
+        features_TD = hidden_states[0] if combine is None else combine(torch.cat(hidden_states, dim=-1))
+        self._features_TD[: len(features_TD)].copy_(features_TD)
 
     def after_step(self, batch: InputBatch) -> None:
         """Prefill the head with the tokens of a step, unless the step skips the head.
@@ -434,10 +442,8 @@ class EagleDrafter(Drafter):
         batch = self._fill_step(num_tokens, num_requests, host_3)
         head = self.config.model.head
         assert head is not None
-        aux_hidden_states = torch.zeros(
-            num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device
-        )
-        self.combine_hidden_states((aux_hidden_states,) * head.num_aux_layers)
+        hidden_TD = torch.zeros(num_tokens, head.target_size, dtype=self.config.model.dtype, device=self.config.device)
+        self.combine_hidden_states((hidden_TD,) * max(1, head.num_aux_layers))
         self.prefill_head(batch, distinct=distinct)
         if num_tokens == num_requests:
             _, query_len, longest = host_3
@@ -453,7 +459,8 @@ class EagleDrafter(Drafter):
         hidden_1D, given, rows_1 = self._begun_RD[:1], self._inputs, self._own.rows_R[:1]
         keep_hidden(self._states, self._steps, 1, hidden_1D, self._kept_SD)
         begin_drafts(self._states, rows_1, self._kept_SD, hidden_1D, given.positions_R[:1])
-        logits_1V = torch.zeros(1, len(self._token_ids_V), dtype=self.config.model.dtype, device=self.config.device)
+        size = local_model(self.config).vocab_size if self._token_ids_V is None else len(self._token_ids_V)
+        logits_1V = torch.zeros(1, size, dtype=self.config.model.dtype, device=self.config.device)
         tokens_1 = torch.zeros(1, dtype=torch.int64, device=self.config.device)
         self._sampler.sample_drafts(
             logits_1V, self._token_ids_V, self._sharpness.tensor, rows_1, given.positions_R[:1], tokens_1

@@ -10,8 +10,7 @@ import torch
 from draft_kernel_cases import ROWS, WORDS, DraftCase
 
 from compiled_engine.engine.input_batch import prepare_reference
-from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts, launch_keep_drafts
-from compiled_engine.features.speculation.eagle import (
+from compiled_engine.features.speculation.draft_head import (
     begin_drafts,
     following_tokens,
     keep_hidden,
@@ -19,6 +18,7 @@ from compiled_engine.features.speculation.eagle import (
     launch_following_tokens,
     launch_keep_hidden,
 )
+from compiled_engine.features.speculation.draft_rows import HeadInputs, keep_drafts, launch_keep_drafts
 
 SIZE = 1030  # more than a tile
 

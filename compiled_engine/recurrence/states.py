@@ -1,0 +1,64 @@
+"""The tensors that keep the states of recurrences, and what they keep in addition in an engine with drafts.
+
+A step computes a request's newest token and its drafts. Which drafts are right is known only afterwards, and the next
+step must begin with the state after the last right one. No state is copied for that, and none is restored:
+
+- A convolution's state has its last inputs, each in the slot of its position modulo the number of slots. With another
+  slot for each draft, the inputs before each token of the step stay there. The inputs of wrong drafts are overwritten
+  before they are read, since the next step begins at their positions.
+- A delta rule's state is large, so it advances only by tokens that are certain. A step first applies the right drafts
+  of the previous step, then the newest token, and stores the state. It computes the drafts from there without storing
+  their states. It keeps an update for each draft (a key, a value and a decay, small beside a state) in the slot of the
+  draft's position. The next step applies the updates from the end of the state to its own first token.
+
+The host takes no part. Tokens that are sampled again change only the position at which the next step begins. A row is
+complete in itself, so a copy of it is a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from compiled_engine.config import RowState
+
+# Names of the module buffers that hold the states.
+CONV_STATE, RULE_STATE = "conv_state", "rule_state"
+# Names of those that a delta rule has in addition in an engine with drafts.
+RULE_DRAFTS, RULE_LENGTHS = "rule_drafts", "rule_lengths"
+
+
+def with_drafts(states: Iterable[RowState], num_drafts: int) -> tuple[RowState, ...]:
+    """Return the tensors for states of an engine in which a step has up to `num_drafts` drafts for a request.
+
+    Shapes: D channels and L inputs of a convolution; H heads, k elements of a key and v of a value of a delta rule.
+    """
+    return tuple(kept for state in states for kept in _with_drafts(state, num_drafts))
+
+
+def _with_drafts(state: RowState, num_drafts: int) -> Iterator[RowState]:
+    owner, _, kind = state.name.rpartition(".")
+    if kind == CONV_STATE:
+        num_channels, length = state.shape
+        yield replace(state, shape=(num_channels, length + num_drafts))
+        return
+    yield state
+    if num_drafts:
+        num_heads, key, value = state.shape
+        # The step before has num_drafts positions before the newest token, and this step as many after it. All of them
+        # must have different slots.
+        yield RowState(f"{owner}.{RULE_DRAFTS}", (num_heads, 2 * num_drafts + 1, key + value + 1), "float32")
+        yield RowState(f"{owner}.{RULE_LENGTHS}", (num_heads, value), "int32")
+
+
+def without_drafts(states: Iterable[RowState], num_drafts: int) -> list[RowState]:
+    """Return the states from which `with_drafts` made these."""
+    found = []
+    for state in states:
+        kind = state.name.rpartition(".")[2]
+        if kind == CONV_STATE:
+            num_channels, num_slots = state.shape
+            found.append(replace(state, shape=(num_channels, num_slots - num_drafts)))
+        elif kind == RULE_STATE:
+            found.append(state)
+    return found

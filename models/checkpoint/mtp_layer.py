@@ -1,0 +1,210 @@
+"""Find the layer for multi-token prediction (MTP) that a checkpoint has beside its model, by family.
+
+Each family names the layer's tensors in its own way. Here they get the names of the family's model with a single layer,
+and of textbook.mtp.Projection. The embedding and the output projection are the model's; a checkpoint's copies of them
+are not read. Of several MTP layers the first one is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.config import HeadConfig, ModelConfig
+from compiled_engine.models.checkpoint.config_overrides import with_overrides
+from compiled_engine.models.checkpoint.foreign_config import foreign_model
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.quantisation_config import SECTION
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors
+from compiled_engine.models.checkpoint.textbook_config import textbook_model
+from compiled_engine.models.checkpoint.wrappers import text_model
+from compiled_engine.models.textbook.mtp import NORM, PROJECTION
+from compiled_engine.quantisation import HEAD, Quantisation
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A family's names of the modules of an MTP layer, and how the layer differs from the layers of the model."""
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str  # the last one; empty if it is the model's
+    decoder_layer: str = ""  # prefix of the names of the decoder layer's tensors
+    hidden_first: bool = False  # the projection reads the hidden state before the embedding
+    # Values for config.json with which the first layer of the family's model is like the MTP layer. A list is that of
+    # the field with the prefix mtp_, if config.json has it.
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    # A pattern of names, and the spelling that puts a layer's number before the names of its modules.
+    spelling: tuple[str, str] = ("", "")
+
+    def spelled(self, name: str) -> str:
+        """Return a tensor's name in the spelling in which each layer has a prefix."""
+        pattern, spelling = self.spelling
+        return re.sub(pattern, spelling, name) if pattern else name
+
+    def prefixes(self, names: Collection[str]) -> list[str]:
+        """Return the prefixes of the names of each MTP layer's tensors, in the layers' order."""
+        hidden_norm = re.compile(rf"(?P<prefix>(?:.+\.)?){self.hidden_norm}\.weight")
+        found = [match["prefix"] for name in names if (match := hidden_norm.fullmatch(self.spelled(name)))]
+        return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
+
+    def own_name(self, name: str) -> str | None:
+        """Return a tensor's name in the model with a single layer; None for a tensor that is not read.
+
+        These are copies of tensors of the model, and tensors of further layers. name: without the layer's prefix.
+        """
+        modules = {
+            self.embedding_norm: f"{PROJECTION}.embedding_norm",
+            self.hidden_norm: f"{PROJECTION}.hidden_norm",
+            self.projection: f"{PROJECTION}.proj",
+            self.norm: NORM,
+        }
+        module, _, kind = name.rpartition(".")
+        if module and module in modules:
+            return f"{modules[module]}.{kind}"
+        if name.startswith(_COPIES) or not name.startswith(self.decoder_layer):
+            return None
+        return f"model.layers.0.{name.removeprefix(self.decoder_layer)}"
+
+
+# Copies of the model's embedding and output projection.
+_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
+_DEEPSEEK = "enorm", "hnorm", "eh_proj"
+_ATTENDS = {"layer_types": ["full_attention"]}
+_QWEN = Layout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.", fields=_ATTENDS)
+_SLIDES = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
+LAYOUTS = {
+    "Ernie4_5_MoeForCausalLM": Layout(
+        *("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "", "mtp_block."),
+        spelling=(r"^model\.(mtp_\w+)\.(\d+)\.", r"model.mtp.\2.\1."),
+    ),
+    "Glm4MoeForCausalLM": Layout(*_DEEPSEEK, "shared_head.norm", fields={"first_k_dense_replace": 0}),
+    "HYV3ForCausalLM": Layout(*_DEEPSEEK, "final_layernorm", fields={"mlp_layer_types": ["sparse"]}),
+    "MellumForCausalLM": replace(_QWEN, fields=_SLIDES),
+    "MiMoForCausalLM": Layout(
+        *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        hidden_first=True,
+        fields=_ATTENDS,
+    ),
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN,
+    "Qwen3_5MoeForCausalLM": _QWEN,
+}
+
+
+def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | None) -> ModelConfig:
+    """Return the configuration of the MTP layer in a model's checkpoint.
+
+    target: the model; its weights must be there, unless they are to be random. The layer accepts positions up to
+    max_model_len. cache_dir: folder for descriptions of transformers' models. Raises ValueError if the family or the
+    checkpoint has no layer that can be read.
+    """
+    layout = LAYOUTS.get(target.architecture)
+    if layout is None:
+        raise ValueError(f"no MTP layer of {target.architecture} is known; allowed: models of {', '.join(LAYOUTS)}")
+    whole = JsonFields.from_file(target.path / "config.json")
+    fields, _ = text_model(with_overrides(whole, json.loads(target.overrides or "{}")))
+    values = {name: value for name, value in fields.values.items() if name != SECTION}
+    stated = {name: values[f"mtp_{name}"][:1] for name in layout.fields if values.get(f"mtp_{name}")}
+    single = JsonFields(fields.source, values | {"num_hidden_layers": 1, **layout.fields, **stated})
+    if target.transformers is None:
+        model, _ = textbook_model(single, target.path, target.dtype)
+    else:
+        model, _ = foreign_model(single, target.path, target.dtype, cache_dir, [target.architecture])
+    quantisation = None
+    if target.load_format != "dummy":
+        tensors = _tensors_of_layer(map_tensors(target.path), target)
+        quantisation = _quantisation(tensors, target.quantisation, target.path)
+    return replace(
+        model,
+        hub_name=target.hub_name,
+        revision=target.revision,
+        max_model_len=max_model_len,
+        load_format=target.load_format,
+        seed=target.seed,
+        wrapper=target.wrapper,
+        overrides=target.overrides,
+        quantisation=quantisation,
+        head=HeadConfig(
+            model.hidden_size, 0, model.vocab_size, hidden_first=layout.hidden_first, shares_norm=not layout.norm
+        ),
+    )
+
+
+def _tensors_of_layer(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
+
+    Raises ValueError if there is no layer.
+    """
+    layout = LAYOUTS[model.architecture]
+    prefixes = layout.prefixes(tensors.keys())
+    if not prefixes:
+        raise ValueError(
+            f"{model.path} has no MTP layer: the tensor {layout.hidden_norm}.weight is missing; allowed: a checkpoint "
+            "that holds the layer too"
+        )
+    spelled = {layout.spelled(name): tensor for name, tensor in tensors.items()}
+    stated = {name: tensor for name, tensor in spelled.items() if name.startswith(prefixes[0])}
+    own_names = {name: layout.own_name(name.removeprefix(prefixes[0])) for name in stated}
+    return {own: stated[name] for name, own in own_names.items() if own is not None}
+
+
+def _quantisation(
+    tensors: Mapping[str, torch.Tensor], of_model: Quantisation | None, path: Path
+) -> Quantisation | None:
+    """Return the quantisation of an MTP layer: the model's, for the matrices that are stored in codes.
+
+    Checkpoints name the other matrices by patterns of their own names, or not at all. Raises ValueError for codes in a
+    checkpoint that is not quantised.
+    """
+    coded = [name for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES]
+    if not coded:
+        return None
+    if of_model is None or of_model.is_online:
+        dtypes = sorted({str(tensors[name].dtype).removeprefix("torch.") for name in coded})
+        raise ValueError(
+            f"{path}: the MTP layer is stored as {', '.join(dtypes)}, and config.json does not say how; allowed: a "
+            "layer in 16 or 32 bits"
+        )
+    matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() > 1)
+    kept = tuple(name.removesuffix(".weight") for name in matrices if name not in coded)
+    return replace(of_model, ignore=(HEAD, *kept))
+
+
+def mtp_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's MTP layer under their names in the model with a single layer.
+
+    model: of the layer, as `read_mtp_layer` returns it. Empty meta tensors take the place of the parameters that the
+    layer shares with its model. Raises ValueError if there is no layer.
+    """
+    shapes = shared_shapes(model)
+    if model.tie_word_embeddings:
+        del shapes[_OUTPUT]
+    of_model = {name: torch.empty(shape, dtype=model.dtype, device="meta") for name, shape in shapes.items()}
+    return _tensors_of_layer(tensors, model) | of_model
+
+
+def shared_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that an MTP layer shares with its model, by name. model: of the layer."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((_EMBEDDING, _OUTPUT), (model.vocab_size, model.hidden_size))
+    if model.head is not None and model.head.shares_norm:
+        shapes[f"{NORM}.weight"] = (model.hidden_size,)
+    return shapes
+
+
+def without_mtp_layers(tensors: dict[str, torch.Tensor], architecture: str) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors without those of MTP layers."""
+    layout = LAYOUTS.get(architecture)
+    prefixes = () if layout is None else tuple(layout.prefixes(tensors.keys()))
+    if layout is None or not prefixes:
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not layout.spelled(name).startswith(prefixes)}

@@ -1,0 +1,86 @@
+"""A layer for multi-token prediction (MTP), with which a checkpoint drafts for its own model.
+
+Method: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.2.
+
+At each position the layer reads the model's last hidden state and the embedding of the next token. Both are normed and
+projected to one vector, which passes a decoder layer of the model's family and a norm. The result gives the logits of
+the token after the next one, with the model's output projection. For positions that the model has not computed yet, it
+takes the place of the model's hidden state.
+
+Here the layer is the family's model with a single layer, so that all code of families serves MTP too.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.config import ModelConfig
+
+# The model's last norm, which the norms before the projection are like.
+NORM = "model.norm"
+# Prefix of the parameters of `Projection`.
+PROJECTION = "mtp"
+
+
+class Projection(nn.Module):
+    """Norms and projects embeddings and hidden states to the inputs of the decoder layer."""
+
+    def __init__(self, norm: nn.Module, config: ModelConfig) -> None:
+        """norm: module of a norm; both norms here are like it."""
+        super().__init__()
+        assert config.head is not None
+        self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, dtype=config.dtype)
+        self.hidden_first, self.shares_norm = config.head.hidden_first, config.head.shares_norm
+
+    def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+        """Return the projections [T, D]. norm_D: the weight of the norm whose results the hidden states are."""
+        if self.shares_norm:  # without the weight they differ from those before the norm in scale, which a norm drops
+            hidden_TD = hidden_TD / norm_D
+        both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)
+        projected_TD: torch.Tensor = self.proj(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
+        return projected_TD
+
+
+class MtpLayer:
+    """Mixin before the class of a causal language model with a single layer, and with `embed` and `decode`."""
+
+    mtp: Projection
+    model: Any
+    embed: Any
+    decode: Any
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+        features_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return hidden states [T, D] after the last norm: the features for drafting the following token.
+
+        input_ids_T: for each position the next token. features_TD: the model's last hidden states at the positions, or
+        an earlier result of `forward`.
+        """
+        projected_TD = self.mtp(self.embed(input_ids_T), features_TD, self.model.norm.weight)
+        hidden_TD: torch.Tensor = self.decode(projected_TD, positions_T, attention_inputs, kv_caches)
+        return hidden_TD
+
+
+def make_mtp_layer(model: Any, config: ModelConfig) -> Any:
+    """Turn a causal language model with a single layer into an MTP layer, in place, and return it.
+
+    model: of the textbook or of transformers' code, or its tensors alone. Its parameters are on the meta device, and
+    keep their names.
+    """
+    with torch.device("meta"):
+        model.mtp = Projection(model.get_submodule(NORM), config).eval().requires_grad_(False)
+    theirs = type(model)
+    model.__class__ = type(theirs.__name__, (MtpLayer, theirs), {"__module__": theirs.__module__})
+    return model

@@ -1,0 +1,234 @@
+"""MTP layers of checkpoints: their drafts are those that the whole sequence gives, and change no token."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_engines import ENGINE, PENALISED, SAMPLING, VOCAB, generate, record_drafts
+from mtp_layers import (
+    ERNIE,
+    FILE,
+    GLM,
+    HY,
+    MELLUM,
+    MIMO,
+    QWEN_NEXT,
+    QWEN_VISION,
+    MtpCase,
+    Written,
+    add_mtp_layer,
+    make_exact,
+    write_mtp_checkpoint,
+    write_quantised_mtp,
+)
+from safetensors.torch import load_file, save_file
+from scripted_drafts import AnyLength
+
+from compiled_engine.features import registry
+from compiled_engine.llm import LLM
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OF_ATTENTION = {"ernie": ERNIE, "mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM}
+HYBRIDS = {"qwen3_next": QWEN_NEXT, "qwen3_5": QWEN_VISION}
+CASES = OF_ATTENTION | HYBRIDS
+OF_TEXTBOOK = pytest.mark.parametrize("written", ["mimo"], indirect=True)
+
+
+def mtp(num_drafts: int = 3, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_drafts, **more}}
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return write_mtp_checkpoint(tmp_path_factory.mktemp(request.param), CASES[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(written: Written) -> Iterator[LLM]:
+    """The model without drafts, which does not read the MTP layer."""
+    with LLM(model=str(written.folder), mode="eager", **ENGINE) as llm:
+        yield llm
+
+
+def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
+    """The layer that tests compare with, and the names of its tensors."""
+    modeling_layers = importlib.import_module("transformers.modeling_layers")
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this version of transformers has no MtpModel")
+    written = write_mtp_checkpoint(tmp_path, GLM)
+    written.model._keys_to_ignore_on_load_unexpected = [rf"{re.escape(GLM.prefix)}.*"]
+    layer = modeling_layers.MtpModel.from_pretrained(written.model).eval()
+    token_ids = [(5 * i * i + 3) % VOCAB for i in range(20)]
+    hidden = torch.randn(1, len(token_ids), written.single.config.hidden_size)
+    given = hidden, torch.arange(len(token_ids))[None], None, torch.tensor([token_ids])
+    with torch.no_grad():
+        theirs = layer.forward_layer(0, *given)[0]
+        ours = written.layer(token_ids, hidden[0])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("written", OF_ATTENTION, indirect=True)
+def test_drafts_are_those_of_the_whole_sequence(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks of prompts, cached prefixes, preempted requests, and drafts that were right before."""
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp()) as llm:
+        assert generate(llm, temperature=0) == generate(plain, temperature=0)
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_hits"] > 0
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::4]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@pytest.mark.parametrize("written", HYBRIDS, indirect=True)
+def test_drafts_for_recurrences_are_those_of_the_whole_sequence(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With snapshots of states, and of a layer whose prefix is in blocks."""
+    more = {"max_model_len": 160, "num_blocks": 64, "num_state_snapshots": 4, "enable_prefix_caching": True}
+    given = {"model": str(written.folder), "mode": "eager", **ENGINE, **more}
+    with LLM(**given) as llm:
+        expected = [generate(llm, 66, temperature=temperature) for temperature in (0, 1.1)]
+    with LLM(**given, async_scheduling=True, **mtp()) as llm:
+        assert generate(llm, 66, temperature=1.1) == expected[1]
+    seen = record_drafts(monkeypatch)
+    with LLM(**given, **mtp()) as llm:
+        for _ in range(2):
+            assert generate(llm, 66, temperature=0) == expected[0]
+        metrics = llm.metrics()
+    assert metrics["preemptions"] > 0
+    assert metrics["prefix_hits"] > 0
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::8]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+def test_copies_of_the_models_tensors_and_further_layers_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_mtp_checkpoint(tmp_path, GLM)
+    noise = torch.randn(VOCAB, written.single.config.hidden_size)
+    copies = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), noise)
+    add_mtp_layer(tmp_path, GLM, written.tensors | copies)
+    further = replace(GLM, prefix="model.layers.4.")
+    add_mtp_layer(tmp_path, further, {name: torch.randn_like(each) for name, each in written.tensors.items()})
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
+    for known, drafts in list(seen.items())[::8]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["model", "model and layer"])
+def test_a_quantised_checkpoint_has_a_layer_in_16_bits_or_in_codes(
+    layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The patterns of what is not quantised name the model's layers alone."""
+    layout, ignore = "compressed-tensors, channel, weights alone", ["model.layers.0.self_attn.q_proj"]
+    written = write_mtp_checkpoint(tmp_path / "plain", GLM)
+    written = write_quantised_mtp(written, tmp_path / "quantised", layout, ignore, layer=layer)
+    seen = record_drafts(monkeypatch)
+    with LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
+    assert len(seen) > 50
+    for known, drafts in list(seen.items())[::4]:
+        assert written.drafts(list(known), len(drafts)) == drafts
+
+
+@OF_TEXTBOOK
+@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 2, "async_scheduling": True}], ids=str)
+def test_drafts_change_no_token(given: dict[str, Any], written: Written, plain: LLM) -> None:
+    several = [*SAMPLING, PENALISED, {"temperature": 0.8, "n": 2}, {"temperature": 0, "stop_token_ids": [7, 60, 90]}]
+    with LLM(model=str(written.folder), mode="eager", **ENGINE, **given, **mtp()) as llm:
+        # Steps of two ranks take their time.
+        for sampling in several[1::3] if given else (*several, {"temperature": 0, "prompt_logprobs": 1}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["draft_tokens"] > metrics["accepted_tokens"]
+    assert metrics["kv_usage"] == 0
+
+
+@OF_TEXTBOOK
+def test_a_layer_at_rest_changes_no_token(written: Written, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DraftLength", AnyLength)
+    options = mtp(enable_adaptive_verification=True)
+    with LLM(model=str(written.folder), mode="eager", async_scheduling=True, **ENGINE, **options) as llm:
+        for sampling in ({"temperature": 0}, {"temperature": 0.9}):
+            assert generate(llm, **sampling) == generate(plain, **sampling)
+        metrics = llm.metrics()
+    assert metrics["rested"] > 0
+    assert metrics["draft_tokens"] > 0
+
+
+DIVIDED = replace(QWEN_VISION, family=QWEN_VISION.family.to_divide())
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "ranks"),
+    [(MIMO, "eager", 1), (DIVIDED, "eager", 2), (MIMO, "auto", 1), (QWEN_NEXT, "auto", 1)],
+    ids=["mimo", "qwen3_5 on two ranks", "compiled mimo", "compiled qwen3_next"],
+)
+def test_an_exact_layer_is_always_right(case: MtpCase, mode: str, ranks: int, tmp_path: Path) -> None:
+    """Compiled too, where forwards of few tokens return logits beside hidden states; and with a divided vocabulary."""
+    written = write_mtp_checkpoint(tmp_path, case)
+    make_exact(written)
+    # With another sharpness the noise decides otherwise.
+    options = {"mode": mode, "tensor_parallel_size": ranks, **ENGINE}
+    with LLM(model=str(tmp_path), **options, **mtp(5, draft_sharpness=1)) as llm:
+        num_tokens = sum(len(tokens) for temperature in (0, 1.1) for tokens in generate(llm, temperature=temperature))
+        metrics = llm.metrics()
+    assert metrics["draft_tokens"] == metrics["accepted_tokens"] > 0.6 * num_tokens
+
+
+def test_a_layer_with_random_weights_runs(tmp_path: Path) -> None:
+    write_mtp_checkpoint(tmp_path, MIMO)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    with LLM(model=str(tmp_path), mode="eager", load_format="dummy", **ENGINE, **mtp()) as llm:
+        generate(llm, temperature=0)
+        assert llm.metrics()["draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("method", ["mimo_mtp", "deepseek_mtp"])
+def test_older_names_of_the_method_may_name_the_model_too(method: str, tmp_path: Path) -> None:
+    write_mtp_checkpoint(tmp_path, MIMO)
+    options = mtp(1, model=str(tmp_path))
+    options["speculative_config"]["method"] = method
+    with LLM(model=str(tmp_path), mode="eager", **ENGINE, **options) as llm:
+        generate(llm, temperature=0)
+        assert llm.metrics()["draft_tokens"] > 0
+
+
+def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> None:
+    written = write_mtp_checkpoint(tmp_path, MIMO)
+    tensors = load_file(tmp_path / FILE)
+    in_codes = tensors | {f"{MIMO.prefix}mlp.up_proj.weight": torch.zeros(96, 64, dtype=torch.int8)}
+    without = {name: each for name, each in tensors.items() if not name.startswith(MIMO.prefix)}
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Qwen2ForCausalLM"]}
+    for stored, config, message in (
+        (without, None, "has no MTP layer: the tensor hidden_layernorm.weight is missing; allowed: "),
+        (
+            in_codes,
+            None,
+            "the MTP layer is stored as int8, and config.json does not say how; allowed: a layer in 16 ",
+        ),
+        (without, changed, "no MTP layer of Qwen2ForCausalLM is known; allowed: models of Ernie4_5_Moe"),
+    ):
+        save_file(stored, tmp_path / FILE, metadata={"format": "pt"})
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message) as error:
+            LLM(model=str(tmp_path), mode="eager", **ENGINE, **mtp())
+        assert str(error.value).startswith("speculative_config['method'] is 'mtp': ")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"'model'.* is 'a', but 'method' is 'mtp'; allowed with it: 'draft_model'"):
+        LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp(model="a"))

@@ -1,0 +1,46 @@
+"""Kernels of recurrences, compiled for a Hopper; those of convolutions wait for the kernel before, and release the one
+behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hopper_compilation import compiled_for_hopper, stack_bytes
+
+from compiled_engine.recurrence import convolution_triton
+from compiled_engine.recurrence.delta_rule_triton import delta_rule_kernel
+
+# Of LFM2-1.2B.
+SHAPE: dict[str, Any] = {"D": 2048, "W": 3, "ACTIVATION": "", "DEPENDENT_LAUNCH": True}
+TILES = {"convolve_kernel": {"TILE_T": 16, "TILE_D": 64, "TILE_R": 64}}
+# Of Qwen3.5-27B.
+RULE: dict[str, Any] = {"H": 48, "GROUP": 3, "K": 128, "V": 128, "SCALE": 128**-0.5, "EPS": 1e-6, "NORMALISES": True}
+RULE |= {"TILE_K": 128, "TILE_V": 32, "PRECISION": "tf32"}
+INTEGERS = dict.fromkeys(("rows_ptr", "query_start_loc_ptr", "seq_lens_ptr", "lengths_ptr"), "*i32")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", ["keep_inputs_kernel", "convolve_kernel"])
+def test_kernels_of_convolutions_compile_for_hopper(name: str, gated: bool, drafts: int) -> None:
+    kernel = getattr(convolution_triton, name)
+    constants = SHAPE | TILES.get(name, {"TILE_D": 256, "COMPUTES": True}) | {"bias_ptr": None, "SLOTS": 2 + drafts}
+    constants |= {} if gated else {"factor_ptr": None, "gate_ptr": None}
+    pointers = [each for each in kernel.arg_names if each.endswith("_ptr")]
+    program = compiled_for_hopper(kernel, constants, INTEGERS, aligned=pointers)
+    before, after = program.asm["ptx"].split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    assert "ld.global" not in before
+    assert "st.global" in after
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_the_kernel_of_delta_rules_compiles_for_hopper(chunk: int, drafts: int) -> None:
+    constants = RULE | {"CHUNK": chunk, "SLOTS": 2 * drafts + 1 if drafts else 0, "IN_TWO": drafts > 0}
+    constants |= {} if drafts else {"drafts_ptr": None, "lengths_ptr": None}
+    pointers = [each for each in delta_rule_kernel.arg_names if each.endswith("_ptr")]
+    types = INTEGERS | dict.fromkeys(("state_ptr", "drafts_ptr"), "*fp32")
+    program = compiled_for_hopper(delta_rule_kernel, constants, types, aligned=pointers, num_warps=4)
+    assert stack_bytes(program) == 0
