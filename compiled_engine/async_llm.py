@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from compiled_engine.frontend.chat import Conversation, read_chat_template, rend
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompt, rendering_size
+from compiled_engine.frontend.request_hooks import Attachment
 from compiled_engine.frontend.request_stream import (
     OUTPUT_KINDS,
     OutputKind,
@@ -55,6 +57,8 @@ from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 
 _POLL_S = 0.01
+# Prompts whose data, such as images, is awaited at once.
+ATTACHING_THREADS = 32
 Prepared = TypeVar("Prepared")
 
 
@@ -109,6 +113,8 @@ class AsyncLLM:
         self._end = weakref.finalize(self, unless_forked(end), parts.client, parts.core, parts.streams)
         self._numbers = count()
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
+        self._waiting = ThreadPoolExecutor(ATTACHING_THREADS, thread_name_prefix="attached")
+        self._fetching = ThreadPoolExecutor(ATTACHING_THREADS, thread_name_prefix="attached from afar")
         self._draining = False
 
     def generate(
@@ -151,6 +157,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         output: OutputKind = "cumulative",
         priority: int = 0,
         lora_request: LoRARequest | None = None,
@@ -171,10 +178,29 @@ class AsyncLLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 is_stopped=is_stopped,
+                placeholder=self.image_placeholder,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
 
         size = rendering_size([messages, tools, chat_template_kwargs])
         return self._run(render, size, True, sampling_params, request_id, output, priority, lora_request)
+
+    async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
+        """Return a prompt whose images are processed, with the token ids of their embeddings, for `generate`.
+
+        sampling_params: those of `generate`; their truncate_prompt_tokens lets the prompt be longer.
+
+        Raises TypeError or ValueError for images that cannot be used.
+        """
+        self._attach()
+        self._require_open()
+        parsed = parse_prompt(prompt)
+        attached = await self._attached(parsed)
+        tokens = await self._prepared(
+            num_characters(prompt),
+            lambda is_stopped: self._frontend.inputs.tokens(parsed, attached[0], sampling_params or SamplingParams()),
+        )
+        return {**prompt, "prompt_token_ids": tokens, "multi_modal_data": {"image": attached[0]}}
 
     async def encode(
         self,
@@ -292,7 +318,11 @@ class AsyncLLM:
         """Return the metrics of `LLM.metrics`, and api_processes, the number of the core's clients."""
         self._attach()
         metrics: dict[str, Any] = await self._client.call("metrics")
-        return metrics
+        return metrics | self._frontend.metrics()
+
+    def frontend_metrics(self) -> dict[str, float]:
+        """Return the figures of images in this process, which are part of `metrics` too."""
+        return self._frontend.metrics()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the prefix cache, see `LLM.reset_prefix_cache`. Returns True."""
@@ -372,6 +402,10 @@ class AsyncLLM:
         state: dict[str, Any] = await self._client.make(update_calls.STATE)
         return state
 
+    async def reset_mm_cache(self) -> None:
+        """Forget the processed images in this process."""
+        self._frontend.features.images.forget()
+
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Give memory back to the system until `wake_up`; requires enable_sleep_mode. level: see `LLM.sleep`.
 
@@ -428,6 +462,9 @@ class AsyncLLM:
             self._attach()
         leave(self._client, self._streams)
         await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self._frontend.close)
+        for threads in (self._waiting, self._fetching):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def errored(self) -> str | None:
@@ -451,6 +488,24 @@ class AsyncLLM:
         `tokenizer.hf` is transformers' object.
         """
         return self._frontend.tokenizer
+
+    @property
+    def image_placeholder(self) -> int | None:
+        """The token that stands for an image in prompts; None if they may have no images."""
+        return self._frontend.features.images.placeholder
+
+    @property
+    def why_no_images(self) -> str | None:
+        """The reason why prompts may have no images; None if they may."""
+        return self._frontend.features.images.why_none
+
+    def image_bytes(self, num_images: int) -> tuple[int, int]:
+        """Return the most bytes of a prompt's images when they are processed, and those that this process holds now.
+
+        Prompts that `attach` has returned hold the latter.
+        """
+        images = self._frontend.features.images
+        return images.most_bytes(num_images), images.held_bytes
 
     @property
     def address(self) -> str | None:
@@ -483,20 +538,34 @@ class AsyncLLM:
         if output not in OUTPUT_KINDS:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
-        def prepare(is_stopped: Stopped) -> PreparedRequest:
-            (prepared,) = self._frontend.completions([make_prompt(is_stopped)], sampling_params, priority, **given)
+        def prepare(is_stopped: Stopped) -> PreparedRequest | Prompt:
+            prompt = make_prompt(is_stopped)
+            if prompt.data:  # it may have to wait
+                return prompt
+            (prepared,) = self._frontend.completions([prompt], sampling_params, priority, **given)
             return prepared
 
-        given = {"lora_request": lora_request}
+        given: dict[str, Any] = {"lora_request": lora_request}
         size += num_characters(getattr(sampling_params, "bad_words", None))
         is_slow = any(feature.is_slow(sampling_params) for feature in self._frontend.features)
         await self._read_files(given)
         prepared = await self._prepared(size, prepare, apart=apart or is_slow)
+        if isinstance(prepared, Prompt):
+            prompt, attached = prepared, await self._attached(prepared)
+            (prepared,) = await self._prepared(
+                size,
+                lambda is_stopped: self._frontend.completions(
+                    [prompt], sampling_params, priority, attached=attached, **given
+                ),
+                apart=is_slow,
+            )
         await self._ready_core([prepared])
-        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)
+        calls = list(prepared.calls)
+        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id, calls=())
         stream = self._streams.add(prepared, output)
         try:
             self._send(prepared)
+            await self._make_calls(prepared, calls)
             while True:
                 self._owner.require_here()
                 result = await stream.next()
@@ -528,6 +597,22 @@ class AsyncLLM:
         for feature in self._frontend.features:
             for read in feature.reads(given):
                 await asyncio.to_thread(read)
+
+    async def _attached(self, prompt: Prompt) -> Sequence[Attachment | None]:
+        """Return what has waited for the data of a prompt, such as images, in a thread.
+
+        Cancelling the call ends the wait. Data that other machines send has threads of its own, as these may be slow.
+        """
+        attached = self._frontend.attach([prompt])
+        is_over = threading.Event()
+        try:
+            for each in attached:
+                if each is not None and not each.is_ready:
+                    threads = self._fetching if each.is_remote else self._waiting
+                    await asyncio.wrap_future(threads.submit(each.wait, is_over.is_set))
+        finally:
+            is_over.set()
+        return attached
 
     async def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
         """Make the calls that the core must serve before it gets these requests."""
@@ -587,6 +672,13 @@ class AsyncLLM:
             if prepared.given is not None:
                 self._given[request.request_id] = prepared.given
             self._client.add(request)
+
+    async def _make_calls(self, prepared: PreparedRequest, calls: list[ControlCall]) -> None:
+        """Make the core serve the calls, and remove each from the list. One is sent when the one before has left."""
+        request_ids = [each.request_id for each in prepared.engine_requests]
+        for _ in range(len(calls)):
+            await self._client.drained()
+            self._client.tell(calls.pop(0), request_ids)
 
     def _new_id(self) -> str:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)

@@ -16,6 +16,7 @@ import torch
 from compiled_engine.kv_format import AUTO, cache_dtype, head_width
 from compiled_engine.pooling import Pooling
 from compiled_engine.quantisation import Quantisation
+from compiled_engine.vision import VisionDescription
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ class ModelConfig:
     recurrences: Recurrences | None = None  # None: no layer has a recurrent state
     merged_adapter: Path | None = None  # folder of an adapter that is merged into the weights when they are loaded
     head: HeadConfig | None = None  # set for a draft head, whose vocab_size is that of its embedding
+    vision: VisionDescription | None = None  # set for a vision tower, which has no tokens
     overrides: str = ""  # values that replace those in config.json, as JSON
 
     @property
@@ -276,6 +278,39 @@ class AdapterConfig:
     max_loras: int  # slots on the device, which is the most adapters in a step
     max_lora_rank: int
     max_cpu_loras: int  # copies in host memory beyond which unused adapters are dropped
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """The images of prompts: their vision tower, and limits of their embeddings on the device.
+
+    An embedding is a row of vision.row_size values, for one position of a prompt.
+    """
+
+    vision: VisionDescription
+    config: str  # text of the checkpoint's config.json, from which the tower is made
+    most_embeddings: int  # of one image
+    cache_size: int  # embeddings on the device
+    step_size: int  # most embeddings that a step computes, or those of one image if it has more
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Pairs of rotated elements that turn by a token's position in time, height and width; () if it has one."""
+        return self.vision.mrope_section or ()
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """How images of prompts are read and processed."""
+
+    placeholder: int  # token that stands for an image in prompts, before it is replaced by those of its embeddings
+    max_images: int  # of a prompt
+    settings: dict[str, Any]  # arguments of the checkpoint's processor
+    cache_bytes: int  # processed images kept in each process that takes requests
+    num_workers: int  # processes that process images
+    max_pixels: int  # of an image
+    allowed_domains: tuple[str, ...]  # hosts from which images are fetched
+    local_folder: Path | None  # folder whose files URLs may name
 
 
 @dataclass(frozen=True)
@@ -436,6 +471,8 @@ class EngineConfig:
     reasons: dict[str, str]  # reasons of automatically chosen values, by dotted field name
     speculation: SpeculationConfig
     adapters: AdapterConfig | None  # None: requests have no adapters
+    images: ImagesConfig | None  # None: prompts have no images
+    image_input: ImageInput | None  # None: prompts have no images, see reasons
     sleeps: bool  # it may give its memory back while it is idle
     logprobs_mode: str  # of which logits log-probabilities are: RAW or PROCESSED
 
@@ -502,6 +539,8 @@ class EngineConfig:
             graph=draft.graph,
             speculation=SpeculationConfig(),
             adapters=None,
+            images=None,
+            image_input=None,
         )
 
     @property

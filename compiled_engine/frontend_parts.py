@@ -13,6 +13,7 @@ from compiled_engine.features.request_registry import RequestFeatures, request_f
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt
+from compiled_engine.frontend.request_hooks import Attachment, attach_all
 from compiled_engine.frontend.tokenizer import Tokenizer, read_eos_token_ids
 from compiled_engine.sampling.params import SamplingParams
 
@@ -34,6 +35,8 @@ class FrontendParts:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
+        *,
+        attached: Sequence[Attachment | None] = (),
         **given: Any,
     ) -> list[PreparedRequest]:
         """Return a request for each prompt. If `sampling_params` is None, the defaults apply.
@@ -41,7 +44,20 @@ class FrontendParts:
         See `InputProcessor.process` for the other arguments.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return self.inputs.process(prompts, params, priority, **given)
+        return self.inputs.process(prompts, params, priority, attached=attached, **given)
+
+    def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
+        """Return what waits for the data of each prompt; () if none has any. Raises as RequestFeature.attach does."""
+        return attach_all(self.features, prompts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of features in this process, by name."""
+        return {name: figure for feature in self.features for name, figure in feature.metrics().items()}
+
+    def close(self) -> None:
+        """Free what features have started. May be called again."""
+        for feature in self.features:
+            feature.close()
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises ValueError if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompt, parse_prompts
+from compiled_engine.frontend.request_hooks import Attachment
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.forks import Owner
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 # Seconds before a progress bar appears; a few texts take less time than drawing it.
 POOLING_PATIENCE_S = 0.5
+# Prompts whose data, such as images, is awaited at once.
+ATTACHING_THREADS = 16
 
 
 class LLM:
@@ -85,6 +89,7 @@ class LLM:
 
         prompts: text, token ids (a list of integers is one prompt), or a dict with "prompt" (text),
             "prompt_token_ids", or both: the ids are run, and the text is RequestOutput.prompt. Or a list of these.
+            A dict may have images: "multi_modal_data": {"image": one or a list}, and "mm_processor_kwargs".
         sampling_params: for all prompts, or one for each; None for the checkpoint's defaults.
         use_tqdm: show progress.
         priority: for all prompts, or one for each; lower values are served first. Must be 0 unless scheduling_policy is
@@ -123,16 +128,19 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
 
+        A content is text, or a list of parts: {"type": "text", "text"}, {"type": "image_url", "image_url": {"url"}},
+        {"type": "image", "image": a PIL image, an array, bytes or a path}.
         chat_template: a Jinja template, or the path of a file with one; None for the tokenizer's.
         add_generation_prompt: end the prompt with the beginning of an answer.
         continue_final_message: continue the last message instead.
-        tools, chat_template_kwargs: values for the template.
+        tools, chat_template_kwargs: values for the template. mm_processor_kwargs: arguments of the image processor.
 
         Other arguments and errors: see `generate`.
         """
@@ -150,6 +158,8 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                placeholder=self._frontend.features.images.placeholder,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             for name, conversation in split_conversations(messages)
         ]
@@ -243,7 +253,7 @@ class LLM:
     def metrics(self) -> dict[str, Any]:
         """Return the engine's counts since it started."""
         metrics: dict[str, Any] = self._require_open().call(ControlCall("metrics"))
-        return metrics
+        return metrics | self._frontend.metrics()
 
     def get_metrics(self) -> list[Metric]:
         """Return the metrics as named counters and gauges, such as compiled_engine:num_requests_running."""
@@ -257,6 +267,11 @@ class LLM:
         """
         self._require_open().call(ControlCall("reset_prefix_cache", {"of_running": reset_running_requests}))
         return True
+
+    def reset_mm_cache(self) -> None:
+        """Forget the processed images in host memory."""
+        self._require_open()
+        self._frontend.features.images.forget()
 
     def update_weights(self, weights: WeightSource, *, version: str | None = None, recompute: bool = True) -> None:
         """Replace the weights in place, between two steps; nothing is compiled or captured again.
@@ -368,6 +383,7 @@ class LLM:
                 self._profiler.stop()
             self._core.close()
             self._core = None
+            self._frontend.close()
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
@@ -397,7 +413,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         with no_full_gc():
-            requests = self._prepare(prompts, sampling_params, priority, lora_request)
+            requests = self._prepare(prompts, sampling_params, priority, lora_request, use_tqdm)
             return self._finished("generate", requests, use_tqdm)
 
     def _finished(
@@ -447,10 +463,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool = False,
     ) -> list[PreparedRequest]:
-        requests = self._frontend.completions(prompts, sampling_params, priority, lora_request=lora_request)
+        attached = self._frontend.attach(prompts)
+        self._wait_for(attached, use_tqdm)
+        requests = self._frontend.completions(
+            prompts, sampling_params, priority, attached=attached, lora_request=lora_request
+        )
         self._ready_core(requests)
         return requests
+
+    def _wait_for(self, attached: Sequence[Attachment | None], use_tqdm: bool) -> None:
+        """Wait until the data of prompts is ready, that of several at once."""
+        if not (waiting := [each for each in attached if each is not None]):
+            return
+        progress = self._progress if use_tqdm else SilentProgress()
+        with (
+            progress.stage("process images", total=len(waiting), patience_s=POOLING_PATIENCE_S) as advance,
+            ThreadPoolExecutor(ATTACHING_THREADS) as threads,
+        ):
+            for _ in threads.map(lambda each: each.wait(), waiting):
+                advance(1)
 
     def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
         """Make the calls that the core must serve before it gets these requests."""

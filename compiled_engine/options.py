@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from compiled_engine.schema import (
     SWITCH,
     TEXTS,
     Kind,
+    a_list,
     check_all,
     declare,
     documented,
@@ -35,13 +37,18 @@ REVISION = text("a branch, tag or commit, or None")
 # Checked when it is resolved, against the devices of the machine.
 DEVICE = Kind(lambda name, value: value, {"type": "string"})
 POOLER_CONFIG = Kind(lambda name, value: PoolerConfig.of(value), {"type": "string"})
-SPECULATIVE_CONFIG = Kind(
+OBJECT = Kind(
     require("a dict, or one as JSON", lambda value: isinstance(value, Mapping | str)),
     {"anyOf": [{"type": "string"}, {"type": "object"}]},
 )
 OVERRIDES = Kind(
     require("a dict of values of config.json, or one as JSON", lambda value: isinstance(value, Mapping | str)),
     {"anyOf": [{"type": "string"}, {"type": "object"}]},
+)
+DOMAINS = a_list(
+    {"type": "string"},
+    "a host such as images.example, or host:port",
+    lambda domain: re.fullmatch(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?", domain) is not None,
 )
 BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
 
@@ -150,7 +157,7 @@ class EngineOptions:
     )
     speculative_config: Mapping[str, Any] | str | None = declare(
         None,
-        SPECULATIVE_CONFIG,
+        OBJECT,
         "[verify drafts of several tokens in a step](speculation.md): a dict with `method`, `num_speculative_tokens` "
         "and more, on the command line as JSON",
         default_is="one token a step",
@@ -235,6 +242,51 @@ class EngineOptions:
         "override the [pooling](pooling.md#the-folder) of the checkpoint: a JSON object",
         "in Python also a dict, or a `PoolerConfig`",
         default_is="the checkpoint's",
+    )
+    language_model_only: bool = declare(
+        False,
+        SWITCH,
+        "run only the text model of a multimodal checkpoint: its tower is not read, prompts have no images",
+    )
+    encoder_cache_size: int | None = declare(
+        None,
+        integer(most=1 << 24),
+        "embeddings of images to keep on the device",
+        default_is="max_num_encoder_input_tokens, or those of the largest image if it has more",
+    )
+    max_num_encoder_input_tokens: int | None = declare(
+        None,
+        integer(most=1 << 24),
+        "most embeddings of images that a step computes",
+        "a larger image has a step of its own",
+        default_is="max_num_batched_tokens",
+    )
+    limit_mm_per_prompt: Mapping[str, Any] | str | None = declare(
+        None, OBJECT, '[most images of a prompt](multimodal.md#limits): `{"image": 4}`', default_is="999"
+    )
+    mm_processor_kwargs: Mapping[str, Any] | str | None = declare(
+        None,
+        OBJECT,
+        '[arguments of the image processor](multimodal.md#the-processor), such as `{"max_pixels": 1003520}`',
+        default_is="the checkpoint's",
+    )
+    mm_processor_cache_gb: float = declare(
+        4.0,
+        number("at least 0", lambda size: size >= 0),
+        "memory for processed images on the host in GiB, in each process that takes requests",
+    )
+    max_image_pixels: int = declare(1 << 26, integer(most=178_956_970), "pixels of an image, before it is decoded")
+    image_workers: int | None = declare(
+        None, integer(most=64), "processes that decode and process images", default_is="half of the cores, 1 to 4"
+    )
+    allowed_media_domains: tuple[str, ...] = declare(
+        (),
+        DOMAINS,
+        "[host from which images are fetched](multimodal.md#urls), or `host:port`",
+        "without this option none are fetched",
+    )
+    allowed_local_media_path: str | Path | None = declare(
+        None, FOLDER, "folder whose images `file:` URLs may name", default_is="none may"
     )
     attention_backend: str = declare(
         "auto",

@@ -31,6 +31,9 @@ SIZES = {
     "work": (1, _MOST),
     "request_borders": (2, (1 << 20) + 1),
     "blocks": (1, _MOST),
+    "embeddings": (1, _MOST),
+    "windows": (1, _MOST),
+    "window_borders": (2, _MOST),
 }
 # (step, states) -> values. step: the step tensors of a batch, padded, by name, and rows_R, int32 [R]: the row of each
 # request in the states, -1 for padding. states: the runner's RequestStates.
@@ -54,6 +57,8 @@ class AttentionInputs:
     backend: name of the attention backend.
     work_W: int32 [W], the backend's plan for this batch. Empty if nothing was planned: a backend that needs a plan then
         makes one at each call.
+    keys_ahead_T: int32 [T], number of keys behind its own that a token sees too; they are in the cache when the step
+        attends. None: no token sees any. A token that is alone in its row must have 0.
     """
 
     query_start_loc_R1: torch.Tensor
@@ -63,6 +68,7 @@ class AttentionInputs:
     host_3: torch.Tensor
     backend: str
     work_W: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32, device="cpu"))
+    keys_ahead_T: torch.Tensor | None = None
 
     def flat(self) -> tuple[Any, ...]:
         """Return the fields in their order: the last arguments of the attention ops."""
@@ -132,7 +138,8 @@ class StepTensor:
     # depend only on shapes, and it must read fixed memory.
     fill: Fill | None = None
     on_host: bool = False  # the tensor is on the CPU
-    variant: str = ""  # only this variant of the forward reads it; "": all do
+    variants: tuple[str, ...] = ()  # only these variants of the forward read it; (): all do
+    by_logits: bool = False  # the callable of these variants' logits reads it too
 
     def shape(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the tensor's shape. sizes: values of the named dimensions."""

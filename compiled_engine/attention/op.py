@@ -20,10 +20,11 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
+_OF_FIELDS = {"str": "str", "torch.Tensor": "Tensor", "torch.Tensor | None": "Tensor?"}
 # The last arguments of the ops: the fields of Scoring, then those of AttentionInputs.
 SCORING_AND_INPUTS = (
     "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, Tensor? kv_scales_2K, "
-    + ", ".join(f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs))
+    + ", ".join(f"{_OF_FIELDS[str(field.type)]} {field.name}" for field in fields(AttentionInputs))
 )
 _TYPES: dict[Any, str] = {
     torch.Tensor | None: "Tensor?",

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from compiled_engine.config import ModelConfig, RowState
+from compiled_engine.config import ImagesConfig, ModelConfig, RowState
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.linear.experts_codes import projections_of
 from compiled_engine.recurrence.states import without_drafts
+
+# Modules of vision towers that multiply embeddings, not patches.
+_OF_EMBEDDINGS = re.compile("merger|projector|connector")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class ModelSizes:
     experts_per_token: int = 0
     state_bytes: int = 0  # recurrent states of a request in all layers
     recurrence_flops: int = 0  # recurrences of a token in all layers
+    patch_params: int = 0  # of the vision tower, multiplied with every patch
+    merger_params: int = 0  # of the vision tower, multiplied with every embedding
+    tower_attention_flops: int = 0  # of one query with one key in all layers of the tower
+    merged_patches: int = 1  # that become one embedding
 
 
 class Chunk(NamedTuple):
@@ -134,6 +142,38 @@ def _flops_of(state: RowState) -> int:
     if len(state.shape) == 2:
         return 2 * (math.prod(state.shape) + state.shape[0])
     return 6 * math.prod(state.shape)
+
+
+def with_tower(sizes: ModelSizes, images: ImagesConfig) -> ModelSizes:
+    """Return the sizes with those of the model's vision tower."""
+    vision = images.vision
+    from compiled_engine.models.vision.tower import build_tower  # imports transformers
+
+    products = torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d
+    counts = {
+        name: module.weight.numel()
+        for name, module in build_tower(images.config, torch.bfloat16).named_modules()
+        if isinstance(module, products)
+    }
+    merger = sum(count for name, count in counts.items() if _OF_EMBEDDINGS.search(name))
+    return replace(
+        sizes,
+        patch_params=sum(counts.values()) - merger,
+        merger_params=merger,
+        tower_attention_flops=4 * vision.num_layers * vision.num_heads * vision.head_dim,
+        merged_patches=vision.merged_patches,
+    )
+
+
+def tower_seconds(sizes: ModelSizes, rates: Rates, images: Sequence[int]) -> float:
+    """Return the least time of the tower's products. images: embeddings of each image, all patches of which attend to
+    each other."""
+    flops = 0
+    for embeddings in images:
+        patches = embeddings * sizes.merged_patches
+        flops += 2 * (patches * sizes.patch_params + embeddings * sizes.merger_params)
+        flops += patches**2 * sizes.tower_attention_flops
+    return flops / rates.flops_per_s
 
 
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:

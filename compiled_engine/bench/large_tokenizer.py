@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -30,10 +31,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
+def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> None:
     """Write tokenizer.json and tokenizer_config.json to `folder`.
 
-    The vocabulary has num_tokens tokens, single bytes and merges, and then SPECIAL_TOKENS.
+    The vocabulary has num_tokens tokens, single bytes and merges, and then special_tokens.
     """
     vocabulary, merges = _vocabulary(num_tokens)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -45,7 +46,7 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",

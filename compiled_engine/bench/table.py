@@ -14,15 +14,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.bench.bounds import ModelSizes, Rates, device_rates, model_sizes
+from compiled_engine.bench.bounds import ModelSizes, Rates, device_rates, model_sizes, with_tower
 from compiled_engine.bench.drafts import drafts_of
+from compiled_engine.bench.image_rows import write_processor
 from compiled_engine.bench.large_tokenizer import write_tokenizer
 from compiled_engine.bench.processes import ProcessError
 from compiled_engine.bench.results import model_record, plain_options, provenance
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.bench.start_up import measure as measure_starts
-from compiled_engine.bench.table_rows import LOWER, Limits, Row, Start, Subject, chosen, known_rows
-from compiled_engine.bench.workloads import summary
+from compiled_engine.bench.table_rows import Limits, Row, Start, Subject, chosen, known_rows
+from compiled_engine.bench.workloads import LOWER, summary
 from compiled_engine.config import EngineConfig
 from compiled_engine.llm import LLM
 from compiled_engine.other_engines.translate import make_options
@@ -83,6 +84,8 @@ def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves:
         if fitting:
             rates = rates_of(config.device, config.model.dtype)
             sizes = model_sizes(config.model)
+            if config.images is not None:
+                sizes = with_tower(sizes, config.images)
             engines.append(EngineRows(subject, options, config, sizes, rates, tuple(fitting), starts))
     if not engines:
         raise ValueError("; ".join(["no row can be measured", *notes]))
@@ -113,6 +116,8 @@ def _options(
             write_shape(path, subject.shape)
             if starts:
                 write_tokenizer(path)
+            if subject.sees:
+                write_processor(path)
         options |= {"model": path, "load_format": "dummy"}
     elif "model" in given and limits.max_model_len is not None:
         longest = resolve(make_options(given)).model.max_model_len

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.bench.results import read_json
-from compiled_engine.bench.table_rows import LOWER
+from compiled_engine.bench.workloads import LOWER
 
 FASTER, SLOWER, SAME = "faster", "slower", "same"
 FAILED, REPAIRED = "failed", "repaired"

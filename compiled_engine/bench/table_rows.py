@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from compiled_engine.bench.bounds import (
     Job,
@@ -22,23 +22,22 @@ from compiled_engine.bench.bounds import (
 )
 from compiled_engine.bench.drafts import LENGTH, SAID
 from compiled_engine.bench.engine_steps import PROMPTS_IN_FLIGHT, mixed_chunks, mixed_step_ms, outputs_needed
-from compiled_engine.bench.workloads import generate_seconds, random_prompts, request_lengths, tpot_ms
+from compiled_engine.bench.image_rows import FirstToken, RequestsWithImages
+from compiled_engine.bench.workloads import (
+    HIGHER,
+    LOWER,
+    Needs,
+    generate_seconds,
+    random_prompts,
+    request_lengths,
+    tpot_ms,
+)
 from compiled_engine.llm import LLM
 from compiled_engine.resolve.speculation import DRAFT_MODEL, EAGLE3, NGRAM
 from compiled_engine.schema import unknown_name_message
 
 WARM_UP_TOKENS = 4
 WARM_UP_REQUESTS = 8
-LOWER, HIGHER = "lower", "higher"
-
-
-class Needs(NamedTuple):
-    """The requirements of a workload on an engine, in tokens and requests."""
-
-    longest: int  # tokens of the longest request, prompt and output
-    at_once: int = 1  # requests that must run concurrently
-    together: int = 0  # KV cache tokens that these take
-    in_a_step: int = 1  # tokens of a step
 
 
 class Workload(Protocol):
@@ -231,6 +230,7 @@ class Subject:
     prefix: str  # first part of its rows' ids
     shape: str | None  # None for a checkpoint
     title: str
+    sees: bool = False  # prompts may have images
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,7 @@ class Row:
 
 SMALL_SHAPE = Subject("0.6b", "qwen3-0.6b", "Qwen3-0.6B")
 LARGE_SHAPE = Subject("8b", "qwen3-8b", "Qwen3-8B")
+VISION_SHAPE = Subject("vl-8b", "qwen3-vl-8b", "Qwen3-VL-8B", sees=True)
 BUNDLED = Subject("bundled", None, "bundled model")
 OWN = Subject("model", None, "model")
 
@@ -321,6 +322,13 @@ def _with_drafts(limits: Limits, output: int, prompt: int, methods: Sequence[str
 
 
 # Measured only if selected.
+WITH_IMAGES: Declared = {
+    "image": (SERVING, FirstToken(1, 1024)),
+    "image-8": (Limits(16_384), FirstToken(8, 1024)),
+    "T64-images": (SERVING, RequestsWithImages(64, *LENGTHS_OF_T, side=512, seed=2, sampling=T)),
+    "tpot-1": ON_A_GPU["tpot-1"],
+    "tpot-64": ON_A_GPU["tpot-64"],
+}
 DRAFTS_OF_SMALL = _with_drafts(SERVING, 257, 128, (NGRAM, EAGLE3), (1, 8, 64))
 DRAFTS_OF_LARGE = _with_drafts(SERVING, 257, 128, (NGRAM, DRAFT_MODEL, EAGLE3), (1, 8, 64))
 DRAFTS_ON_A_CPU = _with_drafts(ANY, 33, 16, (NGRAM, EAGLE3), (1, 8))
@@ -368,6 +376,7 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
         default = shapes if on_gpu else bundled
         drafting = {SMALL_SHAPE: DRAFTS_OF_SMALL, LARGE_SHAPE: DRAFTS_OF_LARGE, BUNDLED: DRAFTS_ON_A_CPU}
         rows = shapes + bundled
+        rows += [Row(f"{VISION_SHAPE.prefix}-{name}", VISION_SHAPE, *what) for name, what in WITH_IMAGES.items()]
         rows += [
             Row(f"{one.prefix}-{name}", one, *what) for one, those in drafting.items() for name, what in those.items()
         ]

@@ -9,13 +9,24 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
 # Largest token id in prompts of workload T.
 LARGEST_TOKEN_ID = 10_000
+# Whether lower or higher figures are better.
+LOWER, HIGHER = "lower", "higher"
+
+
+class Needs(NamedTuple):
+    """The requirements of a workload on an engine, in tokens and requests."""
+
+    longest: int  # tokens of the longest request, prompt and output
+    at_once: int = 1  # requests that must run concurrently
+    together: int = 0  # KV cache tokens that these take
+    in_a_step: int = 1  # tokens of a step
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:

@@ -15,36 +15,60 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from compiled_engine.engine.cache_resource import check_holders
+from compiled_engine.engine.messages import Content
 from compiled_engine.engine.request import Request
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def hash_block(parent: bytes, token_ids: Sequence[int], others: bytes = b"") -> bytes:
     """Return the hash of a full block of `token_ids` that follows the block, or root, with hash `parent`.
 
-    The hash covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32.
+    The hash covers these tokens and, through `parent`, all tokens before them. Token ids are hashed as int32. others:
+    everything else that the block's keys and values depend on, see `_contents_within`.
     """
-    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+    return hashlib.sha256(parent + array("i", token_ids).tobytes() + others).digest()
 
 
 def hash_blocks(
-    hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, count: int | None = None
+    hashes: list[bytes],
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    count: int | None = None,
+    contents: Sequence[Content] = (),
 ) -> None:
-    """Extend the hashes of a sequence's leading blocks to `count` blocks; None: to all full ones."""
+    """Extend the hashes of a sequence's leading blocks to `count` blocks; None: to all full ones.
+
+    contents: see EngineRequest.
+    """
     count = len(token_ids) // block_size if count is None else count
     for start in range(len(hashes) * block_size, count * block_size, block_size):
-        hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size]))
+        others = _contents_within(contents, start, start + block_size) if contents else b""
+        hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size], others))
+
+
+def _contents_within(contents: Sequence[Content], start: int, stop: int) -> bytes:
+    """Return what identifies the contents at positions from `start` to `stop`, and where in the block each begins."""
+    return b"".join(
+        hashlib.sha256(b"%d %d %s" % (each.first - start, each.count, each.key.encode())).digest()
+        for each in contents[
+            bisect_right(contents, start, key=lambda each: each.first + each.count) : bisect_left(
+                contents, stop, key=lambda each: each.first
+            )
+        ]
+    )
 
 
 def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]:
     """Return the hashes of the request's leading blocks, `count` or more of them. They are kept in the request."""
     hashes = request.block_hashes.setdefault(block_size, [])
     if len(hashes) < count:
-        hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count)
+        hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count, request.asked.contents)
     return hashes
 
 
@@ -239,7 +263,7 @@ class BlockGroup:
         table, size = self._tables[request], self.block_size
         first, num_full = table.num_registered, num_tokens // size
         if num_full > first:
-            hash_blocks(table.hashes, request.prefix_root, request.token_ids, size, num_full)
+            hash_blocks(table.hashes, request.prefix_root, request.token_ids, size, num_full, request.asked.contents)
             for index in range(first, num_full):
                 self.pool.register(table.block_ids[index], table.hashes[index])
             self._registered += table.block_ids[first:num_full]

@@ -247,8 +247,11 @@ class EngineCore:
             self._note_held()
             self._scheduler.forget_stale(of_running=self._pause is None or self._pause.clear_cache)
 
-    def tell(self, call: ControlCall) -> None:
-        """Serve a control call whose caller awaits no answer. An error is logged."""
+    def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
+        """Serve a control call whose caller awaits no answer. An error is logged.
+
+        request_ids: the requests that need the call, for an engine of several cores.
+        """
         try:
             self.call(call)
         except ControlError as error:

@@ -155,7 +155,7 @@ class ModelForward:
             around_attention=around_attention,
             distinct=distinct,
             variant=batch.variant,
-            logits_inputs=buffers.of_variant(batch.variant, batch.padded_tokens) if batch.variant else (),
+            logits_inputs=buffers.logits_inputs(batch.variant, batch.padded_tokens) if batch.variant else (),
         )
 
     def run(
@@ -194,7 +194,8 @@ class ModelForward:
     def logits_of(self, output: ForwardOutput) -> torch.Tensor:
         if output.is_logits:
             return output.tensor
-        logits: torch.Tensor = self.ends[VARIANTS.get(output.variant, LOGITS)](output.tensor, *output.logits_inputs)
+        own = VARIANTS.get(output.variant, LOGITS)
+        logits: torch.Tensor = self.ends[own if own in self.ends else LOGITS](output.tensor, *output.logits_inputs)
         return logits
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:

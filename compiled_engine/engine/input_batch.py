@@ -288,12 +288,12 @@ class InputBuffers:
         # declare.
         self.step: dict[str, list[tuple[str, int | str, torch.Tensor]]] = {}
         self.asked: dict[str, tuple[StepTensor, ...]] = {}
-        for variant in dict.fromkeys(["", *(tensor.variant for tensor in asked)]):
-            read = [tensor for tensor in declared if tensor.variant in ("", variant)]
+        for variant in dict.fromkeys(["", *(variant for tensor in asked for variant in tensor.variants)]):
+            read = [tensor for tensor in declared if not tensor.variants or variant in tensor.variants]
             self.step[variant] = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in read]
-            self.asked[variant] = tuple(tensor for tensor in asked if tensor.variant in ("", variant))
-        self._of_variant = {
-            variant: tuple(step[tensor.name] for tensor in asked if tensor.variant == variant and variant)
+            self.asked[variant] = tuple(tensor for tensor in asked if tensor in read)
+        self._by_logits = {
+            variant: tuple(step[tensor.name] for tensor in asked if tensor.by_logits and variant in tensor.variants)
             for variant in self.step
         }
         self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
@@ -334,9 +334,9 @@ class InputBuffers:
         self._rows.stage(0, rows_R)
         self._query_start_loc.stage(0, query_starts_R1)
 
-    def of_variant(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return the step tensors that only this variant of the forward reads, for the first `num_tokens` tokens."""
-        return tuple(tensor_T[:num_tokens] for tensor_T in self._of_variant[variant])
+    def logits_inputs(self, variant: str, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return the step tensors that the variant's logits read besides hidden states, for `num_tokens` tokens."""
+        return tuple(tensor_T[:num_tokens] for tensor_T in self._by_logits[variant])
 
     def forget_staged(self) -> None:
         """Forget which batch was staged last, so that the next one is staged in any case.
@@ -422,6 +422,7 @@ def launch_prepare(
         buffers.offsets_R if has_offsets else None,
         ahead_SK,
         history_SL,
+        states.position_shift_S,
         num_rows,
         num_tokens,
         states.all_token_ids_KL.stride(0),
@@ -479,6 +480,8 @@ def prepare_reference(
     block_T, offset_T = np.divmod(positions_T, states.block_size)
     blocks_T = table_SB[row_T, np.minimum(block_T, table_SB.shape[1] - 1)].astype(np.int64)
     real_T = real_R[request_T]
+    if states.position_shift_S is not None:
+        positions_T = positions_T + states.position_shift_S.numpy()[row_T]
     for tensor, values, padding in (
         (buffers.input_ids_T, ids_T, 0),
         (buffers.positions_T, positions_T, 0),

@@ -40,6 +40,14 @@ def prefix_root(**parts: str | None) -> bytes:
     return ROOT if digest is None else digest.digest()
 
 
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """Something other than their tokens that stands at consecutive positions of a prompt."""
+
+    first: int  # position
+    count: int  # number of positions
+    key: str  # contents with the same key have the same embeddings
+
+
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """API to core: a tokenised request."""
 
@@ -53,6 +61,8 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     output_token_ids: tuple[int, ...] = ()  # generated so far, if the request continues in another replica
     # Features' plain data, by feature name. msgspec copies the default for each request.
     extras: dict[str, Any] = {}
+    # Positions of the prompt whose keys and values depend on more than token ids, ascending; block hashes cover them.
+    contents: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True)

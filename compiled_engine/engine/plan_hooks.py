@@ -24,7 +24,9 @@ later `may_start` and `admitted` again.
 The order of the hooks of a step:
 
     divide, decode_tokens        nothing is scheduled
-    reconsiders                  running requests are scheduled; `may_start` and `admitted` of waiting ones follow
+    limit_share                  a running request's share is chosen; its blocks and the next request's share follow
+    reconsiders                  running requests are scheduled; `may_start`, `limit_share` and `admitted` of waiting
+                                 ones follow
     built                        the step's requests are chosen; `divide` may have another part if there are none
     planned                      the step is sent next
     begin_late, finish_late      only for a step that samples late, while it runs
@@ -140,6 +142,14 @@ class PlanFeature:
         """
         raise NotImplementedError
 
+    def limit_share(self, request: Request, num_tokens: int) -> int:
+        """Return how many of the request's next `num_tokens` tokens the step computes; 0: none, and a later step does.
+
+        Not called for steady decodes. The request holds its resources; it may still be preempted. A waiting request
+        that gets none is skipped until `reconsiders`.
+        """
+        return num_tokens
+
     def built(self, builder: StepBuilder) -> None:
         """Note a step that was built, and adjust its builder's settings for the whole step.
 
@@ -223,6 +233,7 @@ class PlanHooks:
         self.takes_stale = overriding(features, PlanFeature.takes_stale)
         self.divide = sole_overriding(features, PlanFeature.divide)
         self.decode_tokens = sole_overriding(features, PlanFeature.decode_tokens)
+        self.limit_share = overriding(features, PlanFeature.limit_share)
         self.built = overriding(features, PlanFeature.built)
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)

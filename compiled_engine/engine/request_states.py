@@ -12,6 +12,9 @@ import torch
 from compiled_engine.engine.messages import NewRequest
 from compiled_engine.rows.row_fields import RowField, RowFields
 
+# Name of the row field position_shift_S.
+POSITION_SHIFT = "position_shift"
+
 
 class RequestStates:
     """Assigns rows to requests, and holds the state of each row. Other modules may declare further `fields`.
@@ -52,6 +55,8 @@ class RequestStates:
         self.ahead_SK: torch.Tensor | None = None
         # All tokens of each row; None without has_history.
         self.history_SL: torch.Tensor | None = None
+        # Added to the positions of each row's tokens, for the model to read; None if no position is shifted.
+        self.position_shift_S: torch.Tensor | None = None
         if num_ahead:
             fields.declare(RowField("ahead", shape=(num_ahead,), initial=-1))
             self.ahead_SK = fields["ahead"]
@@ -77,6 +82,11 @@ class RequestStates:
         self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
+
+    def shift_positions(self) -> None:
+        """Declare the row field POSITION_SHIFT, which then shifts the positions that the model reads."""
+        self.fields.declare(RowField(POSITION_SHIFT))
+        self.position_shift_S = self.fields[POSITION_SHIFT]
 
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]

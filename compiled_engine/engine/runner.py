@@ -305,8 +305,9 @@ class Runner:
         for feature in self._hooks.wanting_hidden:
             if feature.rows is None or feature.rows:
                 hidden_wanted |= feature.wants_hidden(step)
-        if (chooses := self._hooks.choosing_variant) is not None and (chooses.rows is None or chooses.rows):
-            variant = chooses.variant(step)
+        for feature in self._hooks.choosing_variant:
+            if not variant and (feature.rows is None or feature.rows):
+                variant = feature.variant(step)
         num_requests, graph_for = len(step.request_ids), self.step_graphs.graph_for
         if self._hooks.lay_out is None:
             longest = max(step.starts, default=0) + 1  # of decodes; unused for others

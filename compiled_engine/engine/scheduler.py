@@ -2,8 +2,8 @@
 
 Prefill and decode are treated alike: every request has known tokens that are not computed, and each step divides a
 token budget among requests (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests
-come first, then waiting ones are admitted in order; only a request that a feature does not let start is overtaken. If
-blocks run out, the last request in order is preempted and recomputed later.
+come first, then waiting ones are admitted in order; only a request that a feature does not let start, or gives no share
+of the step, is overtaken. If blocks run out, the last request in order is preempted and recomputed later.
 
 With several steps in flight, a step is scheduled before the tokens of the previous one are known. Scheduling only needs
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
@@ -247,6 +247,10 @@ class Scheduler:
             else:
                 bound = min(request.max_new_tokens_per_step, decode_tokens, request.max_num_tokens - request.num_tokens)
                 num_tokens = bound
+            for limit_share in self.hooks.limit_share:
+                num_tokens = limit_share(request, num_tokens)
+            if not num_tokens:
+                continue
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 self._counts.preemptions += 1
                 if self._requests.preempt_last() is request:
@@ -275,8 +279,14 @@ class Scheduler:
             # Reserve a block for each running request, so that the new one is not preempted at once.
             if not self._kv_cache.admit(request, reserve=len(running)):
                 break
-            self._requests.start(request)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.step_limit)
+            for limit_share in self.hooks.limit_share:
+                num_tokens = limit_share(request, num_tokens)
+            if not num_tokens:
+                self._kv_cache.free(request)
+                waiting.skip()
+                continue
+            self._requests.start(request)
             budget -= num_tokens
             extras = {**request.extras}
             for admitted in self.hooks.admitted:

@@ -18,6 +18,7 @@ from compiled_engine.engine.forward import ForwardOutput, ModelForward
 from compiled_engine.engine.input_batch import InputBatch, InputBuffers, empty_batch, prepare, stage_empty
 from compiled_engine.engine.request_states import RequestStates
 from compiled_engine.engine.step_hooks import NO_HOOKS, StepHooks, Tail
+from compiled_engine.graphs.compiler.signature import WITHOUT_GRAPHS
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher, GraphKey, GraphKind, KeyField
 from compiled_engine.graphs.cuda_graphs.manager import Capturable, CudaGraphManager, Fallback, GraphCounters
@@ -86,7 +87,7 @@ class ModelStep:
     def output(self, key: GraphKey, result: torch.Tensor, variant: str = "") -> ForwardOutput:
         """Return the result of `run`, or of a replay of the key's graph, as a ForwardOutput."""
         is_logits = key.is_decode or self.model.ends_at_logits(key.num_tokens, variant)
-        logits_inputs = self.buffers.of_variant(variant, key.num_tokens) if variant else ()
+        logits_inputs = self.buffers.logits_inputs(variant, key.num_tokens) if variant else ()
         return ForwardOutput(result, is_logits, (), variant, logits_inputs)
 
     def tensor_ids(self) -> tuple[int, ...]:
@@ -146,8 +147,10 @@ class StepGraphs:
         hooks: StepHooks = NO_HOOKS,
     ):
         self._step, self._in_forward = step, hooks.in_forward
-        # Steps of a variant have graphs of their own.
-        fields = tuple(KeyField(variant, (1,)) for variant in step.model.variants if variant)
+        # Steps of a variant have graphs of their own, or none.
+        fields = tuple(
+            KeyField(variant, (1,)) for variant in step.model.variants if variant and variant not in WITHOUT_GRAPHS
+        )
         self.dispatcher = Dispatcher(
             config.graph, config.scheduler, fields, config.query_lens, config.rare_query_lens, token_sizes
         )
@@ -190,7 +193,9 @@ class StepGraphs:
         decodes_only = query_len is not None
         self.counters.batch(num_tokens, decodes_only)
         values = {variant: 1} if variant else None
-        key = self.dispatcher.dispatch(num_tokens, num_requests, query_len, longest, values)
+        key = None
+        if variant not in WITHOUT_GRAPHS:
+            key = self.dispatcher.dispatch(num_tokens, num_requests, query_len, longest, values)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
         elif hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens, variant)):

@@ -168,7 +168,7 @@ class StepFeature:
     def variant(self, step: SchedulerOutput) -> str:
         """Return the variant of the forward that the step needs, "" for the usual one.
 
-        At most one feature overrides this.
+        The step gets the first variant that a feature names, in the order of features.
         """
         return ""
 
@@ -264,7 +264,7 @@ class StepHooks:
         self.added = overriding(features, StepFeature.added)
         self.removed = overriding(features, StepFeature.removed)
         self.begin = overriding(features, StepFeature.begin)
-        self.choosing_variant = sole(features, StepFeature.variant)
+        self.choosing_variant = having(features, StepFeature.variant)
         self.wanting_hidden = having(features, StepFeature.wants_hidden)
         self.receive = overriding(features, StepFeature.receive)
         self.before_inputs = overriding(features, StepFeature.before_inputs)

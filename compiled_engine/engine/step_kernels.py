@@ -32,6 +32,7 @@ def prepare_kernel(
     offsets_ptr: tl.tensor,
     ahead_ptr: tl.tensor,
     history_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_tokens: tl.tensor,
     all_token_ids_stride: tl.tensor,
@@ -56,6 +57,7 @@ def prepare_kernel(
         MAX_BLOCKS].
     offsets_ptr: int32 [R], see input_batch.py; ahead_ptr: int32 [S, NUM_AHEAD]; history_ptr: int32 [S, L]. All three
         are None unless the batch has offsets. A row whose guess does not exist is treated as padding.
+    shift_ptr: int32 [S], added to positions; None if no position is shifted.
     num_rows, num_tokens: how many rows and tokens to fill, padding included. TILE: tokens or blocks handled at a time.
     """
     # No later kernel may start before this one has ended: attention reads lengths, blocks and slots before its own
@@ -119,7 +121,10 @@ def prepare_kernel(
         ids = tl.where(listed, ids, last_token)
         block = tl.load(state_row_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
         tl.store(input_ids_ptr + token, ids.to(tl.int64), mask=mask)
-        tl.store(positions_ptr + token, position.to(tl.int64), mask=mask)
+        shifted = position
+        if shift_ptr is not None:
+            shifted += tl.load(shift_ptr + state)
+        tl.store(positions_ptr + token, shifted.to(tl.int64), mask=mask)
         tl.store(slot_mapping_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
     # Blocks past the context are not updated, as nothing reads them.
     num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE

@@ -294,7 +294,7 @@ def compile_forward(config: EngineConfig, model: ModelForward, buffers: InputBuf
         empty = _empty_step(config, shape, buffers.block_table_RB.shape[1], asked)
         inputs = attention_inputs_of(empty, config.attention_backend)
         arguments = arguments_of(empty, inputs, model.kv_caches)
-        inputs_of_logits = tuple(empty[tensor.name] for tensor in asked if tensor.variant)
+        inputs_of_logits = tuple(empty[tensor.name] for tensor in asked if tensor.by_logits)
         run = partial(model.run, distinct=True, variant=variant, logits_inputs=inputs_of_logits)
         tokens = shape.num_tokens
         output = run(tokens, arguments, hidden_wanted=True)

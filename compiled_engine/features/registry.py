@@ -14,6 +14,10 @@ from compiled_engine.features.adapters import table as adapters
 from compiled_engine.features.adapters.eager_adapters import EagerAdapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
+from compiled_engine.features.images import plan as images
+from compiled_engine.features.images.eager_images import EagerImages
+from compiled_engine.features.images.plan import ImagePlan
+from compiled_engine.features.images.step_images import StepImagesOnDevice
 from compiled_engine.features.pipeline.micro_batches import MicroBatches
 from compiled_engine.features.pipeline.stage_traffic import SendTail, StageTraffic
 from compiled_engine.features.pooling.plan import PoolingPlan
@@ -34,14 +38,14 @@ from compiled_engine.features.structured import constraints
 from compiled_engine.features.structured.plan import Structured
 from compiled_engine.features.structured.step_masks import MaskedSteps
 from compiled_engine.features.weight_updates.plan import WeightUpdates
-from compiled_engine.features.weight_updates.step_weight_updates import StepWeightUpdates
+from compiled_engine.features.weight_updates.step_weight_updates import CheckTensors, StepWeightUpdates
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.stage_model import stage_model
 from compiled_engine.parallel.stages import StageLink
 
 # Metrics that add up over replicas: counts since the start, and current values.
-COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS)
-GAUGES = (*adapters.GAUGES, *drafts.GAUGES)
+COUNTERS = (*adapters.COUNTERS, *drafts.COUNTERS, *constraints.COUNTERS, *images.COUNTERS)
+GAUGES = (*adapters.GAUGES, *drafts.GAUGES, *images.GAUGES)
 
 
 def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]:
@@ -54,6 +58,8 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     else:
         features.append(PoolingPlan())
     features.append(NoAdapters() if config.adapters is None else Adapters(config.adapters, executor.call))
+    if config.images is not None:
+        features.append(ImagePlan(config.images))
     if config.parallel.num_stages > 1:
         stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs
         features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
@@ -97,6 +103,8 @@ def eager_features(config: EngineConfig) -> list[EagerFeature]:
         features.append(EagerAuxHiddenStates(layers))
     if config.adapters is not None:
         features.append(EagerAdapters(config))
+    if config.images is not None:
+        features.append(EagerImages(config, config.images))
     return features
 
 
@@ -104,6 +112,10 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     """Return the device parts of the enabled features. See `make_features` for `link`."""
     config, model = parts.config, parts.config.model
     features = drafting(parts)
+    others: list[CheckTensors] = []
+    if config.images is not None:
+        features.insert(0, images_on_device := StepImagesOnDevice.of(parts, config.images))
+        others.append(images_on_device.tower.check_weights)
     tail: Tail | None = None
     advance: Advance = StepAdvance(parts.states, parts.buffers)
     if config.speculation.num_tokens:
@@ -128,7 +140,7 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
         features.append(MaskedSteps(parts.vocabulary, config.device))
     stage = 0 if link is None else link.stage.index
     num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
-    features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks))
+    features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks, others))
     if config.sleeps:
         features.append(StepSleep(parts.weights, parts.model))
     return RunnerFeatures(features, tail, advance)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.features.adapters.frontend.requests import AdapterRequests
+from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.structured.frontend.requests import StructuredRequests
 from compiled_engine.frontend.tokenizer import Tokenizer
 
@@ -15,6 +16,7 @@ class RequestFeatures(NamedTuple):
 
     structured: StructuredRequests
     adapters: AdapterRequests
+    images: ImageRequests
 
 
 def request_features(
@@ -24,4 +26,5 @@ def request_features(
     return RequestFeatures(
         StructuredRequests(tokenizer, config.model.vocab_size, eos_token_ids, objects_allowed),
         AdapterRequests(config.adapters),
+        ImageRequests.of(config, tokenizer),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from compiled_engine.frontend.image_parts import image_of, is_image_part, read_by, with_placeholders
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.process.smallest_first import Stopped, WorkStopped, never
@@ -65,11 +66,14 @@ def render_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     check: Callable[[str], None] = lambda text: None,
     is_stopped: Stopped = never,
+    placeholder: int | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Return a conversation's prompt: text and token ids.
+    """Return a conversation's prompt: text and token ids, and the images of its messages.
 
     Only the template produces special tokens: text in messages, tools and chat_template_kwargs stays text. `check` may
-    reject the rendered text before it is tokenised. `is_stopped` is polled while the template runs.
+    reject the rendered text before it is tokenised. `is_stopped` is polled while the template runs. `placeholder` is
+    the token of an image, for templates that read text alone. `mm_processor_kwargs` are for the images.
 
     Raises WorkStopped if stopped. Raises TypeError or ValueError with the message and the reason: no template, a
     malformed message, a role or tools that the template does not support, or the template's own error.
@@ -87,7 +91,8 @@ def render_chat(
         raise TypeError(f"chat_template_kwargs must be a dict or None, got {further!r}")
     if taken := sorted(SETTINGS & further.keys()):
         raise ValueError(f"chat_template_kwargs must not have {', '.join(taken)}, got {further!r}")
-    checked = _check_conversation(name, conversation, template)
+    images: list[Any] = []
+    checked = _check_conversation(name, conversation, template, images)
 
     def render(values: Any) -> str:
         return _rendered(
@@ -103,13 +108,20 @@ def render_chat(
 
     forms = forms_of(template)
     schemas = None if tools is None else forms.tools([schema_of(tool) for tool in tools])
+    mark = None
+    if images:
+        checked, mark = read_by(template, checked, plain([checked, schemas, further]))
     values = plain([forms.conversation(checked), schemas, further])
-    if not tokenizer.client_text.concerns(values):
+    data = {"multi_modal_data": {"image": images}, "mm_processor_kwargs": mm_processor_kwargs} if images else {}
+    if mark is None and not tokenizer.client_text.concerns(values):
         check(text := render(values))
-        return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+        return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)), data=data)
     text, parts = tokenizer.client_text.render(values, render)
+    if mark is not None:  # marks become placeholders, which are special tokens
+        parts = with_placeholders(parts, mark, placeholder)
+        text = "".join(tokenizer.entry(part) if isinstance(part, int) else part for part in parts)
     check(text)
-    return Prompt(name, text, tuple(tokenizer.encode_parts(parts)))
+    return Prompt(name, text, tuple(tokenizer.encode_parts(parts)), data=data)
 
 
 def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> str:
@@ -123,8 +135,11 @@ def _rendered(name: str, template: str, conversation: Any, **settings: Any) -> s
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
 
 
-def _check_conversation(name: str, conversation: Any, template: str) -> list[dict[str, Any]]:
-    """Return copies of the messages. Raises TypeError or ValueError unless their contents are text."""
+def _check_conversation(name: str, conversation: Any, template: str, images: list[Any]) -> Sequence[dict[str, Any]]:
+    """Return copies of the messages, and append their images to `images`.
+
+    Raises TypeError or ValueError unless their contents are text and images.
+    """
     if not isinstance(conversation, list | tuple):
         raise TypeError(f"{name} must be a list of messages, got {conversation!r}")
     if not conversation:
@@ -140,16 +155,26 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[dic
             raise ValueError(f"{where}['role'] must be one of {', '.join(ROLES)}, got {role!r}")
         if content is None and not message.get("tool_calls"):
             raise ValueError(f"{where}['content'] must be a string, got {content!r}")
-        _check_content(f"{where}['content']", content)
-        checked.append(dict(message))
+        checked.append({**message, "content": _checked_content(f"{where}['content']", content, images)})
+        if "content" not in message:
+            del checked[-1]["content"]
     return checked
 
 
-def _check_content(name: str, content: Any) -> None:
+def _checked_content(name: str, content: Any, images: list[Any]) -> Any:
+    """Return a content in which images are parts of type "image"; appends the images themselves to `images`."""
     if content is None or isinstance(content, str):
-        return
+        return content
     if not isinstance(content, list | tuple):
         raise TypeError(f"{name} must be a string or a list of {{'type': 'text', 'text': str}}, got {content!r}")
+    parts: list[Any] = []
     for index, part in enumerate(content):
+        where = f"{name}[{index}]"
+        if is_image_part(part):
+            images.append(image_of(where, part))
+            parts.append({"type": "image"})
+            continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{name}[{index}] must be {{'type': 'text', 'text': str}}, got {part!r}")
+            raise ValueError(f"{where} must be {{'type': 'text', 'text': str}} or an image, got {part!r}")
+        parts.append(part)
+    return parts

@@ -37,7 +37,7 @@ class ClientText:
     def concerns(self, values: Any) -> bool:
         """Return whether any text in these nested values may become a special token."""
         return self._any_text or any(
-            self._whole.search(text) or self._place_of_end(text) is not None for text in _texts(values)
+            self._whole.search(text) or self._place_of_end(text) is not None for text in texts_in(values)
         )
 
     def _place_of_end(self, text: str) -> int | None:
@@ -51,7 +51,7 @@ class ClientText:
         The parts are texts, and the ids of the special tokens that the template produced. Raises ValueError if the
         values contain every noncharacter.
         """
-        joined = "".join(_texts(values))
+        joined = "".join(texts_in(values))
         mark = next((each for each in NONCHARACTERS if each not in joined and _escaped(each) not in joined), None)
         if mark is None:
             raise ValueError("texts must not hold every code point from U+FDD0 to U+FDEF")
@@ -91,14 +91,14 @@ def _escaped(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-def _texts(values: Any) -> list[str]:
+def texts_in(values: Any) -> list[str]:
     """Return every string in nested lists and dicts, keys included."""
     if isinstance(values, str):
         return [values]
     if isinstance(values, Mapping):
-        return [text for key, value in values.items() for text in (str(key), *_texts(value))]
+        return [text for key, value in values.items() for text in (str(key), *texts_in(value))]
     if isinstance(values, list | tuple):
-        return [text for value in values for text in _texts(value)]
+        return [text for value in values for text in texts_in(value)]
     return []
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-from compiled_engine.engine.messages import EngineRequest, StepOutputs
+from compiled_engine.engine.messages import ControlCall, EngineRequest, StepOutputs
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest, Running
@@ -54,6 +54,8 @@ class Core(Protocol):
     held: str
 
     def add(self, request: EngineRequest, given: Any = None) -> None: ...
+
+    def tell(self, call: ControlCall, request_ids: Sequence[str]) -> None: ...
 
     def abort(self, request_id: str, *, stopped: bool = False) -> object: ...
 
@@ -143,6 +145,8 @@ class EngineLoop:
                         for engine_request in request.engine_requests:
                             self._core.add(engine_request, request.given)
                             added.add(engine_request.request_id)
+                        for call in request.calls:
+                            self._core.tell(call, [each.request_id for each in request.engine_requests])
             while running:
                 changed = [request_id for request_id in self._changed if request_id in running]
                 if not changed:

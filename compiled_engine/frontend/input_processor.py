@@ -9,7 +9,14 @@ from typing import Any
 from compiled_engine.engine.messages import EngineRequest, RequestLimits, prefix_root
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt
-from compiled_engine.frontend.request_hooks import RequestFeature, RequestPart, parts_of_all
+from compiled_engine.frontend.request_hooks import (
+    Attachment,
+    RequestFeature,
+    RequestPart,
+    attach_all,
+    joined,
+    parts_of_all,
+)
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_backend import LONG_TEXT
 from compiled_engine.process.callers import warn_caller
@@ -52,20 +59,35 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams],
         priority: int | Sequence[int] | None = None,
+        *,
+        attached: Sequence[Attachment | None] = (),
         **given: Any,
     ) -> list[PreparedRequest]:
         """Return a request for each prompt.
 
-        The other arguments apply to all prompts, or are lists with one entry for each. `given` has the arguments that
-        only features read, such as lora_request. Raises TypeError or ValueError with the field, its value and what is
-        allowed.
+        The other arguments apply to all prompts, or are lists with one entry for each. attached: what has waited for
+        the prompts' data; () to wait for it here. `given` has the arguments that only features read, such as
+        lora_request. Raises TypeError or ValueError with the field, its value and what is allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self.limits)
-        encoded = [self._encode(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        if not attached and (attached := attach_all(self.features, prompts)):
+            for each in filter(None, attached):
+                each.wait()
+        attached = attached or [None] * len(prompts)
+        encoded = [self._encode(*each) for each in zip(prompts, params, attached, strict=True)]
         parts = parts_of_all(self.features, params, given)
-        of_prompts = zip(prompts, encoded, params, priorities, parts, strict=True)
+        of_prompts = zip(prompts, encoded, params, priorities, parts, attached, strict=True)
         return [self._prepare(*each) for each in of_prompts]
+
+    def tokens(self, prompt: Prompt, attachment: Attachment | None, params: SamplingParams) -> tuple[int, ...]:
+        """Return a prompt's tokens, with those of its data, which has been waited for.
+
+        They are not truncated. Raises ValueError for an invalid prompt, and one that is too long when it is truncated.
+        """
+        token_ids = self._whole(prompt, params, attachment)
+        self._truncated(prompt, token_ids, params)
+        return token_ids
 
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
         if isinstance(given, SamplingParams):
@@ -101,10 +123,16 @@ class InputProcessor:
             raise type(error)(f"{name}: {error}") from error
         return params
 
-    def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, params: SamplingParams, attachment: Attachment | None) -> tuple[int, ...]:
         """Return a prompt's token ids, truncated if requested. Raises ValueError for an invalid prompt."""
+        return self._truncated(prompt, self._whole(prompt, params, attachment), params)
+
+    def _whole(self, prompt: Prompt, params: SamplingParams, attachment: Attachment | None) -> tuple[int, ...]:
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
         check_token_ids(prompt, token_ids, self.limits.vocab_size)
+        return token_ids if attachment is None else attachment.expand(token_ids)
+
+    def _truncated(self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
         keep = params.truncate_prompt_tokens
         if keep is not None:
             longest = self.limits.longest_prompt
@@ -127,7 +155,10 @@ class InputProcessor:
         params: SamplingParams,
         priority: int,
         part: RequestPart,
+        attachment: Attachment | None,
     ) -> PreparedRequest:
+        if attachment is not None:
+            part = joined((part, attachment.part(token_ids, params)))
         request_id = f"{self.id_prefix}{next(self._numbers)}"
         max_tokens = params.max_tokens
         if max_tokens is None:
@@ -142,11 +173,14 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 prefix_root=root,
+                contents=part.contents,
                 extras=extras,
             )
             for index in range(params.n)
         )
-        return PreparedRequest(request_id, prompt.text, token_ids, params, requests, part.given, part.output)
+        return PreparedRequest(
+            request_id, prompt.text, token_ids, params, requests, part.given, part.output, part.calls
+        )
 
 
 def require_one_each(name: str, given: Sized, count: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from compiled_engine.engine.messages import EngineOutput, EngineRequest
+from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 
@@ -21,6 +21,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     engine_requests: tuple[EngineRequest, ...]
     given: Any = None  # for the core besides each engine request, see EngineCore.add
     output: Mapping[str, Any] = {}  # fields of its RequestOutput that features set
+    calls: tuple[ControlCall, ...] = ()  # that the core must serve once it has the engine requests
     collect: Callable[[PreparedRequest], Running] | None = None  # makes its Running; None: RunningRequest
 
 

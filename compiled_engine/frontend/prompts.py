@@ -13,14 +13,16 @@ from compiled_engine.frontend.tokenizer_backend import HUGE_TEXT, LONG_TEXT
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both, whose ids are run.
 
-A dict may also have a "cache_salt", a string: only prompts with the same salt share cached prefixes. vLLM's keys for
-images and embeddings may be None.
+A dict may also have a "cache_salt", a string: only prompts with the same salt share cached prefixes; and images, as
+"multi_modal_data": {"image": one or a list}, with "mm_processor_kwargs", a dict. The prompt has a placeholder for each.
 """
 
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-KNOWN = frozenset(KEYS)
-OF_OTHER_ENGINES = frozenset(("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"))
+DATA_KEYS = ("multi_modal_data", "mm_processor_kwargs")  # read by a feature
+ALL_KEYS = (*KEYS, *DATA_KEYS)
+KNOWN = frozenset(ALL_KEYS)
+OF_OTHER_ENGINES = frozenset(("prompt_embeds", "multi_modal_uuids"))
 LONGEST_SALT = 256  # characters
 LONGEST_VALUE = 200  # characters of a value in an error
 VALUE_SIZE = 8  # a key, number, array or object costs a template and tokenizer as much as this many characters
@@ -33,6 +35,14 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str | None
     token_ids: tuple[int, ...] | None
     cache_salt: str | None = None
+    data: Mapping[str, Any] = {}  # values of DATA_KEYS, if there are any for the first
+
+    def part_name(self, *keys: str | int) -> str:
+        """Return the name of an entry of the prompt's dict, for errors."""
+        name = self.name
+        for key in KEYS:
+            name = name.removesuffix(f"['{key}']")
+        return name + "".join(f"[{key!r}]" for key in keys)
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
@@ -66,8 +76,11 @@ def _parse(name: str, prompt: Any) -> Prompt:
         raise TypeError(f"{name} must be {FORMS}, got {_shown(prompt)}{_as_list(prompt)}")
     if not KNOWN.issuperset(prompt) and (unknown := _unknown_keys(prompt)):
         advice = "; token ids are 'prompt_token_ids'" if unknown[0] == "input_ids" else ""
-        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}{advice}")
+        raise ValueError(
+            f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, ALL_KEYS))}{advice}"
+        )
     text, token_ids, salt = map(prompt.get, KEYS)
+    data = {key: prompt[key] for key in DATA_KEYS if prompt.get(key)} if prompt.get(DATA_KEYS[0]) else {}
     if salt is not None:
         check_salt(f"{name}['cache_salt']", salt)
     if text is None and token_ids is None:
@@ -75,11 +88,11 @@ def _parse(name: str, prompt: Any) -> Prompt:
     if not isinstance(text, str | None):
         raise TypeError(f"{name}['prompt'] must be a string, got {text!r}")
     if token_ids is None:
-        return Prompt(f"{name}['prompt']", text, None, salt)
+        return Prompt(f"{name}['prompt']", text, None, salt, data)
     name = f"{name}['prompt_token_ids']"
     if not _is_sequence(token_ids):
         raise TypeError(f"{name} must be a list of token ids, got {_shown(token_ids)}{_as_list(token_ids)}")
-    return Prompt(name, text, _parse_token_ids(name, token_ids), salt)
+    return Prompt(name, text, _parse_token_ids(name, token_ids), salt, data)
 
 
 def _shown(value: Any) -> str:

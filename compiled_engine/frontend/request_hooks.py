@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from compiled_engine.engine.messages import ControlCall, EngineRequest
+from compiled_engine.engine.messages import Content, ControlCall, EngineRequest
+from compiled_engine.frontend.prompts import Prompt
+from compiled_engine.process.smallest_first import Stopped, never
 from compiled_engine.sampling.params import SamplingParams
 
 
@@ -20,9 +22,38 @@ class RequestPart(NamedTuple):
     root: Mapping[str, str] = {}  # parts of its prefix root, see engine/messages.prefix_root
     given: Any = None  # the argument `given` of EngineCore.add; at most one feature sets it
     output: Mapping[str, Any] = {}  # fields of its RequestOutput
+    contents: tuple[Content, ...] = ()  # of its EngineRequests; at most one feature sets them
+    calls: tuple[ControlCall, ...] = ()  # that the core must serve once it has its EngineRequests
 
 
 NO_PART = RequestPart()
+
+
+class Attachment(Protocol):
+    """A feature's work on the data that comes with a prompt, such as images."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` returns at once."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `wait` waits for other machines, which may take long to answer."""
+
+    def wait(self, is_stopped: Stopped = never) -> None:
+        """Wait until the data is ready; may be called in any thread, and again. `is_stopped` is polled meanwhile.
+
+        Raises WorkStopped if stopped. Raises TypeError, ValueError or OSError for data that cannot be used.
+        """
+
+    def expand(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the prompt's tokens, with those that stand for the data. Raises ValueError if they do not fit it."""
+
+    def part(self, token_ids: tuple[int, ...], params: SamplingParams) -> RequestPart:
+        """Return the feature's part of the request, for tokens that `expand` returned or the last ones of them.
+
+        Raises ValueError if the data needs tokens that are missing, or rules out a parameter.
+        """
 
 
 class Core(Protocol):
@@ -46,6 +77,15 @@ class RequestFeature:
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError, beginning with a field's name, for parameters that the engine cannot serve."""
+
+    def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
+        """Return what waits for the data of each prompt, None for a prompt without data; () if none has any.
+
+        Called on event loops, so the work begins in `wait`. At most one feature of an engine may override this.
+
+        Raises TypeError or ValueError for data that the feature does not take, beginning with its name.
+        """
+        return ()
 
     def parts(self, params: Sequence[SamplingParams], given: Mapping[str, Any]) -> Sequence[RequestPart]:
         """Return this feature's part of each request of a call, or () if no request has one.
@@ -73,6 +113,27 @@ class RequestFeature:
     async def before_async(self, requests: Sequence[EngineRequest], core: AsyncCore) -> None:
         """Make the calls of `before` on an event loop."""
 
+    def metrics(self) -> dict[str, float]:
+        """Return the feature's figures in this process, by name."""
+        return {}
+
+    def close(self) -> None:
+        """Free what the feature has started, such as processes. May be called again."""
+
+
+def attach_all(features: Sequence[RequestFeature], prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
+    """Return what waits for the data of each prompt; () if no prompt has data.
+
+    Raises what RequestFeature.attach raises, and ValueError if no feature reads data.
+    """
+    given = next((prompt for prompt in prompts if prompt.data), None)
+    if given is None:
+        return ()
+    for feature in features:
+        if found := feature.attach(prompts):
+            return found
+    raise ValueError(f"{given.part_name(next(iter(given.data)))} must be absent: the engine takes only text")
+
 
 def parts_of_all(
     features: Sequence[RequestFeature], params: Sequence[SamplingParams], given: Mapping[str, Any]
@@ -84,13 +145,16 @@ def parts_of_all(
     of_each = [parts for feature in features if (parts := feature.parts(params, given))]
     if len(of_each) < 2:
         return list(of_each[0]) if of_each else [NO_PART] * len(params)
-    return [_joined(parts) for parts in zip(*of_each, strict=True)]
+    return [joined(parts) for parts in zip(*of_each, strict=True)]
 
 
-def _joined(parts: Sequence[RequestPart]) -> RequestPart:
+def joined(parts: Sequence[RequestPart]) -> RequestPart:
+    """Return the parts of several features as one."""
     return RequestPart(
         extras={name: value for part in parts for name, value in part.extras.items()},
         root={name: value for part in parts for name, value in part.root.items()},
+        contents=next((part.contents for part in parts if part.contents), ()),
         given=next((part.given for part in parts if part.given is not None), None),
         output={name: value for part in parts for name, value in part.output.items()},
+        calls=tuple(call for part in parts for call in part.calls),
     )

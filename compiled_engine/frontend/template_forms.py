@@ -287,6 +287,12 @@ def _call(user: ContentForm, arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": user.adapt(""), "tool_calls": [call]}
 
 
+def rendered_probe(template: str, role: str, content: Any) -> str:
+    """Return what the template makes of a message with this content; "" if it refuses the conversation."""
+    before = [] if role in ("user", "system") else [{"role": "user", "content": "probe"}]
+    return _rendered(template, [*before, {"role": role, "content": content}], with_tools=(None,))
+
+
 def _rendered(template: str, messages: Sequence[Any], with_tools: Sequence[list[Any] | None] = (None, [_TOOL])) -> str:
     """Return the texts rendered with each of the tool lists in `with_tools`, joined.
 

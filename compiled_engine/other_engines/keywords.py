@@ -37,7 +37,7 @@ SHORT = {
 
 NO_SUCH_SETTING = "this engine has no such setting"
 LEAVE_OUT = "leave it out"
-TEXT_ALONE = "models take only text"
+IN_ONE_WAY = "images are read and processed in one way"
 THE_SERVER_REASONS = "the server parses reasoning, see --reasoning-parser"
 
 
@@ -207,7 +207,7 @@ HONOURED: Rows = {
         "max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching? "
         "scheduling_policy logprobs_mode async_scheduling? logits_processors* enable_sleep_mode? "
         "tensor_parallel_size pipeline_parallel_size data_parallel_size runner convert pooler_config enable_lora? "
-        "max_loras max_lora_rank max_cpu_loras"
+        "max_loras max_lora_rank max_cpu_loras language_model_only? mm_processor_cache_gb"
     ),
     "max_model_len": Honoured(
         '`max_model_len`; "auto" and -1 are the default; 4k is 4,000, and 4K is 4,096', read="length"
@@ -301,7 +301,16 @@ HONOURED: Rows = {
         "nothing is logged; `metrics()` and `RequestOutput.metrics` are always there", switch=True
     ),
     "max_logprobs": Honoured("any number of logprobs is allowed"),
-    "language_model_only": Honoured("the text model of a multimodal checkpoint runs alone", switch=True),
+    "limit_mm_per_prompt": Honoured(
+        "`limit_mm_per_prompt`, of which images count: other media are never read",
+        "limit_mm_per_prompt",
+        nothing=({},),
+    ),
+    "mm_processor_kwargs": Honoured("`mm_processor_kwargs`", "mm_processor_kwargs", nothing=({},)),
+    "allowed_media_domains": Honoured(
+        "`allowed_media_domains`; without it no host is asked", "allowed_media_domains", nothing=([],), several=True
+    ),
+    "allowed_local_media_path": Honoured("`allowed_local_media_path`", "allowed_local_media_path", nothing=("",)),
     "disable_cascade_attn": Honoured("there is no cascade attention", switch=True),
     "tokenizer_mode": Honoured(
         "the checkpoint's fast tokenizer",
@@ -431,8 +440,7 @@ WITHOUT_EFFECT: Rows = {
     ),
     **without_effect(
         """
-        limit_mm_per_prompt allowed_local_media_path allowed_media_domains* enable_mm_embeds? interleave_mm_strings?
-        media_io_kwargs mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type
+        enable_mm_embeds? interleave_mm_strings? media_io_kwargs mm_processor_cache_type
         mm_shm_cache_max_object_size_mb mm_encoder_only? mm_encoder_tp_mode mm_encoder_attn_backend
         mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
         mm_encoder_fp8_scale_save_margin skip_mm_profiling? video_pruning_rate disable_chunked_mm_input?
@@ -440,7 +448,7 @@ WITHOUT_EFFECT: Rows = {
         mm_processor_device mm_device_do_normalize? ec_manager_config mm_tensor_ipc mm_ipc_gpu_memory_gb
         default_mm_loras enable_tower_connector_lora?
         """,
-        TEXT_ALONE,
+        IN_ONE_WAY,
     ),
     **without_effect("kv_cache_dtype_skip_layers*", "kv_cache_dtype applies to all layers"),
     **without_effect(

@@ -24,7 +24,6 @@ MISSING = {
     "default_sampling_params": "get_default_sampling_params() returns a copy",
     "request_counter": "metrics() counts requests, and each output has its request_id",
     "set_tokenizer": "give LLM(tokenizer=...)",
-    "reset_mm_cache": "models take only text",
     "init_weight_transfer_engine": _WEIGHTS,
 }
 
@@ -36,7 +35,6 @@ ARGUMENTS = {
     "input_ids": _AS_PROMPTS,
     "prompt_adapter_request": "there are no prompt adapters",
     "guided_options_request": "use SamplingParams(structured_outputs=...)",
-    "mm_processor_kwargs": "models take only text",
     "chat_template_content_format": "a content is a string, or parts {'type': 'text', 'text': str} that are joined",
     "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
 }

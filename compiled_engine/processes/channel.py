@@ -59,6 +59,11 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def is_amid(self) -> bool:
+        """Whether a message has begun and not ended."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> list[bytearray]:
         """Return the payloads that `data` completes.
 
@@ -104,6 +109,11 @@ class Connection(Generic[Incoming]):
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether a message has arrived in part."""
+        return self._frames.is_amid
 
     def receive(self) -> list[Incoming]:
         """Return the messages that have arrived.

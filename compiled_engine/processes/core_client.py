@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -77,6 +77,7 @@ class CoreClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._death_watchers: list[asyncio.Future[str]] = []
+        self._drain_watchers: list[asyncio.Future[None]] = []
         self._numbers = count()
 
     @property
@@ -89,6 +90,7 @@ class CoreClient:
         self._loop = loop
         self._calls.clear()
         self._death_watchers.clear()
+        self._drain_watchers.clear()
         if self.dead is None:
             loop.add_reader(self._connection.fileno(), self._on_readable)
             self._flush()
@@ -120,14 +122,22 @@ class CoreClient:
         finally:
             self._calls.pop(number, None)
 
-    def tell(self, call: ControlCall) -> None:
+    def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
         """Make the core serve a control call, after all earlier messages, without an answer.
 
-        Raises EngineDeadError if the core has ended.
+        request_ids: the requests that need the call; none: with several cores, each of them serves it. Raises
+        EngineDeadError if the core has ended.
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        self._send(Tell(call))
+        self._send(Tell(call, tuple(request_ids)))
+
+    async def drained(self) -> None:
+        """Wait until the socket has accepted all messages, or the core has ended."""
+        while self.dead is None and self._connection.has_unsent:
+            accepted = asyncio.get_running_loop().create_future()
+            self._drain_watchers.append(accepted)
+            await accepted
 
     async def wait_dead(self) -> str:
         """Wait until the core has ended, or `close` is called. Return the reason."""
@@ -162,7 +172,15 @@ class CoreClient:
     def _flush(self) -> None:
         with suppress(OSError):
             self._connection.flush()
+        if not self._connection.has_unsent:
+            self._wake_drained()
         self._watch_writing()
+
+    def _wake_drained(self) -> None:
+        watchers, self._drain_watchers = self._drain_watchers, []
+        for accepted in watchers:
+            if not accepted.done():
+                accepted.set_result(None)
 
     def _watch_writing(self) -> None:
         if self._loop is None or self._loop.is_closed():
@@ -210,6 +228,7 @@ class CoreClient:
         """Fail the pending calls and finish every `wait_dead`, since the core is dead."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
+            self._wake_drained()
             for answer in self._calls.values():
                 if not answer.done():
                     answer.set_exception(EngineDeadError(self.dead))

@@ -38,6 +38,8 @@ from compiled_engine.processes.wire import (
 log = logging.getLogger("compiled_engine")
 
 _LAST_WORDS_S = 5.0
+# Time between two steps for the messages of an API process, and the longest wait for the next part of one.
+_RECEIVING_S, _GAP_S = 0.002, 0.001
 
 
 class ApiProcess:
@@ -164,13 +166,24 @@ class CoreServer:
                     api_process.flush()
                     self._watch(api_process)
                 if events & selectors.EVENT_READ:
-                    for message in api_process.connection.receive():
-                        self._take(api_process, message)
+                    self._receive(api_process)
             except (EOFError, OSError):
                 self._forget(api_process)
             except (ValueError, msgspec.DecodeError) as error:
                 log.warning("API process %d is dropped: %s: %s", api_process.number, type(error).__name__, error)
                 self._forget(api_process)
+
+    def _receive(self, api_process: ApiProcess) -> None:
+        """Process the messages that have come, and for a short time those whose rest is coming.
+
+        A long message then takes few steps to arrive, and a step waits only shortly for it.
+        """
+        connection, deadline = api_process.connection, time.monotonic() + _RECEIVING_S
+        while True:
+            for message in connection.receive():
+                self._take(api_process, message)
+            if not connection.expects_more or time.monotonic() > deadline or not connection.wait_readable(_GAP_S):
+                return
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -197,8 +210,8 @@ class CoreServer:
                         self._release(request_id)
             case Control(number, call):
                 self._send(api_process, self._answer(number, call))
-            case Tell(call):
-                self._core.tell(call)
+            case Tell(call, request_ids):
+                self._core.tell(call, request_ids)
             case Start():
                 raise ValueError("the core has been started already")
 

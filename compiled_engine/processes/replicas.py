@@ -159,11 +159,21 @@ class Replicas:
             return all(values)
         return sorted(set().union(*values)) if isinstance(first, list) else first
 
-    def tell(self, call: ControlCall) -> None:
-        """Make all replicas serve a control call before later requests. There are no answers."""
+    def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
+        """Make replicas serve a control call before later requests. There are no answers.
+
+        request_ids: the call is for the replicas that have these requests, also for those that get them later; none:
+        for all replicas.
+        """
         self._require_living()
-        for replica in self._living.values():
-            self._send(replica, Tell(call))
+        message = Tell(call, tuple(request_ids))
+        needing = [routed for each in request_ids if (routed := self._requests.get(each)) is not None]
+        for routed in needing:
+            routed.calls.append(message)
+        having = {routed.route.replica for routed in needing if routed.route is not None}
+        for replica in list(self._living.values()):
+            if not request_ids or replica.number in having:
+                self._send(replica, message)
 
     def _metrics(self, answers: Mapping[int, Answered]) -> dict[str, Any]:
         for number, answer in answers.items():
@@ -192,6 +202,8 @@ class Replicas:
                 replica = self._living[routed.route.replica]
                 replica.requests[request.request_id] = routed
                 self._send(replica, Add(request))
+                for call in routed.calls:
+                    self._send(replica, call)
             heapq.heappop(self._waiting)
 
     def _abort_queued(self) -> None:

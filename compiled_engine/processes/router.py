@@ -100,7 +100,7 @@ class Router:
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         hashes: list[bytes] = []
         if self.num_blocks and request.sampling_params.prompt_logprobs is None:  # these compute the whole prompt
-            hash_blocks(hashes, request.prefix_root, token_ids, self.block_size)
+            hash_blocks(hashes, request.prefix_root, token_ids, self.block_size, contents=request.contents)
         missing = {
             number: len(token_ids) - self.block_size * load.prefixes.num_known(hashes) for number, load in loads.items()
         }
@@ -130,7 +130,7 @@ class Router:
             self._answer += (len(output_token_ids) - self._answer) * CHANGE
         if route.hashes:  # the next prompt of a conversation contains this output
             token_ids = (*request.prompt_token_ids, *output_token_ids)
-            hash_blocks(route.hashes, request.prefix_root, token_ids, self.block_size)
+            hash_blocks(route.hashes, request.prefix_root, token_ids, self.block_size, contents=request.contents)
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:

@@ -43,6 +43,8 @@ from compiled_engine.resolve.folders import (
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
+from compiled_engine.resolve.image_input import processor_settings, resolve_image_input
+from compiled_engine.resolve.images import resolve_images
 from compiled_engine.resolve.parallel import resolve_parallel
 from compiled_engine.resolve.recurrences import (
     MIB,
@@ -96,6 +98,10 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device, kv_dtype)
     reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
+    settings = processor_settings(options)
+    images = resolve_images(options, model, scheduler, parallel, attention.backend, settings, reasons)
+    image_input = resolve_image_input(options, model, None if images is None else images.vision, reasons)
+    images = images if image_input is not None else None
     config = EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
@@ -123,6 +129,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         reasons=reasons,
         speculation=SpeculationConfig(),
         adapters=resolve_adapters(options, model, parallel, reasons=reasons),
+        images=images,
+        image_input=image_input,
         sleeps=options.enable_sleep_mode,
         logprobs_mode=options.logprobs_mode,
     )

@@ -114,7 +114,7 @@ NEEDED = {
 
 def num_drafts_asked(options: EngineOptions) -> int:
     """Return `num_speculative_tokens`; 0 without drafts, or for a value that `resolve_speculation` refuses."""
-    number = _read(options.speculative_config, options.model).get("num_speculative_tokens", 0)
+    number = read_speculation(options.speculative_config, options.model).get("num_speculative_tokens", 0)
     return number if type(number) is int and 0 < number <= MOST_DRAFTS else 0
 
 
@@ -124,7 +124,7 @@ def resolve_speculation(options: EngineOptions, config: EngineConfig, progress: 
     config: resolved except for speculation; the reasons for chosen values are added to config.reasons. Raises
     TypeError, ValueError or OSError with the key, its value and what is allowed.
     """
-    given = _read(options.speculative_config, options.model)
+    given = read_speculation(options.speculative_config, options.model)
     if not given:
         return SpeculationConfig()
     for name in sorted(given, key=lambda name: name != "method"):  # other methods have other keys
@@ -330,7 +330,7 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
     check_model(draft, num_ranks)
 
 
-def _read(value: Mapping[str, Any] | str | None, model: Any) -> dict[str, Any]:
+def read_speculation(value: Mapping[str, Any] | str | None, model: Any) -> dict[str, Any]:
     """Return the given keys and values, without values None and without vLLM's keys whose value has no effect.
 
     vLLM's older names of mtp become `mtp`. With it, the key `model` may repeat the option `model`, and has no effect.

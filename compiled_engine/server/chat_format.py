@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.frontend.chat import SETTINGS, read_chat_template, render_chat
-from compiled_engine.frontend.prompts import rendering_size
+from compiled_engine.frontend.prompts import Prompt, rendering_size
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.errors import ApiError, bad_request, require, require_at_most, shown, without_internals
 from compiled_engine.server.json_size import check_sizes
@@ -77,6 +77,8 @@ class ChatFormat:
     allowed_settings: tuple[str, ...]
     default_settings: Mapping[str, Any]
     tool_template: str = ""  # template text for requests with tools
+    placeholder: int | None = None  # token of an image
+    why_no_images: str | None = "the model takes only text"  # None if it takes images
     max_json_values: int = Limits().max_json_values  # bound on values in arguments of a conversation's calls
 
     def knows(self, name: str) -> bool:
@@ -188,8 +190,8 @@ class ChatFormat:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         check: Callable[[str], None] = lambda text: None,
-    ) -> tuple[str, tuple[int, ...]]:
-        """Return the prompt as text and token ids.
+    ) -> Prompt:
+        """Return the prompt: text, token ids and images.
 
         `check` may reject the text before it is tokenised. Raises ApiError 400 if the template fails or takes too long,
         or if the arguments of calls in `messages` exceed the bounds of a request body. A template's run time is
@@ -197,9 +199,9 @@ class ChatFormat:
         """
         is_over = threading.Event()
 
-        def render() -> tuple[str, tuple[int, ...]]:
+        def render() -> Prompt:
             check_sizes("arguments of messages", _texts_of_arguments(messages), self.max_json_values)
-            prompt = render_chat(
+            return render_chat(
                 self.tokenizer,
                 messages,
                 chat_template=self.given,
@@ -209,8 +211,8 @@ class ChatFormat:
                 continue_final_message=continue_final_message,
                 check=check,
                 is_stopped=is_over.is_set,
+                placeholder=self.placeholder,
             )
-            return prompt.text or "", prompt.token_ids or ()
 
         size = rendering_size([messages, tools, settings])
         try:
@@ -228,8 +230,14 @@ def _texts_of_arguments(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [function["arguments"] for function in functions if isinstance(function["arguments"], str)]
 
 
-def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
-    """Return the chat format for a tokenizer, or None if there is no template.
+def find_chat_format(
+    tokenizer: Tokenizer | None,
+    options: ServerOptions,
+    texts: LongWork,
+    placeholder: int | None = None,
+    why_no_images: str | None = "the model takes only text",
+) -> ChatFormat | None:
+    """Return the chat format for a tokenizer, or None if there is no template. The other arguments are its fields.
 
     Raises ValueError for an invalid template, and for parsers that cannot be combined.
     """
@@ -257,6 +265,8 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts:
         options.allow_chat_template_kwarg,
         template_variables("default_chat_template_kwargs", options.default_chat_template_kwargs or {}),
         tool_template,
+        placeholder,
+        why_no_images,
         options.limits.max_json_values,
     )
 

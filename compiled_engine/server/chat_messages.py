@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from compiled_engine.frontend.image_parts import ImageUrl
 from compiled_engine.server.errors import bad_request, require, require_at_most
 from compiled_engine.server.options import Limits
 
@@ -16,11 +17,36 @@ if TYPE_CHECKING:
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message; only text is supported."""
+class ContentPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    """A text in a message."""
 
-    type: Literal["text"]
     text: str
+
+
+class UrlOfImage(msgspec.Struct, kw_only=True):
+    """The URL of an image. `detail` has no effect."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(msgspec.Struct, kw_only=True, tag_field="type", tag="image_url"):
+    """An image in a message, by a URL: a data: URL, or one that the server is allowed to read."""
+
+    image_url: str | UrlOfImage
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+class InputImagePart(ImagePart, kw_only=True, tag="input_image"):
+    """The same in the form of the Responses API."""
+
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+Part = ContentPart | ImagePart | InputImagePart
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -46,7 +72,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -89,7 +115,9 @@ def begins_an_answer(add_generation_prompt: bool | None, continue_final_message:
 def text_of(message: ChatMessage) -> str:
     """Return the text of a message's content."""
     content = message.content or ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if isinstance(part, ContentPart))
 
 
 def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
@@ -109,9 +137,9 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, An
     role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
     content: Any = message.content
     is_given = content is not None or bool(message.tool_calls)
-    require(is_given, f"{where}.content", "a string, or a list of text parts", None)
+    require(is_given, f"{where}.content", "a string, or a list of parts", None)
     if isinstance(content, list):
-        content = [{"type": "text", "text": part.text} for part in content]
+        content = [_part(f"{where}.content[{index}]", part, chat) for index, part in enumerate(content)]
     result: dict[str, Any] = {"role": role, "content": content or ""}
     reasoning = message.reasoning_content or message.reasoning
     further = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
@@ -119,6 +147,14 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, An
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
+
+
+def _part(where: str, part: Part, chat: ChatFormat) -> dict[str, Any]:
+    if isinstance(part, ContentPart):
+        return {"type": "text", "text": part.text}
+    if chat.why_no_images is not None:
+        raise bad_request("messages", f"{where} must not be an image: {chat.why_no_images}")
+    return {"type": "image", "image": ImageUrl(f"{where}.image_url", part.url)}
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from compiled_engine.frontend.image_parts import ImageUrl
+from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.chat_format import BUDGETS, ChatFormat
 from compiled_engine.server.chat_messages import (
@@ -15,7 +17,15 @@ from compiled_engine.server.chat_messages import (
     text_of,
     tools_for_template,
 )
-from compiled_engine.server.errors import bad_request, blamed_on_request, require, require_absent, require_equal, shown
+from compiled_engine.server.errors import (
+    bad_request,
+    blamed_on_request,
+    engine_failure,
+    require,
+    require_absent,
+    require_equal,
+    shown,
+)
 from compiled_engine.server.forms import ToolUse, answer_form, asked_form
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
@@ -63,7 +73,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     if (ending_ids := chat.ending_ids()) and not fields.ignore_eos:
         more["stop_token_ids"] = [*(fields.stop_token_ids or ()), *ending_ids]
     params = sampling_params(fields, serving.default_chat_params(), limits, serving.max_answer_tokens, **more)
-    text, token_ids = await chat.render(
+    rendered = await chat.render(
         messages_for_template(fields.messages, chat, limits),
         shown_tools,
         chat.settings(fields.chat_template_kwargs, fields.reasoning_effort),
@@ -71,6 +81,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         continue_final_message=bool(fields.continue_final_message),
         check=lambda text: serving.check_text(text, params, "messages"),
     )
+    prompt, text = await with_images(serving, rendered, params), rendered.text or ""
     continued = text_of(fields.messages[-1]) if fields.continue_final_message else None
     form = await answer_form(serving.forms, chat, text, use, asked, continued, _budget(fields, chat))
     try:
@@ -80,11 +91,34 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     schemas = {} if use is None else {tool.function.name: tool.function.parameters or {} for tool in use.tools}
     one_call = fields.parallel_tool_calls is False
     return ChatPrompt(
-        {"prompt": text, "prompt_token_ids": token_ids},
+        prompt,
         params,
         lambda: chat.parser(text, schemas, one_call=one_call, continued=continued),
         _no_call if chat.tools is None else chat.tools.call_id,
     )
+
+
+async def with_images(serving: Serving, prompt: Prompt, params: SamplingParams | None = None) -> dict[str, Any]:
+    """Return a rendered prompt as the engine takes it; its images, if any, are processed.
+
+    params: of the request, which may truncate the prompt.
+
+    Raises ApiError: 400 for images that cannot be used, 503 if too many wait, 500 if the processor fails.
+    """
+    plain = {"prompt": prompt.text or "", "prompt_token_ids": prompt.token_ids or ()}
+    if not prompt.data:
+        return plain
+    images = prompt.data["multi_modal_data"]["image"]
+    most, held = serving.engine.image_bytes(len(images))
+    with serving.images.admit(sum(len(image.url) for image in images if isinstance(image, ImageUrl)) + most, held):
+        try:
+            return await serving.engine.attach({**plain, **prompt.data}, params)
+        except (TypeError, ValueError, OSError) as error:
+            raise blamed_on_request(error, prompts="messages") from error
+        except RuntimeError as error:
+            raise engine_failure(str(error)) from error
+        finally:
+            serving.metrics.count_images(serving.engine.frontend_metrics())
 
 
 def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> ToolUse | None:

@@ -24,6 +24,8 @@ GAUGES = {
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
     "resting": ("spec_decode_num_requests_resting", "Completions that run and have no drafts of a head any more."),
     "paused": ("paused", "1 while the engine is paused."),
+    "image_cache_rows": ("encoder_cache_tokens", "Embeddings of images that the device has memory for."),
+    "image_cache_rows_used": ("encoder_cache_tokens_used", "Embeddings of images on the device."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
@@ -52,6 +54,11 @@ COUNTERS = {
     "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Those of them that were right."),
     "weight_updates": ("weight_updates", "Updates of the weights while the engine runs."),
+    "images": ("images", "Images of completions."),
+    "image_cache_hits": ("encoder_cache_hits", "Images of completions whose embeddings were on the device."),
+    "tower_images": ("encoder_images", "Images whose embeddings a vision tower has computed."),
+    "tower_embeddings": ("encoder_tokens", "Embeddings that it has computed."),
+    "tower_runs": ("encoder_runs", "Steps with a run of the vision tower."),
     "rested": ("spec_decode_num_requests_rested", "Completions that ceased to have drafts of a head."),
 }
 # Metrics with a label: name, label, help text.
@@ -107,7 +114,7 @@ OF_VLLM = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prefix_cache_queries", "prefix_cache_hits", "generation_tokens", "request_success"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-    *("spec_decode_num_accepted_tokens_per_pos", "lora_requests_info"),
+    *("spec_decode_num_accepted_tokens_per_pos", "lora_requests_info", "mm_cache_queries", "mm_cache_hits"),
 }
 
 
@@ -136,11 +143,11 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():
+        make = GaugeMetricFamily if key in GAUGES else CounterMetricFamily
+        family: GaugeMetricFamily | CounterMetricFamily = make(PREFIX + name, text, labels=names)
         if key in engine:
-            make = GaugeMetricFamily if key in GAUGES else CounterMetricFamily
-            family: GaugeMetricFamily | CounterMetricFamily = make(PREFIX + name, text, labels=names)
             family.add_metric(values, engine[key])
-            families.append(family)
+        families.append(family)
     for key, (name, label, text) in {**LABELLED, **LABELLED_GAUGES}.items():
         make = GaugeMetricFamily if key in LABELLED_GAUGES else CounterMetricFamily
         labelled = make(PREFIX + name, text, labels=[*names, label])

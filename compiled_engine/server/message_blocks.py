@@ -14,8 +14,10 @@ from compiled_engine.server.chat_messages import (
     ContentPart,
     FunctionCall,
     FunctionDefinition,
+    ImagePart,
     MessageToolCall,
     Name,
+    Part,
     Tool,
 )
 from compiled_engine.server.errors import bad_request, require, require_absent, require_at_most, require_given, shown
@@ -46,6 +48,33 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
+class ImageData(msgspec.Struct, kw_only=True, tag_field="type", tag="base64"):
+    """The content of an image file in base64."""
+
+    media_type: str
+    data: str
+
+    @property
+    def as_url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class ImageSource(msgspec.Struct, kw_only=True, tag_field="type", tag="url"):
+    """The URL of an image: a data: URL, or one that the server is allowed to read."""
+
+    url: str
+
+    @property
+    def as_url(self) -> str:
+        return self.url
+
+
+class ImageBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="image"):
+    """An image of the user, or in the result of a tool."""
+
+    source: ImageData | ImageSource
+
+
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
     """Reasoning before an answer. `signature` carries no information; clients send it back."""
 
@@ -69,14 +98,14 @@ class ToolResultBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_
     """The result of the call with the id `tool_use_id`."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """A message. The assistant's blocks are text, thinking and tool_use; the user's are text and tool_result."""
+    """A message. The assistant's blocks are text, thinking and tool_use; the user's text, image and tool_result."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -226,7 +255,7 @@ def _messages(fields: CountTokensRequest) -> list[ChatMessage]:
     return [ChatMessage(role="system", content=instructions), *messages] if instructions else messages
 
 
-def _instructions(where: str, content: str | Sequence[Block]) -> list[ContentPart]:
+def _instructions(where: str, content: str | Sequence[Block]) -> list[Part]:
     if isinstance(content, str):
         texts = [content]
     else:
@@ -238,7 +267,7 @@ def _of_assistant(where: str, content: str | list[Block]) -> ChatMessage:
     if isinstance(content, str):
         return ChatMessage(role="assistant", content=content)
     message = ChatMessage(role="assistant", content="", tool_calls=[])
-    parts: list[ContentPart] = []
+    parts: list[Part] = []
     reasoning: list[str] = []
     for index, block in enumerate(content):
         match block:
@@ -265,12 +294,12 @@ def _of_user(where: str, content: str | list[Block]) -> list[ChatMessage]:
     for index, block in enumerate(content):
         if isinstance(block, ToolResultBlock):
             result = block.content or ""
-            parts = result if isinstance(result, str) else [_part(each.text) for each in result]
+            parts = result if isinstance(result, str) else [_of_block(f"{where}[{index}]", each) for each in result]
             messages.append(ChatMessage(role="tool", content=parts, tool_call_id=block.tool_use_id))
             continue
         if not messages or messages[-1].role != "user":
             messages.append(ChatMessage(role="user", content=[]))
-        messages[-1].content.append(_part(_text(f"{where}[{index}]", block)))  # type: ignore[union-attr, arg-type]
+        messages[-1].content.append(_of_block(f"{where}[{index}]", block))  # type: ignore[union-attr, arg-type]
     return messages
 
 
@@ -282,7 +311,12 @@ def _text(where: str, block: Block) -> str:
 
 
 def _part(text: str) -> ContentPart:
-    return ContentPart(type="text", text=text)
+    return ContentPart(text=text)
+
+
+def _of_block(where: str, block: Block) -> Part:
+    """Convert a block of the user or of a tool's result."""
+    return ImagePart(image_url=block.source.as_url) if isinstance(block, ImageBlock) else _part(_text(where, block))
 
 
 def _ends_with_text(messages: list[InputMessage]) -> bool:

@@ -16,7 +16,7 @@ from compiled_engine.frontend.outputs import CompletionOutput
 from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.chat_completions import finish_reason
 from compiled_engine.server.chat_messages import messages_for_template, tools_for_template
-from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt, tool_use
+from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt, tool_use, with_images
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.generation import Outputs, begun, generate
 from compiled_engine.server.message_blocks import (
@@ -106,14 +106,14 @@ def _chat(serving: Serving, fields: CountTokensRequest, ignored: list[str]) -> C
 async def _count(serving: Serving, fields: ChatRequest) -> int:
     chat, limits = serving.chat_format(), serving.options.limits
     use = tool_use(fields.tool_choice, fields.tools, one_call=fields.parallel_tool_calls is False)
-    _, tokens = await chat.render(
+    rendered = await chat.render(
         messages_for_template(fields.messages, chat, limits),
         tools_for_template(None if use is None else fields.tools, chat, limits),
         chat.settings(fields.chat_template_kwargs, fields.reasoning_effort),
         add_generation_prompt=not fields.continue_final_message,
         continue_final_message=bool(fields.continue_final_message),
     )
-    return len(tokens)
+    return len((await with_images(serving, rendered))["prompt_token_ids"])
 
 
 async def _events(events: MessageEvents, prompt: ChatPrompt, outputs: Outputs) -> AsyncGenerator[Event, None]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate, product
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from compiled_engine.features.pooling.frontend.outputs import PoolingRequestOutput
 from compiled_engine.frontend.metric_list import PREFIX
@@ -37,6 +37,12 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("Completions asked for.", _FEW),
     "request_params_max_tokens": ("max_tokens, where given.", _TOKENS),
 }
+IMAGE_COUNTERS = {
+    "mm_cache_queries": "Images in prompts.",
+    "mm_cache_hits": "Images in prompts that were processed before.",
+    "image_processor_seconds": "Time that processing images took, in worker processes.",
+}
+IMAGE_GAUGES = {"mm_cache_bytes": "Processed images in host memory."}
 PROMPT_TOKENS = {
     "prompt_tokens": "Tokens of prompts.",
     "prompt_tokens_cached": "Those that came from the prefix cache.",
@@ -81,6 +87,10 @@ class Counts:
     def add(self, name: Hashable, count: float = 1) -> None:
         self._figures.own[self._columns[name]] += count
 
+    def put(self, name: Hashable, count: float) -> None:
+        """Set this process's count."""
+        self._figures.own[self._columns[name]] = count
+
     def totals(self) -> dict[Any, float]:
         return {name: self._figures.total(column) for name, column in self._columns.items()}
 
@@ -95,6 +105,7 @@ class ServerMetrics:
         self.histograms = {name: Histogram(borders, figures) for name, (_, borders) in HISTOGRAMS.items()}
         self.tokens = Counts(PROMPT_TOKENS, figures)
         self.finish_reasons = Counts(("stop", "length", "error", ABORTED), figures)
+        self.images = Counts((*IMAGE_COUNTERS, *IMAGE_GAUGES), figures)
         self._responses = Counts(product(routes, (*STATUSES, OTHER)), figures)
 
     def request(self, params: SamplingParams) -> ObservedRequest:
@@ -113,6 +124,11 @@ class ServerMetrics:
         self.finish_reasons.add("stop", len(outputs))
         self.histograms["e2e_request_latency_seconds"].observe(seconds)
 
+    def count_images(self, figures: Mapping[str, float]) -> None:
+        """Take this process's figures of images from the frontend, see AsyncLLM.frontend_metrics."""
+        for name, figure in figures.items():
+            self.images.put(name, figure)
+
     def response(self, route: str, status: int) -> None:
         """Count an HTTP response."""
         self._responses.add((route, str(status) if str(status) in STATUSES else OTHER))
@@ -125,6 +141,11 @@ class ServerMetrics:
             counter = CounterMetricFamily(PREFIX + name, PROMPT_TOKENS[name], labels=names)
             counter.add_metric(values, count)
             families.append(counter)
+        for name, total in self.images.totals().items():
+            make = CounterMetricFamily if name in IMAGE_COUNTERS else GaugeMetricFamily
+            family = make(PREFIX + name, {**IMAGE_COUNTERS, **IMAGE_GAUGES}[name], labels=names)
+            family.add_metric(values, total)
+            families.append(family)
         ends = CounterMetricFamily(PREFIX + "request_success", "Completions, by how they ended.",
                                    labels=[*names, "finished_reason"])  # fmt: skip
         for reason, count in self.finish_reasons.totals().items():

@@ -16,7 +16,8 @@ from compiled_engine.server.serving import Serving, serving_of
 class ModelCard(msgspec.Struct, kw_only=True):
     """One of the model's names, or the name of an adapter.
 
-    `max_model_len` is the context length: prompt and output together. For an adapter, `root` is its folder and `parent`
+    `max_model_len` is the context length: prompt and output together. `input_modalities` are text, and image if chats
+    may have images. For an adapter, `root` is its folder and `parent`
     its base model; `parent` is null for the model.
     """
 
@@ -27,6 +28,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    input_modalities: list[str]
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -57,6 +59,7 @@ def _card(serving: Serving, name: str) -> ModelCard:
         root=serving.names[0] if adapter is None else str(adapter.lora_path),
         parent=None if adapter is None else serving.names[0],
         max_model_len=serving.max_model_len,
+        input_modalities=["text"] if serving.engine.why_no_images is not None else ["text", "image"],
     )
 
 

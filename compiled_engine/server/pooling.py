@@ -268,13 +268,13 @@ async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
     for name in ("input", "prompt_name"):
         require_absent(name, getattr(fields, name), "where there are messages")
     chat, limits = serving.chat_format(), serving.options.limits
-    text, token_ids = await chat.render(
+    rendered = await chat.render(
         messages_for_template(fields.messages, chat, limits),
         None,
         chat.settings(fields.chat_template_kwargs, None),
         add_generation_prompt=fields.add_generation_prompt,
     )
-    return {"prompt": text, "prompt_token_ids": token_ids}
+    return {"prompt": rendered.text, "prompt_token_ids": rendered.token_ids}
 
 
 def pooling_params(fields: PoolingFields) -> PoolingParams:

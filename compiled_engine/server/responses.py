@@ -15,9 +15,12 @@ from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.chat_format import BUDGETS
 from compiled_engine.server.chat_messages import (
     ChatMessage,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
+    InputImagePart,
     MessageToolCall,
+    Part,
     Tool,
 )
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
@@ -54,6 +57,7 @@ from compiled_engine.server.serving import Serving, serving_of
 # Conversion of `input` and `tools` to a chat's messages and tools.
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+IMAGE_KEYS = ("type", "image_url", "detail")
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -110,7 +114,7 @@ def _message(where: str, item: dict[str, Any]) -> ChatMessage:
     role = item.get("role")
     require(role in ROLES, f"{where}.role", f"one of {', '.join(ROLES)}", role)
     tool_calls: list[MessageToolCall] | None = [] if role == "assistant" else None
-    content = _text(f"{where}.content", item.get("content"))
+    content = _content(f"{where}.content", item.get("content"))
     return ChatMessage(role=role, content=content, tool_calls=tool_calls)  # type: ignore[arg-type]
 
 
@@ -132,6 +136,23 @@ def _name(where: str, item: dict[str, Any], key: str) -> str:
     value = item.get(key)
     require(isinstance(value, str) and value != "", f"{where}.{key}", "a string", value)
     return str(value)
+
+
+def _content(where: str, content: Any) -> str | list[Part]:
+    """Return the text, or the parts if some are images."""
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if "input_image" not in kinds:
+        return _text(where, content)
+    parts: list[Part] = []
+    for index, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            if part.get("image_url") is None:
+                raise bad_request(f"{where}[{index}]", f"{where}[{index}] must have an image_url: files are not kept")
+            given = {key: value for key, value in part.items() if key in IMAGE_KEYS and value is not None}
+            parts.append(convert(given, InputImagePart, f"{where}[{index}]."))
+        else:
+            parts.append(ContentPart(text=_text(where, [part])))
+    return parts
 
 
 def _text(where: str, content: Any) -> str:

@@ -29,6 +29,8 @@ from compiled_engine.server.shared_figures import SharedFigures
 # The delay that a busy server suggests to its clients.
 
 RETRY_AFTER_S = 1
+# Bytes of images, as URLs and as the model's processor may make of them, beyond which the server is busy.
+MOST_WAITING = 4 << 30
 
 
 class Admission:
@@ -78,6 +80,32 @@ class Admission:
         self._figures.forget(process, self._taken)
 
 
+class ImageGate:
+    """Bounds the memory of images in this process."""
+
+    def __init__(self, most: int = MOST_WAITING) -> None:
+        self._most, self._waiting = most, 0
+
+    @contextmanager
+    def admit(self, size: int, held: int = 0) -> Iterator[None]:
+        """Count a prompt within the block. size: the most bytes of its images. held: those of prompts processed before.
+
+        Raises ApiError 503 if that exceeds the bound and there are other prompts.
+        """
+        if (others := self._waiting + held) and others + size > self._most:
+            raise ApiError(
+                503,
+                "the server is busy: too many images wait to be processed",
+                code="server_busy",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
+        self._waiting += size
+        try:
+            yield
+        finally:
+            self._waiting -= size
+
+
 @dataclass(frozen=True)
 class Serving:
     """The state shared by all requests."""
@@ -94,6 +122,7 @@ class Serving:
     created: int  # start of the server, in seconds since 1970
     adapters: AdapterNames  # further names that requests may give as model
     pulse: Pulse  # liveness of the engine core
+    images: ImageGate = field(default_factory=ImageGate)
     # held while a long body is decoded, so that other work runs in between
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)  # set when the server stops accepting requests

@@ -20,6 +20,7 @@ from compiled_engine.server.chat_messages import (
     messages_for_template,
     tools_for_template,
 )
+from compiled_engine.server.chat_prompt import with_images
 from compiled_engine.server.errors import bad_request
 from compiled_engine.server.replies import json_response, read_body, unless_gone
 from compiled_engine.server.sampling_fields import TokenId
@@ -88,14 +89,14 @@ async def _tokenized(serving: Serving, fields: TokenizeRequest) -> TokenizeRespo
         tools = tools_for_template(fields.tools, chat, serving.options.limits)
         settings = chat.settings(fields.chat_template_kwargs)
     if chat is not None and fields.messages is not None:
-        _, tokens = await chat.render(
+        rendered = await chat.render(
             messages_for_template(fields.messages, chat, serving.options.limits),
             tools,
             settings,
             add_generation_prompt=begins_an_answer(fields.add_generation_prompt, fields.continue_final_message),
             continue_final_message=bool(fields.continue_final_message),
         )
-        ids = list(tokens)
+        ids = list((await with_images(serving, rendered))["prompt_token_ids"])
     else:
         add_special_tokens = fields.add_special_tokens is not False
         text = fields.prompt or ""

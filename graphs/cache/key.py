@@ -6,15 +6,16 @@ so that new fields cannot be forgotten.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.config import EngineConfig, ImageInput, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.kv_format import AUTO
 from compiled_engine.passes.framework.manager import pass_uuid
 from compiled_engine.passes.parallel.tensor_parallel import TensorParallel
 from compiled_engine.passes.registry import registered_passes, step_tensors
+from compiled_engine.vision import VisionDescription
 
 # Fields that can change the pieces, their plan or their ranges.
 GRAPH_FIELDS = (
@@ -77,9 +78,21 @@ HEAD_FIELDS = tuple(
         *("norm_before_residual", "norm_before_fc", "hidden_first", "shares_norm"),
     )
 )
+# Fields of a vision tower, whose graph follows from them and from model.transformers.config.
+VISION_FIELDS = tuple(f"model.vision.{field.name}" for field in fields(VisionDescription))
 # Fields of an engine with adapters: the shapes of their slots.
 ADAPTER_FIELDS = ("adapters.max_loras", "adapters.max_lora_rank")
 OTHER_ADAPTER_FIELDS = ("adapters.max_cpu_loras",)
+# Fields of an engine with images.
+_OF_TEXT = ("levels", "mrope_section", "mrope_interleaved", "both_ways")
+IMAGE_FIELDS = ("images.cache_size", *(f"images.vision.{name}" for name in _OF_TEXT))
+OTHER_IMAGE_FIELDS = (
+    *(f"images.{name}" for name in ("config", "most_embeddings", "step_size")),
+    *(f"images.vision.{field.name}" for field in fields(VisionDescription) if field.name not in _OF_TEXT),
+)
+IMAGE_PACKAGES = ("passes.images",)
+# Fields of an engine that reads images.
+OTHER_INPUT_FIELDS = tuple(f"image_input.{field.name}" for field in fields(ImageInput))
 # Further outputs, for a draft head: inputs of layers, and hidden states beside logits; factors only if there are any.
 FOR_HEADS = ("speculation.aux_layers", "speculation.reads_hidden")
 # An 8-bit KV cache has other shapes, and scales; a factor only if it is not in the model's dtype.
@@ -124,6 +137,7 @@ OTHER_FIELDS = (
     "model.token_types",
     "model.recurrences",  # None, for models of attention alone
     "model.head",  # None, for all but heads that draft
+    "model.vision",  # None, for all but vision towers
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -160,6 +174,8 @@ OTHER_FIELDS = (
     "speculation.adapts",
     "speculation.sharpnesses",
     "adapters",  # None, for an engine without them
+    "images",  # None, for an engine without them
+    "image_input",  # None, for an engine that reads no images
 )
 
 
@@ -179,8 +195,12 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
         factors["source"] |= digests_of(RANK_PACKAGES)
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
+    if config.model.vision is not None:
+        factors["source"] |= digests_of(("models.vision",))
     if config.model.recurrences is not None:
         factors["source"] |= digests_of(RECURRENCE_PACKAGES)
+    if config.images is not None:
+        factors["source"] |= digests_of(IMAGE_PACKAGES)
     return factors
 
 
@@ -189,7 +209,8 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     flat = flat_fields(replace(config, speculation=replace(config.speculation, draft=None)))
     optional = (
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
-        *(*HEAD_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS),
+        *(*HEAD_FIELDS, *VISION_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS, *IMAGE_FIELDS, *OTHER_IMAGE_FIELDS),
+        *OTHER_INPUT_FIELDS,
     )
     declared = {CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
@@ -200,4 +221,5 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
     factors |= {name: flat[name] for name in FOR_HEADS if flat[name]}
     more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *HEAD_FIELDS, *ADAPTER_FIELDS)
+    more = (*more, *VISION_FIELDS, *IMAGE_FIELDS)
     return factors | {name: flat[name] for name in more if name in flat}

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._guards import CompileId
 from torch._logging import trace_structured
 
-from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.config import EngineConfig, ImagesConfig, ModelConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, folder_of, write_compiled_range
 from compiled_engine.graphs.compiler.cpp_piece import piece_folder
@@ -35,6 +35,7 @@ from compiled_engine.passes.framework.graph_text import graph_text
 from compiled_engine.passes.framework.manager import PassReport, run_passes
 from compiled_engine.passes.framework.profile import profile_of
 from compiled_engine.passes.framework.verifier import copy_of
+from compiled_engine.passes.images.steps import image_passes
 from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates
 from compiled_engine.passes.linear import small_batch_linear_cpu
 from compiled_engine.passes.linear.adapters import Adapters
@@ -47,6 +48,7 @@ from compiled_engine.passes.quantised.quantise_activations import QuantiseActiva
 from compiled_engine.passes.quantised.quantise_experts import QuantiseExperts
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.rope.expand_references import expand_references
+from compiled_engine.passes.rope.rope_angles import RopeAngles
 from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -237,7 +239,8 @@ def fuse(
     For direct callables, only `structure_passes` and the pass for adapters run. whole: result of `trace_whole`.
     """
     module = traced.for_range(compile_range)
-    structure = structure_passes(config, module.graph, compile_range, whole, traced.signature.aux_layers)
+    own = traced.signature
+    structure = structure_passes(config, module.graph, compile_range, whole, own.aux_layers, own.images)
     others, enabled = fusion_passes(config, traced.signature)
     with in_group(FakeGroup(config.parallel.tensor_parallel_size)):  # other ranks take no part in the verification
         reports = run_passes(
@@ -258,7 +261,8 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
 
     These are the registered passes, or none for direct callables. With adapters, their pass is inserted after
     merge_linears and always enabled, and gated_linear is disabled, since adapters come between a linear and its
-    activation. quantise_activations gets the model's quantisation rules.
+    activation. rope_angles is disabled if the angles have positions in three dimensions. quantise_activations gets the
+    model's quantisation rules.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))
@@ -266,6 +270,8 @@ def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[Gra
         return adapters, enabled
     rounding = QuantiseActivations(config.model.quantisation)
     passes = tuple(rounding if each.name == rounding.name else each for each in registered_passes())
+    if signature.images is not None and signature.images.sections:
+        enabled = tuple(name for name in enabled if name != RopeAngles.name)
     if not adapters:
         return passes, enabled
     place = next(index for index, each in enumerate(passes, 1) if each.name == MergeLinears.name)
@@ -279,11 +285,12 @@ def structure_passes(
     compile_range: CompileRange,
     whole: TracedGraph | None,
     aux_layers: tuple[int, ...] = (),
+    images: ImagesConfig | None = None,
 ) -> tuple[GraphPass, ...]:
     """Return the passes that run first and cannot be disabled: without them the graph would compute something else.
 
-    Examples are tensor parallelism and quantisation. graph: the range's graph, from `trace_rank`. aux_layers: see
-    Signature.
+    Examples are tensor parallelism and quantisation. graph: the range's graph, from `trace_rank`. aux_layers, images:
+    see Signature.
     """
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     found: list[GraphPass] = []
@@ -298,6 +305,8 @@ def structure_passes(
             found.append(QuantiseExperts(config.model.quantisation, config.device, num_ranks, before))
     if config.cache.kv_dtype == FP8:
         found.append(KVScales())
+    if images is not None:
+        found += image_passes(images)
     if aux_layers:
         found.append(AuxHiddenStates(aux_layers))
     return tuple(found)

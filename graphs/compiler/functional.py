@@ -46,24 +46,38 @@ def _simplify_products(graph: fx.GraphModule) -> None:
     """Rewrite matrix products that torch 2.11 cannot trace with symbolic sizes, in place.
 
     A linear over a batch of one, [1, T, D], becomes a linear over [T, D]. A matrix product whose inner dimension has
-    size one, as of rotary frequencies and positions, becomes an elementwise multiplication with broadcasting.
+    size one, as of rotary frequencies and positions, becomes an elementwise multiplication with broadcasting. A product
+    of matrices [N, P, D] and a weight [D, M] becomes one of [N * P, D].
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
         shape = _shape(node.args[0])
         if len(shape) == 3 and isinstance(shape[0], int) and shape[0] == 1:
-            with graph.graph.inserting_before(node):
-                rows = graph.graph.call_method("squeeze", (node.args[0], 0))
-            node.update_arg(0, rows)
-            with graph.graph.inserting_after(node):
-                batch = graph.graph.call_method("unsqueeze", (node, 0))
-            batch.meta = dict(node.meta)  # the next linear may read it
-            node.replace_all_uses_with(batch, delete_user_cb=lambda user, batch=batch: user is not batch)
-    for node in graph.graph.nodes:
+            _multiply_rows(graph.graph, node, ("squeeze", 0), ("unsqueeze", 0))
+        elif _has_open_batch(shape):
+            _multiply_rows(graph.graph, node, ("flatten", 0, 1), ("unflatten", 0, (-1, shape[1])))
+    for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in (operator.matmul, torch.matmul):
             left, right = map(_shape, node.args)
             if len(left) == len(right) > 1 and isinstance(left[-1], int) and left[-1] == 1:
                 node.target = operator.mul
+            elif len(right) == 2 and _has_open_batch(left):
+                _multiply_rows(graph.graph, node, ("flatten", 0, 1), ("unflatten", 0, (-1, left[1])))
     graph.recompile()
+
+
+def _has_open_batch(shape: torch.Size) -> bool:
+    return len(shape) == 3 and isinstance(shape[1], int) and not isinstance(shape[0], int)
+
+
+def _multiply_rows(graph: fx.Graph, node: fx.Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """Let a product read a view of its first argument, and return a view of its result: methods and arguments."""
+    with graph.inserting_before(node):
+        rows = graph.call_method(before[0], (node.args[0], *before[1:]))
+    node.update_arg(0, rows)
+    with graph.inserting_after(node):
+        batch = graph.call_method(after[0], (node, *after[1:]))
+    batch.meta = dict(node.meta)  # the next product may read it
+    node.replace_all_uses_with(batch, delete_user_cb=lambda user: user is not batch)
 
 
 def _shape(node: Any) -> torch.Size:

@@ -22,21 +22,30 @@ from compiled_engine.attention.inputs import (
     padding_of,
     tensors_of_model,
 )
-from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig
+from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, ImagesConfig
 from compiled_engine.models.textbook.eagle3 import head_step_tensors
+from compiled_engine.models.vision.inputs import tower_arguments, tower_tensors
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.passes.framework.graph_pass import CompileRange
+from compiled_engine.passes.images.merge_embeddings import IMAGES
+from compiled_engine.passes.images.steps import image_step_tensors
 from compiled_engine.passes.linear.adapters import ADAPTED, Adapters
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.pooling import Pooling
 from compiled_engine.recurrence.sequences import model_step_tensors
+from compiled_engine.vision import VisionDescription
 
 FORWARD, LOGITS, POOLER, COMBINE = "forward", "logits", "pooler", "combine"
 ADAPTED_LOGITS = "adapted_logits"
-# Variant of the forward -> the callable of its logits.
-VARIANTS = {ADAPTED: ADAPTED_LOGITS}
+# Variant of the forward -> the callable of its logits, or LOGITS in an engine without that callable.
+VARIANTS = {ADAPTED: ADAPTED_LOGITS, IMAGES: ADAPTED_LOGITS}
+# Variants without captured graphs: their steps have long prompts.
+WITHOUT_GRAPHS = (IMAGES,)
 # Sizes of the traced examples, three requests of four tokens. All of them are dynamic in the trace.
-_EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
+_EXAMPLE = {
+    **{"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5},
+    **{"embeddings": 11, "windows": 6, "window_borders": 7},
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Signature:
     # No pass fuses anything and pieces call op by op as eager code does, so a start loads them without a compiler.
     direct: bool = False
     adapted: bool = False  # with the pass that adds the requests' adapters
+    images: ImagesConfig | None = None  # set if the embeddings of images are merged
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned after the results
 
     @property
@@ -106,7 +116,9 @@ def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
 
 def callables_of(config: EngineConfig) -> dict[str, Signature]:
     """Return the signature of each callable of the configured model, by the callable's name."""
-    pooling, head, adapters = config.model.pooling, config.model.head, config.adapters
+    pooling, head, adapters, vision = config.model.pooling, config.model.head, config.adapters, config.model.vision
+    if vision is not None:
+        return {FORWARD: tower_signature(config, vision)}
     found = {FORWARD: forward_signature(config)}
     if pooling is None:
         found[LOGITS] = logits_signature(config)
@@ -116,6 +128,8 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
         found[ADAPTED] = adapted_signature(config, adapters)
         if LOGITS in found:
             found[ADAPTED_LOGITS] = _with_adapters(found[LOGITS], adapters)
+    if config.images is not None:
+        found[IMAGES] = images_signature(config, config.images)
     if head is not None and not head.is_mtp:
         found[COMBINE] = combine_signature(config, head)
     return found
@@ -124,7 +138,11 @@ def callables_of(config: EngineConfig) -> dict[str, Signature]:
 def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
     """Return the step tensors that not every model has: those that this model reads, and those that passes read."""
     adapters = () if config.adapters is None else Adapters(config.adapters).step_tensors()
-    return (*_of_model(config), *step_tensors(config.compile.passes), *adapters)
+    images: tuple[StepTensor, ...] = ()
+    if config.images is not None:
+        images = image_step_tensors(config.images)
+        adapters = tuple(replace(tensor, variants=(*tensor.variants, IMAGES)) for tensor in adapters)
+    return (*_of_model(config), *step_tensors(config.compile.passes), *adapters, *images)
 
 
 def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
@@ -172,8 +190,32 @@ def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signatur
     return replace(_with_adapters(forward, adapters), ranges=ranges)
 
 
+def images_signature(config: EngineConfig, images: ImagesConfig) -> Signature:
+    """Return the declaration of the forward for steps that compute positions of images.
+
+    Such steps are long, so there are no small-batch ranges. With adapters, requests may have them too.
+    """
+    adapters = config.adapters
+    forward = forward_signature(config) if adapters is None else adapted_signature(config, adapters)
+    asked = (*forward.asked, *image_step_tensors(images))
+    return replace(forward, ranges=forward.ranges[-1:], asked=asked, images=images)
+
+
 def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
     return replace(signature, asked=(*signature.asked, *Adapters(adapters).step_tensors()), adapted=True)
+
+
+def tower_signature(config: EngineConfig, vision: VisionDescription) -> Signature:
+    """Return the declaration of a vision tower's forward, which returns the embeddings of images."""
+    arguments = tower_arguments(vision)
+    return Signature(
+        arguments,
+        tower_tensors(vision),
+        {"embeddings_ED": f"model({', '.join(arguments)})"},
+        returns=("embeddings_ED",),
+        ranges=compile_ranges(config)[-1:],
+        backend=config.attention_backend,
+    )
 
 
 def logits_signature(config: EngineConfig) -> Signature:

@@ -6,10 +6,11 @@ therefore give equal pieces, which are compiled only once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -43,13 +44,16 @@ def split(graph: fx.Graph) -> list[Step]:
     steps: list[Step] = []
     pending: list[fx.Node] = []
     known = splitting_ops()
+    sizes: dict[sympy.Expr, fx.Node] = {}
     for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.SymInt):
+            sizes[node.meta["val"].node.expr] = node
         if node.op in ("placeholder", "output"):
             continue
         name = _op_name(node)
         if name in known:
             if pending:
-                steps.append(_piece(pending))
+                steps.append(_piece(pending, sizes))
                 pending = []
             if node.kwargs:
                 raise SplitError(f"splitting op {name} is called with keywords: {dict(node.kwargs)}")
@@ -58,7 +62,7 @@ def split(graph: fx.Graph) -> list[Step]:
             raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(known)}")
         else:
             pending.append(node)
-    return [*steps, _piece(pending)] if pending else steps
+    return [*steps, _piece(pending, sizes)] if pending else steps
 
 
 def make_plan(
@@ -126,7 +130,12 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _piece(nodes: list[fx.Node]) -> Step:
+def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
+    """Return the call of these nodes. sizes: the graph's inputs that are sizes, by symbol.
+
+    A size that no input of the piece has by itself, but for instance a multiple of it, becomes an input too: Inductor
+    solves no equations for sizes.
+    """
     inside = set(nodes)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -137,12 +146,26 @@ def _piece(nodes: list[fx.Node]) -> Step:
                 copies[argument] = graph.placeholder(f"input_{len(inputs)}")
                 copies[argument].meta = _value_meta(argument)
                 inputs.append(argument)
+    for symbol in _hidden_symbols(inputs):
+        if (size := sizes.get(symbol)) is not None:
+            copies[size] = graph.placeholder(f"input_{len(inputs)}")
+            copies[size].meta = _value_meta(size)
+            inputs.append(size)
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
         copies[node].meta = _value_meta(node)
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     graph.output(tuple(copies[node] for node in outputs))
     return Step(fx.GraphModule({}, graph), None, tuple(inputs), outputs)
+
+
+def _hidden_symbols(inputs: Sequence[fx.Node]) -> list[sympy.Symbol]:
+    """Return the symbols in the sizes of inputs of which none is the symbol itself."""
+    values = [node.meta["val"] for node in inputs]
+    found = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    expressions = [size.node.expr for size in found if isinstance(size, torch.SymInt)]
+    symbols = dict.fromkeys(symbol for each in expressions for symbol in sorted(each.free_symbols, key=str))
+    return [symbol for symbol in symbols if symbol not in expressions]
 
 
 def _value_meta(node: fx.Node) -> dict[str, Any]:

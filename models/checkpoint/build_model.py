@@ -31,6 +31,8 @@ def build_model(config: ModelConfig) -> Any:
     """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
+    if config.vision is not None:
+        return _tower(config.transformers.config, config.dtype)
     with IMPORTING:
         from compiled_engine.models.foreign.transformers_model import build_foreign_model  # imports transformers
 
@@ -43,6 +45,8 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
     code."""
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
+    if config.vision is not None:
+        return _tower(config.transformers.config, config.dtype)
     return _completed(skeleton(find_description(config.transformers.config, config.dtype, cache_dir)), config)
 
 
@@ -51,6 +55,13 @@ def _completed(model: Any, config: ModelConfig) -> Any:
     if config.head is not None:
         return make_mtp_layer(model, config)
     return _with_pooler(_with_states(model, config), config)
+
+
+def _tower(config_json: str, dtype: torch.dtype) -> Any:
+    with IMPORTING:
+        from compiled_engine.models.vision.tower import build_tower  # imports transformers
+
+        return build_tower(config_json, dtype)
 
 
 def _with_states(model: Any, config: ModelConfig) -> Any:

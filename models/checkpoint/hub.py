@@ -44,7 +44,11 @@ TOKENIZER_FILES = (
     *VOCABULARY_FILES,
 )
 CONFIG = "config.json"
-MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *SETTINGS, *POOLING_FILES, *TOKENIZER_FILES)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # of images
+MODEL_FILES = (
+    *(CONFIG, "generation_config.json", INDEX),
+    *(*SETTINGS, *POOLING_FILES, *PROCESSOR_FILES, *TOKENIZER_FILES),
+)
 # Files of modules after the transformer in sentence-transformers' layout; their weights are small.
 _OF_MODULES = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 

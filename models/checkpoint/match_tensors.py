@@ -21,6 +21,7 @@ from compiled_engine.models.foreign.placement import Placement, Span, whole
 from compiled_engine.models.foreign.weights import find_weight_plan
 from compiled_engine.models.textbook.experts import Experts
 from compiled_engine.models.textbook.mtp import PROJECTION
+from compiled_engine.models.vision.weights import plan_of_tower
 
 RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
 Shape = tuple[int, ...]
@@ -103,7 +104,10 @@ def _of_transformers(
     added = [name for name in shapes if name.startswith((f"{POOLER}.", f"{PROJECTION}.")) and name in own]
     stated = {name: shape for name, shape in shapes.items() if name not in added}
     try:
-        plan = find_weight_plan(model, config.dtype, stated, cache_dir)
+        if config.vision is not None:
+            plan = plan_of_tower(model.config, config.dtype, stated)
+        else:
+            plan = find_weight_plan(model, config.dtype, stated, cache_dir)
     except ValueError as error:
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
     placements = list(plan.placements)

@@ -1,15 +1,13 @@
 """Adds the hidden states that enter chosen layers to the graph's outputs, for a draft head.
 
 EAGLE-3 (Li, Wei, Zhang and Zhang, 2025) reads the residual stream before three layers. Model files need no change for
-it. A layer's first op that reads a parameter is a norm or, in post-norm models, a linear. The input of this op is the
-hidden state to return.
+it, see layer_inputs.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -18,21 +16,7 @@ from compiled_engine.passes.framework.graph_inputs import is_parameter, paramete
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.framework.matching import arg
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.linear.linears import linear_of
-from compiled_engine.passes.norm.norms import norm_of
-
-
-def layer_stack(names: Iterable[str]) -> str:
-    """Return the path of a model's list of layers, such as model.layers, found from its parameter names.
-
-    It is the path that most distinct numbers follow, as in model.layers.0.mlp and model.layers.1.mlp. Returns "" if no
-    name has a number.
-    """
-    numbers: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        if found := re.match(r"(?P<path>.+?)\.(?P<number>\d+)\.", name):
-            numbers[found["path"]].add(found["number"])
-    return max(numbers, key=lambda path: len(numbers[path]), default="")
+from compiled_engine.passes.layout.layer_inputs import entering, stack_of
 
 
 class AuxHiddenStates(GraphPass):
@@ -53,9 +37,9 @@ class AuxHiddenStates(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassResult:
         aux_hidden_states, near_misses, notes = [], [], []
-        path = _stack(graph)
+        path = stack_of(graph)
         for layer in self._layers:
-            found = self._entering(graph, f"{path}.{layer}.")
+            found = entering(graph, f"{path}.{layer}.")
             if isinstance(found, str):
                 near_misses.append(f"layer {layer}: {found}")
             else:
@@ -75,7 +59,7 @@ class AuxHiddenStates(GraphPass):
 
         Raises VerificationError if it does. Returns the number of layers.
         """
-        path = _stack(graph)
+        path = stack_of(graph)
         for layer, aux_hidden_state in zip(
             self._layers, arg(graph.output_node(), 0)[-len(self._layers) :], strict=True
         ):
@@ -85,34 +69,6 @@ class AuxHiddenStates(GraphPass):
                 gets = f"{path}.{layer} gets {names} from before"
                 raise VerificationError(f"pass {self.name}: {gets}, and {aux_hidden_state.name} is returned")
         return len(self._layers)
-
-    def _entering(self, graph: fx.Graph, prefix: str) -> fx.Node | str:
-        """Return the hidden state that enters the layer whose parameters have this prefix, or why it was not found."""
-        placeholders = graph.find_nodes(op="placeholder")
-        # Values computed from parameters of the layer alone -> these parameters.
-        own = {node: {node} for node in placeholders if is_parameter(node) and _name(node).startswith(prefix)}
-        first: fx.Node | None = None
-        read: set[fx.Node] = set()
-        for node in graph.nodes:
-            if first is None and (found := [own[value] for value in node.all_input_nodes if value in own]):
-                if len(found) == len(node.all_input_nodes):
-                    own[node] = set[fx.Node]().union(*found)
-                    continue
-                first, read = node, set[fx.Node]().union(*found)
-            if first is None:
-                continue
-            norm, linear = norm_of(node), linear_of(node)
-            if norm is not None and norm.weight in read:
-                return norm.x
-            if linear is not None and linear.weight in read:
-                return linear.x
-        if first is None:
-            return f"no op reads a parameter {prefix}*"
-        return f"{first.name}, the first op with a parameter, is part of no norm and no linear that is known"
-
-
-def _stack(graph: fx.Graph) -> str:
-    return layer_stack(_name(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node))
 
 
 def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
@@ -125,7 +81,7 @@ def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node)
     late: set[fx.Node] = set()
     for node in graph.nodes:
         if is_parameter(node):
-            found = numbered.match(_name(node))
+            found = numbered.match(parameter_of(node).name)
             if found is not None:
                 (early if int(found["number"]) < layer else late).add(node)
         elif node.op == "call_function" and not late.isdisjoint(node.all_input_nodes):
@@ -134,7 +90,3 @@ def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node)
             (late if aux_hidden_state in node.all_input_nodes else early).add(node)
     read = {value for node in late for value in node.all_input_nodes}
     return {value for value in read & early if value.op == "call_function"}
-
-
-def _name(placeholder: fx.Node) -> str:
-    return parameter_of(placeholder).name

@@ -42,7 +42,13 @@ def _slots_of_tokens(step: Mapping[str, torch.Tensor], states: Any) -> torch.Ten
 
 
 ADAPTER_SLOTS = StepTensor(
-    "adapter_slots_T", ("tokens",), torch.int32, padding=-1, fill=_slots_of_tokens, variant=ADAPTED
+    "adapter_slots_T",
+    ("tokens",),
+    torch.int32,
+    padding=-1,
+    fill=_slots_of_tokens,
+    variants=(ADAPTED,),
+    by_logits=True,
 )
 
 

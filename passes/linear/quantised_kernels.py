@@ -201,11 +201,10 @@ def multiply(
         after = bias_N, residual_TM, silu_mul, activation
         return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
     if kernel in (HOPPER_INTEGERS, HOPPER_INTEGER_PRODUCT):
-        compute = hopper_integers.hopper_integers
-        if kernel == HOPPER_INTEGER_PRODUCT:
-            compute = hopper_integer_product.hopper_integer_product
-        weight, zero = (codes_NK, scales_RC, zeros_RC), _zero_of(scheme)
-        return compute(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, zero)
+        weight, after = (codes_NK, scales_RC, zeros_RC), (bias_N, residual_TM, silu_mul, activation)
+        if kernel == HOPPER_INTEGERS:
+            return hopper_integers.hopper_integers(x_TK, *weight, *after, _zero_of(scheme))
+        return hopper_integer_product.hopper_integer_product(x_TK, *weight, *after, _zero_of(scheme))
     if kernel == INTEGERS:
         weight = codes_NK, scales_RC, zeros_RC
         return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)

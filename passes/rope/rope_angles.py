@@ -149,7 +149,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     if isinstance(of_pairs, str):
         return of_pairs
     first, layout = of_pairs
-    found = [(rows, frequencies) for column, frequencies in factors(first) if (rows := _column_of(column)) is not None]
+    found = [(rows, frequencies) for column, frequencies in factors(first) if (rows := column_of(column)) is not None]
     if not found:
         return "the angles are not positions times frequencies"
     positions, inv_freq = found[0]
@@ -195,7 +195,7 @@ def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
     return first, "halves"
 
 
-def _column_of(column: Any) -> fx.Node | None:
+def column_of(column: Any) -> fx.Node | None:
     """Return the positions [T] if the value is a cast and an unsqueeze of them to [T, 1] in either order, else None."""
     steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:

@@ -41,6 +41,7 @@ INDICES = {
     "new_table_ptr": "*i32",
     "arrived_ptr": "*i32",
     "sinks_ptr": "*bf16",
+    "keys_ahead_ptr": "*i32",
 }
 # Bytes that may be spilled where registers hold a whole tile; Triton 3.9 spills more than 3.6.
 SPILLED = 400
@@ -78,6 +79,7 @@ class Compilation(NamedTuple):
     num_warps: int
     num_stages: int | None = None
     programs: int = 1  # that must fit on a multiprocessor
+    images: bool = False  # whose tokens see each other
 
     @classmethod
     def of(cls, kernel: Any, tiles: Any, programs: int = 1, **constants: Any) -> Compilation:
@@ -130,6 +132,7 @@ def constants_of(compilation: Compilation, shape: Shape, cache: torch.dtype | No
         "DEPENDENT_LAUNCH": True,
     }
     given |= ({} if cap_scale else {"sinks_ptr": None}) | ({} if cache else {"scales_ptr": None})
+    given |= {} if compilation.images else {"keys_ahead_ptr": None}
     given |= compilation.constants
     return {name: given[name] for name in compilation.kernel.arg_names if name in given}
 
@@ -196,8 +199,17 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: Shape, ma
     assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
+def test_prefill_of_images(check: Callable[..., str], max_seq_len: int) -> None:
+    dtype, shape = torch.bfloat16, (8, 4, 256)  # of Gemma 3
+    ptx = check(prefill(dtype, shape, max_seq_len)._replace(images=True), dtype, shape, spilled=104)
+    assert "wgmma" in ptx
+
+
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
-@pytest.mark.parametrize(("dtype", "shape"), drawn_but_one((torch.bfloat16, (12, 12, 32))))
+@pytest.mark.parametrize(
+    ("dtype", "shape"), drawn_but_one((torch.bfloat16, (12, 12, 32)), (torch.bfloat16, (16, 16, 72)))
+)
 def test_packed(check: Callable[..., str], dtype: torch.dtype, shape: Shape, num_tokens: int) -> None:
     tiles = packed_tiles(shape[2], dtype.itemsize, num_tokens)
     packed = Compilation.of(packed_kernel, tiles, TILE_M=tiles.queries, SEARCHED=SEARCHED)

@@ -72,8 +72,9 @@ def test_arguments_of_a_forward_and_their_addresses() -> None:
     step, caches = example_step(), [torch.zeros(2) for _ in range(3)]
     inputs = attention_inputs_of(step, "torch")
     assert inputs.backend == "torch"
+    assert inputs.keys_ahead_T is None
     for field in fields(AttentionInputs):
-        if field.name != "backend":
+        if field.name not in ("backend", "keys_ahead_T"):
             assert getattr(inputs, field.name) is step[f"attention_inputs.{field.name}"]
     arguments = arguments_of(step, inputs, caches)
     assert arguments[:4] == (step["input_ids_T"], step["positions_T"], inputs, caches)

@@ -99,7 +99,8 @@ ENGINE: list[tuple[str, dict[str, Any]]] = [
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
     ),
     ("--capture-size 1 2 --capture-size 4", {"capture_sizes": (1, 2, 4)}),
-    ("--seed -3 --language-model-only", {"seed": -3}),
+    ("--seed -3 --language-model-only", {"seed": -3, "language_model_only": True}),
+    ("--limit-mm-per-prompt.image 2", {"limit_mm_per_prompt": '{"image": 2}'}),
 ]
 SERVER_WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--enable-tokenizer-info-endpoint", {"tokenizer_info": True}),
@@ -135,19 +136,14 @@ def test_a_word_of_another_server_is_an_option_of_this_one() -> None:
 
 def test_what_has_no_effect_is_named_in_one_line() -> None:
     """Words for what is the case anyway are not."""
-    held = ["--enable-auto-tool-choice", "--enable-prefix-caching", "--enable-chunked-prefill", "--language-model-only"]
+    held = ["--enable-auto-tool-choice", "--enable-prefix-caching", "--enable-chunked-prefill"]
     assert started("model", *held)[2] == ""
-    words = "--trust-remote-code --swap-space 16 --limit-mm-per-prompt.image 2 --disable-log-requests -ep"
+    words = "--trust-remote-code --swap-space 16 --disable-log-requests -ep"
     _, engine, said = started("model", *words.split(), *held)
     assert EngineOptions(**engine) == EngineOptions(model="model")
     (line,) = said.splitlines()
     assert line.startswith("compiled-engine: without effect: trust_remote_code (no code of a checkpoint is ever run")
-    for name in (
-        "swap_space",
-        "limit_mm_per_prompt",
-        "disable_log_requests",
-        "enable_expert_parallel",
-    ):
+    for name in ("swap_space", "disable_log_requests", "enable_expert_parallel"):
         assert name in line
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from compiled_engine.engine.block_pool import BlockPool, hash_block
-from compiled_engine.engine.messages import ROOT
+from compiled_engine.engine.block_pool import BlockPool, hash_block, hash_blocks
+from compiled_engine.engine.messages import ROOT, Content
 
 
 def test_a_hash_covers_the_block_and_all_before_it() -> None:
@@ -20,6 +22,46 @@ def test_a_hash_covers_the_block_and_all_before_it() -> None:
 def test_hashes_are_the_same_in_every_process() -> None:
     data = bytes(32) + (258).to_bytes(4, "little") + (7).to_bytes(4, "little")
     assert hash_block(ROOT, [258, 7]) == hashlib.sha256(data).digest()
+
+
+def hashes_with(*contents: Content) -> list[bytes]:
+    hashes: list[bytes] = []
+    hash_blocks(hashes, ROOT, [7] * 12, 4, contents=contents)
+    return hashes
+
+
+def test_a_hash_covers_what_stands_at_the_positions_of_the_block() -> None:
+    usual, picture, other = hashes_with(), hashes_with(Content(5, 4, "a")), hashes_with(Content(5, 4, "b"))
+    assert picture == hashes_with(Content(5, 4, "a"))
+    assert usual[0] == picture[0] == other[0]
+    for block in (1, 2):
+        found = [usual, picture, other, hashes_with(Content(4, 4, "a")), hashes_with(Content(5, 3, "a"))]
+        assert len({hashes[block] for hashes in found}) == len(found)
+    # The third block has one position of it, but another one.
+    assert hashes_with(Content(3, 6, "a"))[2] != hashes_with(Content(8, 1, "a"))[2]
+    assert hashes_with(Content(12, 4, "a")) == usual
+
+
+class ReadContents(list[Content]):
+    """Contents that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[Content]:
+        for each in super().__iter__():
+            self.num_read += 1
+            yield each
+
+
+def test_a_block_reads_few_of_the_contents_of_a_prompt() -> None:
+    contents = ReadContents(Content(4 * number, 3, str(number)) for number in range(500))
+    hash_blocks([], ROOT, [7] * 2000, 4, contents=contents)
+    assert 500 <= contents.num_read < 500 * 25
 
 
 def test_a_pool_needs_a_block() -> None:

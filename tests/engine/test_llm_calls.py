@@ -52,12 +52,16 @@ CHAT: dict[str, Any] = {
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
+def rendered_chat(*given: Any, **named: Any) -> Any:
+    return SimpleNamespace(given=given, named=named, data={})
+
+
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates are read as they are given, and what is to be rendered is the prompt."""
     for module in ("llm", "async_llm"):
         monkeypatch.setattr(f"compiled_engine.{module}.read_chat_template", lambda given, tokenizer: (given, tokenizer))
-        monkeypatch.setattr(f"compiled_engine.{module}.render_chat", lambda *given, **named: (given, named))
+        monkeypatch.setattr(f"compiled_engine.{module}.render_chat", rendered_chat)
 
 
 @pytest.mark.usefixtures("rendered")
@@ -65,14 +69,15 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chat_is_rendered_as_it_is_given(given: dict[str, Any], made: Callable[..., LLM], made_async: Any) -> None:
     tokenizer = Tokenizer()
     plain = {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False}
-    whole = plain | {"tools": None, "chat_template_kwargs": None} | given
+    no_images = {"placeholder": None, "mm_processor_kwargs": None}
+    whole = plain | no_images | {"tools": None, "chat_template_kwargs": None} | given
     expected = whole | {"chat_template": (whole["chat_template"], tokenizer)}
     llm = made(tokenizer=tokenizer)
     (one, other), params, priority, lora = passed(
         lambda: llm.chat([MESSAGES, MESSAGES * 2], PARAMS, priority=4, lora_request=LORA, **given)
     )
-    assert one == ((tokenizer, MESSAGES), {"name": "messages[0]"} | expected)
-    assert other[0] == (tokenizer, MESSAGES * 2)
+    assert (one.given, one.named) == ((tokenizer, MESSAGES), {"name": "messages[0]"} | expected)
+    assert other.given == (tokenizer, MESSAGES * 2)
     assert (params, priority, lora) == (PARAMS, 4, LORA)
     engine, _ = made_async(tokenizer=tokenizer)
 
@@ -80,9 +85,8 @@ def test_a_chat_is_rendered_as_it_is_given(given: dict[str, Any], made: Callable
         await anext(engine.chat(MESSAGES, PARAMS, priority=4, lora_request=LORA, **given))
 
     ((prompt,), params, priority, lora) = passed(lambda: asyncio.run(chat()))
-    given_by, settings = prompt
-    assert callable(settings.pop("is_stopped"))
-    assert (given_by, settings) == ((tokenizer, MESSAGES), expected)
+    assert callable(prompt.named.pop("is_stopped"))
+    assert (prompt.given, prompt.named) == ((tokenizer, MESSAGES), expected)
     assert (params, priority, lora) == (PARAMS, 4, LORA)
 
 
@@ -148,7 +152,7 @@ def test_a_model_generates_or_pools(made: Callable[..., LLM], made_async: Any) -
 def test_calls_of_the_core(made: Callable[..., LLM]) -> None:
     calls: list[ControlCall] = []
     closed: list[str] = []
-    core = SimpleNamespace(call=calls.append, close=lambda: closed.append("core"))
+    core = SimpleNamespace(call=lambda call: calls.append(call) or {}, close=lambda: closed.append("core"))
     loop = SimpleNamespace(close=lambda: closed.append("loop"))
     profiler = SimpleNamespace(running=True, stop=lambda: closed.append("profile"), start=closed.append)
     with made(core=core, loop=loop, profiler=profiler) as llm:

@@ -283,7 +283,7 @@ def test_graphs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture) ->
 
 
 def step_of_slots(slots_T: torch.Tensor) -> ModelStep:
-    buffers = SimpleNamespace(of_variant=lambda variant, num_tokens: (slots_T[:num_tokens],))
+    buffers = SimpleNamespace(logits_inputs=lambda variant, num_tokens: (slots_T[:num_tokens],))
     model = SimpleNamespace(ends_at_logits=lambda num_tokens, variant: num_tokens <= 4)
     given: Any = (model, buffers, None, None)
     return ModelStep(*given, 64)

@@ -9,6 +9,7 @@ import pytest
 from tiny_tokenizers import byte_level, with_bos
 
 from compiled_engine.frontend.chat import render_chat, split_conversations
+from compiled_engine.frontend.image_parts import MARKS
 from compiled_engine.llm import LLM
 from compiled_engine.sampling.params import SamplingParams
 
@@ -96,6 +97,36 @@ def test_a_role_may_read_another_form_than_others() -> None:
     )
 
 
+ALL_TEXTS = "{% for message in messages %}{{ message.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_text_stays_text_whatever_its_characters(mark: str) -> None:
+    """Marks stand for images in rendered texts; a conversation without images has none."""
+    text = f"a{mark}b"
+    for content in (text, [{"type": "text", "text": text}]):
+        assert render([{"role": "user", "content": content}], ALL_TEXTS) == f"{text};"
+
+
+@pytest.mark.parametrize("field", ["content", "name"])
+def test_marks_in_texts_beside_an_image_stay_text(field: str) -> None:
+    template = "{% for message in messages %}{{ message.content }}{{ message.name }};{% endfor %}"
+    image = {"role": "user", "content": [{"type": "image", "image": b"1"}, {"type": "text", "text": "see"}], "name": ""}
+    other = {"role": "user", "content": "", "name": "", field: MARKS[0] + MARKS[2]}
+    placeholder = byte_level().encode("<s>", add_special_tokens=False)[0]
+
+    prompt = render_chat(byte_level(), [image, other], chat_template=template, placeholder=placeholder)
+
+    assert prompt.text == f"<s>\nsee;{MARKS[0]}{MARKS[2]};"
+    assert list(prompt.token_ids or ()).count(placeholder) == 1
+
+
+def test_texts_with_all_marks_beside_an_image_are_refused() -> None:
+    content = [{"type": "image", "image": b"1"}, {"type": "text", "text": "".join(MARKS)}]
+    with pytest.raises(ValueError, match="must not hold every code point"):
+        render([{"role": "user", "content": content}], ALL_TEXTS, placeholder=2)
+
+
 DEEP = '{"a":' * 70 + "1" + "}" * 70
 AS_TEXT = "{% for call in messages[1].tool_calls %}{{ 'call ' + call.function.arguments }}{% endfor %}"
 PRINTED = "{% for call in messages[1].tool_calls %}call {{ call.function.arguments }}{% endfor %}"
@@ -152,10 +183,10 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([{"role": "user"}], {}, ValueError, r"messages\[0\]\['content'\] must be a string, got None"),
     ([{"role": "user", "content": 7}], {}, TypeError, r"messages\[0\]\['content'\] must be a string or a list"),
     (
-        [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+        [{"role": "user", "content": [{"type": "sound", "url": "x"}]}],
         {},
         ValueError,
-        r"messages\[0\]\['content'\]\[0\] must be {'type': 'text', 'text': str}, got {'type': 'image'",
+        r"messages\[0\]\['content'\]\[0\] must be {'type': 'text', 'text': str} or an image, got {'type': 'sound'",
     ),
     ([{"role": "tool", "content": "a"}], {}, ValueError, "messages: the chat template cannot render it: no tools here"),
     ([USER], {"chat_template": "{% if %}"}, ValueError, "messages: the chat template cannot render it: Expected an"),

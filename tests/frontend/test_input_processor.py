@@ -59,7 +59,7 @@ def test_given_both_the_ids_are_run_and_the_text_is_kept() -> None:
 def test_keys_for_other_inputs_may_be_none() -> None:
     nothing = {"multi_modal_data": None, "mm_processor_kwargs": None, "prompt_embeds": None}
     assert token_ids({"prompt_token_ids": [3, 4], **nothing}) == [(3, 4)]
-    with pytest.raises(ValueError, match="has the unknown key 'multi_modal_data'"):
+    with pytest.raises(ValueError, match=r"^prompts\['multi_modal_data'\] must be absent: the engine takes only text$"):
         process({"prompt": "hello", **nothing, "multi_modal_data": {"image": 1}})
 
 
@@ -104,7 +104,8 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     (
         {"text": "a"},
         ValueError,
-        "prompts has the unknown key 'text'; known are 'prompt', 'prompt_token_ids', 'cache_salt'",
+        "prompts has the unknown key 'text'; known are 'prompt', 'prompt_token_ids', 'cache_salt', "
+        "'multi_modal_data', 'mm_processor_kwargs'",
     ),
     ({}, ValueError, "prompts must have 'prompt' or 'prompt_token_ids', got {}"),
     (["a", {"prompt": None}], ValueError, r"prompts\[1\] must have 'prompt' or 'prompt_token_ids', got"),

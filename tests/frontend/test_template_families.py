@@ -138,7 +138,7 @@ def served(chat: ChatFormat, messages: Sequence[Any], asked: dict[str, Any]) -> 
     given = messages_for_template(msgspec.convert(list(messages), list[ChatMessage]), chat, OPTIONS.limits)
     try:
         shown = tools_for_template(tools, chat, OPTIONS.limits)
-        return list(asyncio.run(chat.render(given, shown, {}, **asked))[1])
+        return list(asyncio.run(chat.render(given, shown, {}, **asked)).token_ids or ())
     except ApiError:
         return "refused"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_config
+from vision_models import vision_config
 
 from compiled_engine.config import (
     AdapterConfig,
@@ -20,6 +21,7 @@ from compiled_engine.config import (
     ExpertsConfig,
     GraphMode,
     HeadShape,
+    ImagesConfig,
     Recurrences,
     RopeConfig,
     TransformersModel,
@@ -47,6 +49,7 @@ from compiled_engine.graphs.compiler.signature import compile_ranges, forward_si
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.parallel.rank_share import local_model
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
@@ -165,7 +168,7 @@ PERTURBED: dict[str, Any] = {
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
-APART |= {"model.recurrences", "model.head", "speculation.draft", "adapters"}
+APART |= {"model.recurrences", "model.head", "model.vision", "speculation.draft", "adapters", "images", "image_input"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
@@ -248,6 +251,19 @@ def test_the_slots_of_adapters_change_the_key(base: EngineConfig) -> None:
     assert len(set(keys)) == len(variants)
     more = with_value(base, "adapters", replace(few, max_cpu_loras=9))
     assert str(cache_factors(more, ENVIRONMENT)) == keys[1]
+
+
+def test_what_the_forward_of_images_computes_changes_the_key(base: EngineConfig) -> None:
+    described = describe_vision(vision_config("LlavaForConditionalGeneration"))
+    assert described is not None
+    images = ImagesConfig(described, "{}", most_embeddings=8, cache_size=16, step_size=16)
+    leveled = replace(images, vision=replace(described, levels=1))
+    variants = (None, images, replace(images, cache_size=32), leveled)
+    keys = [str(cache_factors(with_value(base, "images", each), ENVIRONMENT)) for each in variants]
+    assert len(set(keys)) == len(variants)
+    assert any("passes/images" in name for name in cache_factors(with_value(base, "images", images))["source"])
+    other = replace(images, config='{"a": 1}', step_size=8, most_embeddings=4)
+    assert str(cache_factors(with_value(base, "images", other), ENVIRONMENT)) == keys[1]
 
 
 def test_a_cache_in_the_dtype_of_the_model_is_no_factor(base: EngineConfig) -> None:

@@ -15,6 +15,7 @@ from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.pooling import Dense, Pooling
 from compiled_engine.quantisation import Rule, online
+from compiled_engine.vision import VisionDescription
 
 ENVIRONMENT = Environment({}, {}, {}, {}, {}, {})
 # What a model or an engine may have, with another value for each field: first those that shape a graph.
@@ -62,6 +63,17 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "norm_before_fc": True,
             "hidden_first": True,
             "shares_norm": True,
+        },
+        {},
+    ),
+    "model.vision": (
+        VisionDescription("A", "a", 1, 64, 4, 2, 4, 16),
+        {
+            **{"architecture": "B", "family": "b", "image_token_id": 2, "embedding_size": 32, "patch_size": 8},
+            **{"num_layers": 3, "num_heads": 2, "head_dim": 8, "num_channels": 1, "levels": 1, "both_ways": True},
+            **{"mrope_section": (2, 3, 3), "mrope_interleaved": True, "temporal_patch_size": 2, "merge_size": 2},
+            **{"window_size": 16, "table_side": 6, "tile_size": 24, "tile_patches": 36, "tile_embeddings": 9},
+            "resolutions": ((24, 48),),
         },
         {},
     ),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from vision_models import vision_config
 
 from compiled_engine.cli.app import app
 from compiled_engine.cli.errors import BadInputError
@@ -54,6 +55,10 @@ SHAPE = {
 # The architecture for lines with an MTP layer.
 WITH_MTP = "MiMoForCausalLM"
 
+# Fields of the text model of a checkpoint that sees.
+OF_TEXT = SHAPE.keys() - {"architectures", "model_type"}
+
+
 COMMANDS: Any = typer.main.get_command(app)
 # typer's errors of usage have no public class.
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
@@ -82,6 +87,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text("{{ messages }}")
     (tmp_path / "GPT-OSS_Blackwell.yaml").write_text(YAML)
+    (tmp_path / "seeing").mkdir()
+    text = {name: SHAPE[name] for name in OF_TEXT} | {"head_dim": 16}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    seeing = vision_config("Qwen2_5_VLForConditionalGeneration", text_config=text)
+    (tmp_path / "seeing" / "config.json").write_text(seeing)
     (tmp_path / "vocab.json").write_text(json.dumps({"no": 0, "yes": 1}))
     monkeypatch.chdir(tmp_path)
 
@@ -99,13 +109,14 @@ def start(words: list[str], folder: Path) -> Any:
     words = [words[0], *(word.replace(f'"{words[0]}"', json.dumps(str(folder))) for word in words[1:])]
     architecture = WITH_MTP if any("mtp" in word for word in words) else SHAPE["architectures"][0]
     (folder / "config.json").write_text(json.dumps(SHAPE | {"architectures": [architecture]}))
+    model = folder / "seeing" if "-VL-" in " ".join(words) else folder
     try:
         COMMANDS.commands["serve"].main(words, standalone_mode=False)
     except Started as started:
         options, engine = started.args
     try:
         engine = {name: value for name, value in engine.items() if name != "tokenizer"}
-        resolve(make_options(engine | {"model": folder, "load_format": "dummy"}))
+        resolve(make_options(engine | {"model": model, "load_format": "dummy"}))
     except (ValueError, TypeError, OSError) as error:
         raise BadInputError(str(error)) from error
     return options

@@ -118,4 +118,4 @@ def test_a_token_has_the_slot_of_its_request() -> None:
     assert ADAPTER_SLOTS.fill is not None
     slots_T = ADAPTER_SLOTS.fill(step, states)
     assert (slots_T.tolist(), slots_T.dtype) == ([7, -1, -1, 9, 9, 9], torch.int32)
-    assert (ADAPTER_SLOTS.padding, ADAPTER_SLOTS.variant, ADAPTER_SLOTS.dims) == (-1, "adapted", ("tokens",))
+    assert (ADAPTER_SLOTS.padding, ADAPTER_SLOTS.variants, ADAPTER_SLOTS.dims) == (-1, ("adapted",), ("tokens",))

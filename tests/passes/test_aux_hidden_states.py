@@ -35,7 +35,8 @@ from compiled_engine.passes.framework.matching import arg
 from compiled_engine.passes.framework.parameter import Parameter, compute
 from compiled_engine.passes.framework.random_inputs import RandomInputs
 from compiled_engine.passes.framework.verifier import VerificationError
-from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates, layer_stack
+from compiled_engine.passes.layout.aux_hidden_states import AuxHiddenStates
+from compiled_engine.passes.layout.layer_inputs import layer_stack
 from compiled_engine.passes.registry import registered_passes
 
 NUM_LAYERS, LAYERS, NUM_TOKENS = 3, (2, 0), 7

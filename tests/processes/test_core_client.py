@@ -259,6 +259,28 @@ def test_the_end_of_the_core_is_told_once_to_everyone(end: Callable[[ScriptedEnd
     with_client(main)
 
 
+def test_more_is_sent_when_the_core_has_taken_what_came_before() -> None:
+    async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
+        await client.drained()
+        order = ControlCall("give_pixels", {"data": bytes(8 << 20)})
+        client.tell(order, ["0:a"])
+        waiting = asyncio.create_task(client.drained())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        heard: list[ToCore] = []
+        while not heard:
+            heard += core.heard()
+            await asyncio.sleep(0)
+        await waiting
+        assert heard == [Tell(order, ("0:a",))]
+        client.tell(order)
+        waiting = asyncio.create_task(client.drained())
+        core.connection.close()
+        await waiting
+
+    with_client(main)
+
+
 def test_an_order_is_sent_in_its_turn_and_awaits_no_answer() -> None:
     async def main(client: CoreClient, core: ScriptedEnd, held: Client) -> None:
         order = ControlCall("set_vocabulary", {"vocab_size": 9})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -50,6 +50,7 @@ class HeldCore(ServedCore):
         self.allowed = 0
         self.masks: dict[str, TokenMask | None] = {}
         self.failure: Exception | None = None
+        self.allowed_when_told = 0
         self.told: list[tuple[ControlCall, list[str]]] = []  # with the requests that were there
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
@@ -66,8 +67,10 @@ class HeldCore(ServedCore):
             return None
         return {"running": len(self.live)}
 
-    def tell(self, call: ControlCall) -> None:
+    def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
         self.told.append((call, sorted(self.live)))
+        self.allowed_when_told = self.allowed
+        self.allowed = 0
 
     def can_step(self) -> bool:
         return super().can_step() and (self.allowed > 0 or self.failure is not None)
@@ -284,6 +287,18 @@ def test_an_order_without_an_answer_is_served_in_its_turn(core: HeldCore, served
     answers = [each for each in ask(served.starter, 1, ControlCall("metrics")) if isinstance(each, Answered)]
     assert answers == [Answered(1, {"running": 2, "api_processes": 1})]
     assert core.told == [(order, ["0:a"])]
+
+
+def test_a_long_message_takes_few_steps_to_arrive(core: HeldCore, served: Served) -> None:
+    """Of many megabytes, while a request runs."""
+    say(served.starter, add("0:a"))
+    wait_until(lambda: len(core.live) == 1)
+    order = ControlCall("give_pixels", {"data": bytes(32 << 20)})
+    core.allowed = most = 1_000_000
+    say_slowly(served.starter, Tell(order))
+    wait_until(lambda: bool(core.told))
+    assert core.told[0][0] == order
+    assert most - core.allowed_when_told < 100  # a step for each filling of the socket's buffer would be more
 
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server(core: HeldCore, served: Served) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.engine.block_pool import hash_blocks
-from compiled_engine.engine.messages import ROOT, EngineRequest, prefix_root
+from compiled_engine.engine.messages import ROOT, Content, EngineRequest, prefix_root
 from compiled_engine.processes.router import GENERATED, PrefixHistory, Route, Router
 from compiled_engine.sampling.params import SamplingParams
 
@@ -184,6 +184,17 @@ def test_a_replica_that_is_gone_gets_nothing() -> None:
     router = make_router(3)
     router.remove(1)
     assert {sent(router, request(number, [number])).replica for number in range(20)} == {0, 2}
+
+
+def test_a_prompt_goes_where_the_same_contents_were_sent() -> None:
+    router, params = make_router(), SamplingParams(max_tokens=1)
+
+    def with_content(number: int, key: str) -> EngineRequest:
+        return EngineRequest(str(number), (1,) * 40, params, contents=(Content(2, 30, key),))
+
+    first, second = (sent(router, with_content(number, key)).replica for number, key in enumerate("ab"))
+    assert first != second
+    assert [sent(router, with_content(2 + n, key)).replica for n, key in enumerate("ba")] == [second, first]
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=24), max_size=30), st.integers(1, 9))

@@ -22,6 +22,7 @@ FEATURES = {
         ("features.pipeline", "parallel.stages", "graphs.compiler.stage_plan"),
     ),
     "adapters": (r"adapter|adapted_|lora(?![a-z])", ("features.adapters",)),
+    "images": (r"images?(?![a-z])", ("features.images", "models.vision", "vision")),
     "pooling": (
         r"pooling|pooler|pools(?![a-z])|second_text",
         ("features.pooling", "pooling", "models.textbook.pooler"),
@@ -43,7 +44,7 @@ FEATURES = {
 }
 NOT_COUNTED = (
     *("options", "config", "schema", "resolve", "graphs.cache", "graphs.inspection", "other_engines"),
-    *("passes", "models.checkpoint", "models.foreign", "models.bundled"),
+    *("passes", "models.checkpoint", "models.foreign", "models.bundled", "models.vision"),
     *("server", "cli", "bench", "tune", "features.registry", "features.request_registry"),
     *("sampling.params", "sampling.other_params"),
     *("attention.backends", "attention.case", "recurrence"),  # kernels, for any request with several rows

@@ -28,6 +28,8 @@ LIMITS = {
     "4 GiB",  # most of a KV cache on a CPU
     "256 MiB",  # room that the compile cache wants
     "16 GB",  # a checkpoint's size
+    "10 seconds",  # in which an image must be fetched
+    "30 seconds",  # in which those of a prompt must be
 }
 
 

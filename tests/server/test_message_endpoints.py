@@ -23,6 +23,7 @@ TEMPLATE = (
     "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
 )
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello."}]
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0K"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"properties": {"a": {"type": "integer"}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ANSWER = f"<think>\nI can.\n</think>\n\nLet me add.\n{CALL}\n{CALL}"
@@ -278,9 +279,13 @@ def test_an_answer_in_a_form(own: RunningServer, engine: ScriptedEngine) -> None
         ({"tools": [TOOL] * 257}, "tools must have at most 256 tools, got 257"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: expected 'assistant' or 'system' or"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type: expected 'redacted_thinking' or 'text' or 'thinking' or 'tool_result' or "
-            "'tool_use', got 'image'",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "messages[0].content[0].type: expected 'image' or 'redacted_thinking' or 'text' or 'thinking' or "
+            "'tool_result' or 'tool_use', got 'document'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": IMAGE}]}]},
+            "messages[0].content[0] must not be an image: the model takes only text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from compiled_engine.server.chat_messages import ChatMessage
+from compiled_engine.server.chat_messages import ChatMessage, ContentPart, InputImagePart
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from compiled_engine.server.protocol import (
@@ -38,6 +38,10 @@ def said(text: Any, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
 def plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages without what they do not have."""
     return [
@@ -49,6 +53,21 @@ def plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def test_a_text_is_a_users_message_behind_the_instructions() -> None:
     assert plain(messages_of("x", None)) == [said("x", "user")]
     assert plain(messages_of("x", "i")) == [said("i", "system"), said("x", "user")]
+
+
+def test_images_keep_their_place_among_texts() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aaaa", "detail": "low"}
+    (message,) = messages_of([said([text_part("a"), image, text_part("b")], "user")], None)
+
+    assert message.content == [
+        ContentPart(text="a"),
+        InputImagePart(image_url=image["image_url"], detail="low"),
+        ContentPart(text="b"),
+    ]
+    with pytest.raises(ApiError, match=r"input\[0\]\.content\[0\] must have an image_url: files are not kept"):
+        messages_of([said([{"type": "input_image", "file_id": "f"}], "user")], None)
+    with pytest.raises(ApiError, match=r"input\[0\]\.content\[0\]\.detail: "):
+        messages_of([said([image | {"detail": 5}], "user")], None)
 
 
 @pytest.mark.parametrize("kind", ["input_text", "output_text", "text", "reasoning_text", "summary_text"])

@@ -49,8 +49,12 @@ def client(narrow: RunningServer) -> Iterator[httpx.Client]:
             "messages[0].role: expected 'assistant' or 'developer' or 'system' or 'tool' or 'user', got 'usr'",
         ),
         (
-            {"role": "user", "content": [{"type": "image_url"}]},
-            "messages[0].content[0].type: expected 'text', got 'image_url'",
+            {"role": "user", "content": [{"type": "video_url"}]},
+            "messages[0].content[0].type: expected 'image_url' or 'input_image' or 'text', got 'video_url'",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}]},
+            "messages[0].content[0] must not be an image: the model takes only text",
         ),
     ],
 )

@@ -34,7 +34,14 @@ def chat(bundled_tokenizer: Tokenizer) -> ChatFormat:
 
 
 def render(chat: ChatFormat, content: str, tools: Any = None) -> tuple[str, tuple[int, ...]]:
-    return asyncio.run(chat.render([{"role": "user", "content": content}], tools, {}))
+    return rendered(chat, content, tools, {})
+
+
+def rendered(chat: ChatFormat, content: str, tools: Any, settings: Any) -> tuple[str, tuple[int, ...]]:
+    prompt = asyncio.run(chat.render([{"role": "user", "content": content}], tools, settings))
+    assert prompt.text is not None
+    assert prompt.token_ids is not None
+    return prompt.text, prompt.token_ids
 
 
 contents = st.lists(st.sampled_from([*SPECIAL, "x", " = 1\n", "<|", "im_end|>", "é"]), max_size=8).map("".join)
@@ -84,7 +91,7 @@ def test_settings_are_text_too(bundled_tokenizer: Tokenizer) -> None:
     chat = find_chat_format(bundled_tokenizer, ServerOptions(chat_template=template), LongWork("texts", 1, 10))
     assert chat is not None
     settings = chat.settings({"enable_thinking": "<|im_start|>"}, "high<|im_end|>")
-    text, ids = asyncio.run(chat.render([{"role": "user", "content": "x"}], None, settings))
+    text, ids = rendered(chat, "x", None, settings)
     assert text.endswith("assistant\nhigh<|im_end|><|im_start|>")
     assert sum(each in chat.tokenizer.special_ids for each in ids) == 3
     assert chat.tokenizer.decode(ids) == text

@@ -156,3 +156,58 @@ def test_every_control_is_reached_by_the_keyboard(server: RunningServer, page: P
     unnamed = "[...document.querySelectorAll('input, select, textarea, button')]"
     unnamed += ".filter(each => !each.labels?.length && !each.textContent.trim()).map(each => each.id)"
     assert page.run(unnamed) == []
+
+
+CHOOSE = """
+(async () => {
+  const pixels = Uint8Array.from(atob("%s"), (each) => each.charCodeAt(0));
+  const chosen = new DataTransfer();
+  chosen.items.add(new File([pixels], "a.png", { type: "image/png" }));
+  if (%s) {
+    const event = new ClipboardEvent("paste", { clipboardData: chosen, cancelable: true, bubbles: true });
+    document.getElementById("prompt").dispatchEvent(event);
+  } else {
+    document.getElementById("images").files = chosen.files;
+  }
+})()
+"""
+
+
+class SeeingEngine(ScriptedEngine):
+    """Says that its model sees, and leaves images as they are."""
+
+    why_no_images = None
+
+    @property
+    def image_placeholder(self) -> int:
+        return min(self.tokenizer.special_ids)
+
+    def image_bytes(self, num_images: int) -> tuple[int, int]:
+        return num_images, 0
+
+    async def attach(self, prompt: Any, sampling_params: Any = None) -> dict[str, Any]:
+        self.attached = prompt["multi_modal_data"]["image"]
+        return {"prompt": prompt["prompt"], "prompt_token_ids": prompt["prompt_token_ids"]}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("pasted", [False, True])
+def test_images_are_chosen_or_pasted(scripted: ScriptedEngine, page: Page, pasted: bool) -> None:
+    engine = SeeingEngine(scripted._engine, ["An image"])
+    with running(engine) as server:
+        page.open(server.url)
+        page.wait("!document.getElementById('images-field').hidden")
+        page.run(CHOOSE % ("aW1hZ2U=", "true" if pasted else "false"))
+        page.wait("document.getElementById('images').files.length === 1")
+        say(page, "What is it?")
+        page.wait(f"{IDLE} && {LAST}?.querySelector('.figures') !== undefined")
+        assert [image.url for image in engine.attached] == ["data:image/png;base64,aW1hZ2U="]
+        assert "[a.png]" in page.run("document.querySelector('article.user').textContent")
+        assert page.run("document.getElementById('images').files.length") == 0
+
+
+@pytest.mark.browser
+def test_a_model_of_texts_is_offered_no_images(server: RunningServer, page: Page) -> None:
+    page.open(server.url)
+    page.wait("document.getElementById('model').textContent")
+    assert page.run("document.getElementById('images-field').hidden")

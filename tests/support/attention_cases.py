@@ -34,7 +34,8 @@ class Request:
 @dataclass(frozen=True)
 class Case:
     """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts.
-    block_size 0: that which the backend has by default. storage: of keys and values, see kv_format."""
+    block_size 0: that which the backend has by default. storage: of keys and values, see kv_format. image: of each
+    request, this many of the new tokens but the first see each other."""
 
     name: str
     requests: tuple[Request, ...]
@@ -47,6 +48,7 @@ class Case:
     soft_cap: float = 0.0
     sinks: bool = False
     storage: str = AUTO
+    image: int = 0
 
     def sized(self, backend_name: str) -> Case:
         """The case with the block size that the backend is to have."""
@@ -162,6 +164,14 @@ CASES = (
     Case("sinks and soft cap", MIXED, sinks=True, soft_cap=5.0),
     Case("padding rows alone, sinks", (PADDING, PADDING), sinks=True),
 )
+# Batches with images whose tokens see each other.
+IMAGES = (
+    Case("images of 19", MIXED, image=19),
+    Case("images of 40, chunks and prefills", (*PREFILLS, *CHUNKS), image=40),
+    Case("images of 40, window, soft cap", (*PREFILLS, *CHUNKS), image=40, sliding_window=40, soft_cap=5.0),
+    Case("images of 90, bound of 4096", LONG_PREFILLS, 2, 1, image=90, bound=4096),
+    Case("images of 90, window of 200", LONG_PREFILLS, 2, 1, image=90, sliding_window=200),
+)
 # In the interpreter, which takes its time for each tile: windows a sixteenth as long, which are still tiles, or one
 # key less than one, and heads of which each does the same.
 _SMALLER = (
@@ -276,6 +286,7 @@ def build(
     v_TKd = k_TKd.clone()
     slot_mapping_T = torch.full((num_tokens,), -1)
     expected_THd = torch.zeros(num_tokens, case.num_heads, head_dim, dtype=torch.float64)
+    keys_ahead_T = torch.zeros(num_tokens, dtype=torch.int32)
     starts = [0]
     for row, request in enumerate(case.requests):
         tokens = slice(starts[-1], starts[-1] + request.query_len)
@@ -306,7 +317,10 @@ def build(
             expected_cache_N2PKd[block_L, index, offset_L] = values_LKd
             read_LKd.append(values_LKd)
         k_LKd, v_LKd = read_LKd
-        expected_THd[tokens] = dense(*(values.to(device) for values in (q_QHd, k_LKd, v_LKd)), scoring).cpu()
+        length = max(0, min(case.image, request.query_len - 1))
+        keys_ahead_T[tokens.start + 1 : tokens.start + 1 + length] = torch.arange(length).flip(0)
+        operands = (values.to(device) for values in (q_QHd, k_LKd, v_LKd))
+        expected_THd[tokens] = dense(*operands, scoring, keys_ahead_T[tokens].to(device)).cpu()
 
     queries = [request.query_len for request in case.requests]
     num_decodes = next((row for row, query_len in enumerate(queries) if query_len != 1), len(queries))
@@ -320,6 +334,7 @@ def build(
             dtype=torch.int32,
         ),
         backend="",
+        keys_ahead_T=keys_ahead_T.to(device) if case.image else None,
     )
     tensors = (tensor.to(device) for tensor in (q_THd, k_TKd, v_TKd, cache_N2PKd))
     scoring = scoring._replace(
@@ -336,7 +351,13 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, garbage: float) -> torch.
     return torch.full(shape, 0xFF if math.isnan(garbage) else 0x46, dtype=torch.uint8).view(dtype)
 
 
-def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def dense(
+    q_QHd: torch.Tensor,
+    k_LKd: torch.Tensor,
+    v_LKd: torch.Tensor,
+    scoring: Scoring,
+    keys_ahead_Q: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention by its definition, in float64: the queries are the last Q of L positions."""
     group = q_QHd.shape[1] // k_LKd.shape[1]
     k_LHd, v_LHd = (values.double().repeat_interleave(group, dim=1) for values in (k_LKd, v_LKd))
@@ -345,7 +366,8 @@ def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring
         scores_HQL = scoring.soft_cap * torch.tanh(scores_HQL / scoring.soft_cap)
     keys_L = torch.arange(k_LKd.shape[0], device=k_LKd.device)
     queries_Q1 = keys_L[-q_QHd.shape[0] :].unsqueeze(1)
-    hidden_QL = keys_L > queries_Q1
+    ahead_Q1 = 0 if keys_ahead_Q is None else keys_ahead_Q.unsqueeze(1)
+    hidden_QL = keys_L > queries_Q1 + ahead_Q1
     if scoring.sliding_window:
         hidden_QL |= keys_L <= queries_Q1 - scoring.sliding_window
     weights_HQL = scores_HQL.masked_fill(hidden_QL, -math.inf).exp()
@@ -547,6 +569,17 @@ def run_in_the_interpreter(every: bool) -> dict[torch.dtype, tuple[Case, ...]]:
         torch.float32: interpreted(*CASES, every=every),
         torch.float16: interpreted(*(PLAIN if every else TILES)),
     }
+
+
+def wrong_images(backend_name: str, device_type: str, dtype: torch.dtype) -> dict[str, str]:
+    """What is wrong in each case with images; nothing for those that are right."""
+    found = {case.name: outcome(backend_name, case, device_type, dtype) for case in IMAGES}
+    return {name: said for name, said in found.items() if said != "right"}
+
+
+def main_of_images(backend_name: str) -> None:
+    """Print what is wrong with images."""
+    print(json.dumps(wrong_images(backend_name, "cpu", torch.float32)))
 
 
 def main(backend_name: str, every: bool) -> None:

@@ -57,6 +57,8 @@ BASE = EngineConfig(
     reasons={},
     speculation=SpeculationConfig(),
     adapters=None,
+    images=None,
+    image_input=None,
     sleeps=False,
     logprobs_mode="raw_logprobs",
 )

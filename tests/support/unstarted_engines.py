@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall, EngineRequest
 from compiled_engine.features.adapters.extras import AdapterRef, extras_of
 from compiled_engine.features.adapters.frontend.requests import AdapterRequests
+from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.pooling.frontend.task import PoolingParams
 from compiled_engine.features.request_registry import RequestFeatures
 from compiled_engine.features.structured import extras as structured
@@ -36,7 +37,7 @@ class Passed(Exception):
 class Processor:
     """Prepares nothing: raises what it is given."""
 
-    def process(self, *arguments: Any, lora_request: Any = None) -> Any:
+    def process(self, *arguments: Any, lora_request: Any = None, attached: Any = ()) -> Any:
         """lora_request: also the last of the arguments, if given."""
         raise Passed(*arguments, *([] if lora_request is None else [lora_request]))
 
@@ -50,7 +51,7 @@ def features(find: Callable[[Any], Any] = lambda lora_request: None, objects_all
     """Features whose adapters are those that `find` returns, and need not be read."""
     adapters = AdapterRequests(None)
     adapters.finder = SimpleNamespace(find=find, has_read=lambda lora_request: True)  # type: ignore[assignment]
-    return RequestFeatures(StructuredRequests(None, 100, frozenset(), objects_allowed), adapters)
+    return RequestFeatures(StructuredRequests(None, 100, frozenset(), objects_allowed), adapters, ImageRequests(None))
 
 
 class Tokenizer:
@@ -118,7 +119,7 @@ class Client:
             raise ControlError("rank 9; allowed: 4")
         return self.drops if name == "load_adapter" else {"steps": 5}
 
-    def tell(self, call: ControlCall) -> None:
+    def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
         self.sent.append((call.name, call.arguments))
 
 

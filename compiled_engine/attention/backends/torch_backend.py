@@ -338,8 +338,9 @@ def prefill_each(
     for row, seq_len in enumerate(inputs.seq_lens_R.tolist()[num_decodes:], num_decodes):
         tokens = slice(starts[row], starts[row + 1])
         if seq_len:
-            table_B = inputs.block_table_RB[row]
-            _prefill(q_THd[tokens], kv_cache_N2PKd, out_THd[tokens], seq_len, table_B, scoring)
+            table_B, ahead_T = inputs.block_table_RB[row], inputs.keys_ahead_T
+            ahead_T = None if ahead_T is None else ahead_T[tokens]
+            _prefill(q_THd[tokens], kv_cache_N2PKd, out_THd[tokens], seq_len, table_B, scoring, ahead_T)
         else:
             out_THd[tokens] = 0
 
@@ -363,10 +364,11 @@ def _prefill(
     seq_len: int,
     block_table_B: torch.Tensor,
     scoring: Scoring,
+    keys_ahead_T: torch.Tensor | None = None,
 ) -> None:
     """Write to out_THd the attention of a request's queries, which are the last of its seq_len positions.
 
-    Queries are taken in chunks, each of which gathers only the keys that it sees.
+    Queries are taken in chunks, each of which gathers only the keys that it sees. keys_ahead_T: see AttentionInputs.
     """
     kv_cache_N2PKd, table_1B = decoded(kv_cache_N2PKd, block_table_B.unsqueeze(0), seq_len, scoring.kv_scales_2K)
     q_THd = q_THd.to(kv_cache_N2PKd.dtype)
@@ -380,9 +382,13 @@ def _prefill(
         q_CHd = q_THd[start:stop]
         first_query, end = context + start, context + stop
         first_key = max(0, first_query - sliding_window + 1) if sliding_window else 0
-        keys_L = positions_L[first_key:end]
         queries_C1 = positions_L[first_query:end].unsqueeze(1)
-        visible_CL = keys_L <= queries_C1
+        last_C1 = queries_C1
+        if keys_ahead_T is not None:
+            last_C1 = queries_C1 + keys_ahead_T[start:stop].unsqueeze(1)
+            end = max(end, int(last_C1.max()) + 1)
+        keys_L = positions_L[first_key:end]
+        visible_CL = keys_L <= last_C1
         if sliding_window:
             visible_CL &= keys_L > queries_C1 - sliding_window
         rows_KL = k_rows_KL[:, first_key:end]

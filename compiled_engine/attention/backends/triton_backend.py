@@ -219,7 +219,7 @@ def _attend_listed(
     if not has_prompts:
         return
     for cache_N2PKd, step, how, num_tiles in prefill_sources(decoded, kv_cache_N2PKd, inputs, scoring):
-        if on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
+        if step.keys_ahead_T is None and on_hopper(q_THd, cache_N2PKd, tiles.rows, how):
             hopper_prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, num_sms, how, num_tiles)
         else:
             prefill(q_THd, cache_N2PKd, out_THd, step, work_W, layout, tiles, num_sms, how, num_tiles)

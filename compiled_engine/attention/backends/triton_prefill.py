@@ -74,6 +74,7 @@ def prefill_kernel(
     seq_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    keys_ahead_ptr: tl.tensor,
     scale_log2: tl.tensor,
     num_requests: tl.tensor,
     table_stride: tl.tensor,
@@ -101,7 +102,7 @@ def prefill_kernel(
 
     q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
     work_ptr, MAX_SPLITS, HEADER: see work_list. num_tiles_ptr: see num_tiles_of.
-    query_start_loc_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
+    query_start_loc_ptr, seq_lens_ptr, block_table_ptr, keys_ahead_ptr (or None): see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
 
     The previous kernel, that of the decodes, writes nothing that is read here, and has waited for all kernels before
@@ -138,6 +139,10 @@ def prefill_kernel(
             positions_M = seq_len - query_len + queries_M
             first_position = seq_len - query_len + first_query
             end_key = tl.minimum(first_position + QUERIES, seq_len)
+            ahead_M = None
+            if keys_ahead_ptr is not None:
+                ahead_M = tl.load(keys_ahead_ptr + tokens_M, mask=queries_M < query_len, other=0)
+                end_key = tl.minimum(tl.maximum(tl.max(positions_M + ahead_M, 0) + 1, end_key), seq_len)
             first_key = first_read(first_position, WINDOW, TILE_N)
             end_unmasked = first_key
             if WINDOW == 0:
@@ -175,6 +180,7 @@ def prefill_kernel(
                         CAP_SCALE,
                         TILE_N,
                         TILE_D,
+                        ahead_M,
                     )
                     block_N = next_block_N
             out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, heads_M < NUM_KV_HEADS * GROUP, scale_log2)
@@ -212,6 +218,7 @@ def prefill(
         inputs.seq_lens_R,
         inputs.block_table_RB,
         scoring.sinks_H,
+        inputs.keys_ahead_T,
         scales(scoring)[0],
         layout.num_requests,
         inputs.block_table_RB.stride(0),

@@ -99,9 +99,17 @@ def first_read(first_position: tl.tensor, WINDOW: tl.constexpr, TILE_N: tl.const
 
 
 @triton.jit
-def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Return a mask [M, N] of keys that each query sees: up to its position, and within its window if WINDOW > 0."""
-    seen_MN = keys_N[None, :] <= positions_M[:, None]
+def seen(
+    keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr, ahead_M: tl.tensor | None = None
+) -> tl.tensor:
+    """Return a mask [M, N] of keys that each query sees: up to its position, and within its window if WINDOW > 0.
+
+    ahead_M: number of later keys that each query sees too; None: 0.
+    """
+    last_M = positions_M
+    if ahead_M is not None:
+        last_M += ahead_M
+    seen_MN = keys_N[None, :] <= last_M[:, None]
     if WINDOW > 0:
         seen_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
     return seen_MN
@@ -202,10 +210,11 @@ def attend_tile(
     CAP_SCALE: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
+    ahead_M: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the (acc, max, sum) of all rows with the keys first_key .. first_key + TILE_N - 1 included.
 
-    positions_M: the position of each query.
+    positions_M: the position of each query. ahead_M: see `seen`.
     end_key: end of the keys that are stored.
     block_N: the block of each key, see blocks_of.
     max_M: the largest score of each row, not yet multiplied by scale_log2.
@@ -232,7 +241,8 @@ def attend_tile(
         )
     scores_MN = scores_of(q_MD, k_ND, k_scale_N, v_scale_N, scale_log2, CAP_SCALE)
     if MASKED:
-        scores_MN = tl.where(stored_N[None, :] & seen(keys_N, positions_M, WINDOW), scores_MN, float("-inf"))
+        seen_MN = seen(keys_N, positions_M, WINDOW, ahead_M)
+        scores_MN = tl.where(stored_N[None, :] & seen_MN, scores_MN, float("-inf"))
     weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     acc_MD *= rescale_M[:, None]
     sum_M = sum_M * rescale_M + sum_of(weights_MN, v_scale_N)

@@ -15,6 +15,8 @@ from compiled_engine.engine.messages import EngineRequest
 from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 NAME = "prompt_logprobs"
+# Most log-probabilities of a prompt per step: all of them are in host memory at once, 8 bytes each.
+MOST_PROMPT_LOGPROBS = 1 << 24
 FIRST = 1
 """Position of a prompt's first row."""
 

@@ -6,10 +6,7 @@ from typing import Any
 
 from compiled_engine.engine.plan_hooks import PlanFeature
 from compiled_engine.engine.request import Request
-from compiled_engine.features.prompt_logprobs.extras import NAME, as_rows, next_position
-
-# Most log-probabilities of a prompt per step: all of them are in host memory at once, 8 bytes each.
-MOST_PROMPT_LOGPROBS = 1 << 24
+from compiled_engine.features.prompt_logprobs.extras import MOST_PROMPT_LOGPROBS, NAME, as_rows, next_position
 
 
 class PromptLogprobs(PlanFeature):

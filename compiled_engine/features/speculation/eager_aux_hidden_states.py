@@ -12,7 +12,7 @@ from torch import nn
 from compiled_engine.graphs.compiler.signature import FORWARD
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.passes.framework.parameter import Parameter
-from compiled_engine.passes.layout.aux_hidden_states import layer_stack
+from compiled_engine.passes.layout.layer_inputs import layer_stack
 
 
 class EagerAuxHiddenStates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,8 @@ from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors
 from compiled_engine.process.progress import SilentProgress
 
+# Check tensors, with the name of their origin, against a model; None if none of them belongs to the model.
+CheckTensors = Callable[[dict[str, torch.Tensor], Path], CheckedWeights | None]
 SEVERAL = Path("the update")  # names an update that does not come from one folder, in errors
 
 
@@ -29,14 +31,18 @@ class StepWeightUpdates(StepFeature):
     name = NAME
     calls = ("take", "connect", "take_broadcast", "check", "apply", "drop")
 
-    def __init__(self, weights: RankWeights, rank: int, num_ranks: int) -> None:
-        """Make the feature of a rank. rank, num_ranks: among the ranks of all stages."""
+    def __init__(self, weights: RankWeights, rank: int, num_ranks: int, others: Sequence[CheckTensors] = ()) -> None:
+        """Make the feature of a rank. rank, num_ranks: among the ranks of all stages.
+
+        others: the checks of models beside the text model, whose tensors an update may lack.
+        """
         self.weights = weights
+        self._others = tuple(others)
         self._rank, self._num_ranks = rank, num_ranks
         self._broadcasts: Broadcasts | None = None
         self._source = SEVERAL
         self._tensors: dict[str, torch.Tensor] = {}
-        self._checked: CheckedWeights | None = None
+        self._checked: list[CheckedWeights] | None = None
 
     def take(
         self, path: str | None = None, tensors: Iterable[tuple[str, torch.Tensor]] = (), temporary: bool = False
@@ -101,9 +107,10 @@ class StepWeightUpdates(StepFeature):
     def check(self) -> None:
         """Check the update. Raises ControlError if it does not fit, see `check_weights`."""
         try:
-            self._checked = self.weights.check(self._tensors, self._source)
+            found = [check(self._tensors, self._source) for check in (self.weights.check, *self._others)]
         except ValueError as error:
             raise ControlError(str(error)) from error
+        self._checked = [checked for checked in found if checked is not None]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -111,7 +118,8 @@ class StepWeightUpdates(StepFeature):
         assert self._checked is not None
         checked = self._checked
         self.drop()
-        checked.copy(SilentProgress())
+        for each in checked:
+            each.copy(SilentProgress())
 
     def drop(self) -> None:
         """Forget the tensors of an update."""
@@ -120,7 +128,7 @@ class StepWeightUpdates(StepFeature):
     def close(self) -> None:
         self._broadcasts = None
         self.drop()
-        del self.weights
+        del self.weights, self._others
 
 
 def _mapped(path: str) -> dict[str, torch.Tensor]:

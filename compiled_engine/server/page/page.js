@@ -56,11 +56,27 @@ function refused(error) {
   showError(error.message);
 }
 
-function request(prompt) {
+// The images that the user has chosen or pasted, as data: URLs.
+function chosenImages() {
+  const read = (file) => new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read`));
+    reader.readAsDataURL(file);
+  });
+  return Promise.all([...at("images").files].map(read));
+}
+
+function contentOf(prompt, images) {
+  if (!images.length) return prompt;
+  return [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: prompt }];
+}
+
+function request(content, prompt) {
   const asked = { max_tokens: Number(at("max-tokens").value) || undefined, stream_options: { include_usage: true } };
   if (at("temperature").value !== "") asked.temperature = Number(at("temperature").value);
   if (at("mode").value === "completion") return ["v1/completions", { ...asked, prompt }];
-  return ["v1/chat/completions", { ...asked, messages: [...messages, { role: "user", content: prompt }] }];
+  return ["v1/chat/completions", { ...asked, messages: [...messages, { role: "user", content }] }];
 }
 
 function figuresOf(usage, reason, begun, first, last) {
@@ -105,15 +121,25 @@ class Answer {
 }
 
 async function send(prompt) {
-  const [path, body] = request(prompt);
   const isChat = at("mode").value === "chat";
+  const files = isChat ? [...at("images").files] : [];
+  let content = prompt;
+  stopping = new AbortController();
+  setBusy(true);
+  try {
+    content = contentOf(prompt, isChat ? await chosenImages() : []);
+  } catch (error) {
+    stopping = null;
+    setBusy(false);
+    return refused(error);
+  }
+  if (isChat) at("images").value = "";
+  const [path, body] = request(content, prompt);
   const kind = isChat ? "model" : "model code";
   const conversation = messages;
   showError("");
-  addMessage("user", "You", prompt);
+  addMessage("user", "You", [prompt, ...files.map((file) => `[${file.name}]`)].join("\n"));
   const answer = new Answer(kind);
-  stopping = new AbortController();
-  setBusy(true);
   const begun = performance.now();
   let first = 0, last = 0, usage = null, reason = "failed";
   try {
@@ -133,7 +159,7 @@ async function send(prompt) {
     refused(error);
   }
   if (isChat && answer.text.data) {
-    conversation.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text.data });
+    conversation.push({ role: "user", content }, { role: "assistant", content: answer.text.data });
   }
   answer.end(figuresOf(usage, reason, begun, first, last));
   stopping = null;
@@ -152,6 +178,14 @@ at("prompt").addEventListener("keydown", (event) => {
     event.preventDefault();
     at("ask").requestSubmit();
   }
+});
+at("prompt").addEventListener("paste", (event) => {
+  const pasted = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
+  if (!pasted.length || at("images-field").hidden) return;
+  event.preventDefault();
+  const all = new DataTransfer();
+  for (const file of [...at("images").files, ...pasted]) all.items.add(file);
+  at("images").files = all.files;
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stopping?.abort();
@@ -181,6 +215,7 @@ async function start() {
   try {
     const { data } = await (await ask("v1/models")).json();
     at("model").textContent = `${data[0].id}, up to ${data[0].max_model_len.toLocaleString("en")} tokens`;
+    at("images-field").hidden = !data[0].input_modalities?.includes("image");
     watch(refused);
   } catch (error) {
     refused(error);

@@ -113,7 +113,22 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.product(one_in=4)
 @pytest.mark.parametrize("case", CASES)
 def test_updated_weights_have_the_bits_of_a_fresh_load(case: str, tmp_path: Path) -> None:
+    check_updates(*CASES[case], tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", ["merged and packed", "experts", "quantised while loaded", "experts quantised while loaded"]
+)
+def test_updated_weights_on_a_gpu(case: str, tmp_path: Path) -> None:
+    """Graphs stay valid."""
     make, options = CASES[case]
+    on_a_gpu = {"device": "cuda", "mode": "graphed", "dtype": "bfloat16", "compile_workers": 0}
+    check_updates(make, options | on_a_gpu, tmp_path)
+
+
+def check_updates(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Compare the bits of engines whose weights were updated with those of fresh loads."""
     old, new = tmp_path / "old", tmp_path / "new"
     for seed, folder in enumerate((old, new)):
         folder.mkdir()

@@ -112,6 +112,11 @@ class PoolingProcessor:
         wanted = self._task(params, task)
         (priority,) = checked_priorities(priority, 1, self._limits)
         parsed = parse_prompts(prompts)
+        for each in parsed:
+            if each.data:
+                raise ValueError(
+                    f"{each.part_name(next(iter(each.data)))} must be absent: a model that pools takes only text"
+                )
         parts = parts_of_all(self._features, [_one_step()] * len(parsed), given)
         prepared = self._process(parsed, wanted, prompt_name, priority, is_stopped, parts)
         results = sum(len(each.prompt_token_ids) for each in prepared) if wanted.by_token else len(prepared)

@@ -1,0 +1,22 @@
+"""Bounds on images that hold before anything is decoded."""
+
+from __future__ import annotations
+
+# File formats that are decoded, by Pillow's names.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Longer side to shorter side. Processors scale the shorter side to a fixed size, so a thin image becomes a huge one.
+MOST_ASPECT = 200
+# Bytes of an image's file from the network or the disk. Those in a request are bounded by its body.
+MOST_FILE_BYTES = 64 << 20
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Raise ValueError for an image without pixels, with too many, or with one side far longer than the other."""
+    if min(width, height) < 1:
+        raise ValueError(f"the image has {width} x {height} pixels; allowed: at least 1 x 1")
+    if width * height > max_pixels:
+        raise ValueError(f"the image has {width} x {height} pixels; allowed: at most {max_pixels} (max_image_pixels)")
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise ValueError(
+            f"the image has {width} x {height} pixels; allowed: a longer side of at most {MOST_ASPECT} times the other"
+        )

@@ -1,0 +1,58 @@
+"""Cache of processed images in host memory, least recently used first, bounded in bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from compiled_engine.features.images.extras import PlainTensor
+
+
+class ProcessedImage(NamedTuple):
+    """What the checkpoint's processor makes of an image."""
+
+    key: str  # digest of the image and the settings
+    placeholder: int  # token id of a placeholder in prompts
+    token_ids: tuple[int, ...]  # that replace a placeholder
+    inputs: dict[str, PlainTensor]  # the tower's inputs, by the processor's names
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * len(self.token_ids) + sum(len(tensor.data) for tensor in self.inputs.values())
+
+
+class ImageCache:
+    """Processed images by key. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._images: dict[str, ProcessedImage] = {}  # least recently used first
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def get(self, key: str) -> ProcessedImage | None:
+        """Return the image with this key, if it is there."""
+        with self._lock:
+            if (image := self._images.pop(key, None)) is not None:
+                self._images[key] = image
+            return image
+
+    def put(self, image: ProcessedImage) -> None:
+        """Keep an image, and drop others as needed. An image larger than the cache is not kept."""
+        with self._lock:
+            if image.key in self._images or image.num_bytes > self._max_bytes:
+                return
+            self._images[image.key] = image
+            self.num_bytes += image.num_bytes
+            while self.num_bytes > self._max_bytes:
+                oldest = self._images.pop(next(iter(self._images)))
+                self.num_bytes -= oldest.num_bytes
+
+    def clear(self) -> None:
+        """Drop all images."""
+        with self._lock:
+            self._images.clear()
+            self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._images)

@@ -1,0 +1,240 @@
+"""`ImageProcessing` has images processed in worker processes, each image once, and caches the results."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compiled_engine.features.images.extras import PlainTensor
+from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedImage
+from compiled_engine.features.images.frontend.sources import ImageSource
+from compiled_engine.process.forks import unless_forked
+from compiled_engine.process.smallest_first import Stopped, WorkStopped
+from compiled_engine.process.worker_pool import WorkerPool
+
+log = logging.getLogger("compiled_engine")
+
+WORKER = "compiled_engine.features.images.frontend.worker"
+NO_EXCHANGE = "images cannot be exchanged with the processes that process them"
+POLL_S = 0.05
+CLOSED = "the engine is closed, and processes no images"
+
+
+class ProcessorFiles(NamedTuple):
+    """The checkpoint's processor, and how it is used."""
+
+    folder: Path
+    tokenizer: Path
+    dtype: str  # of floating-point results, torch's name
+    max_pixels: int  # of an image
+
+    def order(self) -> dict[str, Any]:
+        """Return the order of the workers."""
+        return {
+            "folder": str(self.folder),
+            "tokenizer": str(self.tokenizer),
+            "dtype": self.dtype,
+            "max_pixels": self.max_pixels,
+        }
+
+
+class ImageProcessing:
+    """Processes images with the checkpoint's processor. Thread-safe.
+
+    num_workers: processes, which start with the first image. cache_bytes: see ImageCache.
+    """
+
+    def __init__(self, files: ProcessorFiles, num_workers: int, cache_bytes: int) -> None:
+        self._files, self._num_workers = files, num_workers
+        self._identity = json.dumps(files.order())
+        self.cache = ImageCache(cache_bytes)
+        self._running: dict[str, Future[ProcessedImage]] = {}
+        self._wanted: Counter[Future[ProcessedImage] | None] = Counter()  # callers that wait for each of these
+        self._lock = threading.Lock()  # protects the fields above and below
+        self._pool: WorkerPool | None = None
+        self._is_closed = False
+        self._numbers = count()
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="images")
+        self._asking: Counter[WorkerPool] = Counter()  # images that each pool processes
+        self._folder: Path | None = None  # through which the processes exchange data
+        self.num_queries, self.num_hits, self.seconds = 0, 0, 0.0
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the tower's input, torch's name."""
+        return self._files.dtype
+
+    def submit(self, source: ImageSource, settings: Mapping[str, Any]) -> Future[ProcessedImage]:
+        """Begin to process an image, unless the cache has it or it is being processed already.
+
+        settings: arguments of the processor. The result raises ValueError for an image that cannot be processed, and
+        RuntimeError if the processor cannot be used, or after `close`.
+        """
+        stated = json.dumps(settings, sort_keys=True, default=str)
+        key = source.digest(self._identity + stated)
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(CLOSED)
+            self.num_queries += 1
+            running = self._running.get(key)
+            if running is None and (found := self.cache.get(key)) is not None:
+                running = Future()
+                running.set_result(found)
+            if running is not None:
+                self.num_hits += 1
+                if not running.done():
+                    self._wanted[running] += 1
+                return running
+            running = self._running[key] = Future()
+            self._wanted[running] = 1
+            self._threads.submit(self._run, running, key, source, dict(settings))
+            return running
+
+    def result(self, running: Future[ProcessedImage], is_stopped: Stopped) -> ProcessedImage:
+        """Wait for an image. Raises its error, or WorkStopped if `is_stopped` returns True before; see `leave` too."""
+        while not wait([running], POLL_S).done:
+            if is_stopped():
+                self.leave(running)
+                raise WorkStopped("nobody waits for the image")
+        return running.result()
+
+    def leave(self, running: Future[ProcessedImage]) -> None:
+        """Note that a caller of `submit` waits for an image no longer. It never begins if no other caller does."""
+        with self._lock:
+            if running in self._wanted:
+                self._wanted[running] -= 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the start, and the cache's size."""
+        return {
+            "mm_cache_queries": self.num_queries,
+            "mm_cache_hits": self.num_hits,
+            "image_processor_seconds": self.seconds,
+            "mm_cache_bytes": self.cache.num_bytes,
+        }
+
+    def close(self) -> None:
+        """End the processes. Images that are being processed raise RuntimeError. May be called again."""
+        with self._lock:
+            self._is_closed = True
+            pool, self._pool = self._pool, None
+            left, self._running = list(self._running.values()), {}
+            self._wanted.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for running in left:
+            running.set_exception(RuntimeError(CLOSED))
+        if pool is not None:
+            pool.close()
+
+    def _run(self, running: Future[ProcessedImage], key: str, source: ImageSource, settings: dict[str, Any]) -> None:
+        with self._lock:
+            if self._running.get(key) is running and not self._wanted[running]:
+                del self._running[key], self._wanted[running]
+                running.cancel()
+                return
+        start_s = time.perf_counter()
+        try:
+            image = self._process(key, source, settings)
+        except BaseException as error:
+            if self._takes(key):
+                running.set_exception(error)
+            return
+        self.cache.put(image)
+        if self._takes(key):
+            self.seconds += time.perf_counter() - start_s
+            running.set_result(image)
+
+    def _takes(self, key: str) -> bool:
+        """Return whether the caller may end this image; `close` has ended it otherwise."""
+        with self._lock:
+            running = self._running.pop(key, None)
+            self._wanted.pop(running, None)
+            return running is not None
+
+    def _process(self, key: str, source: ImageSource, settings: dict[str, Any]) -> ProcessedImage:
+        try:
+            return self._exchange(key, source, settings)
+        except OSError as error:  # not the image's fault; the path is no caller's business
+            raise RuntimeError(f"{NO_EXCHANGE}: {error.strerror or type(error).__name__}") from error
+
+    def _exchange(self, key: str, source: ImageSource, settings: dict[str, Any]) -> ProcessedImage:
+        """Send an image to a process and read its answer, through files. Raises OSError if these cannot be used."""
+        pool, folder = self._begin()
+        number = next(self._numbers)
+        given, made = folder / f"{number}.source", folder / f"{number}.tensors"
+        answer: dict[str, Any] | None = {}
+        try:
+            given.write_bytes(source.data)
+            answer = pool.ask(
+                {
+                    "input": str(given),
+                    "output": str(made),
+                    "kind": source.kind,
+                    "mode": source.mode,
+                    "shape": source.shape,
+                    "settings": settings,
+                }
+            )
+            if answer is None:
+                raise ValueError("the image could not be processed: its process ended, for time or memory")
+            if "error" in answer:
+                raise (RuntimeError if answer.get("internal") else ValueError)(answer["error"])
+            data = made.read_bytes()
+        finally:
+            self._end(pool, has_ended=answer is None)
+            given.unlink(missing_ok=True)
+            made.unlink(missing_ok=True)
+        inputs, place = {}, 0
+        for name, dtype, shape, size in answer["tensors"]:
+            inputs[name] = PlainTensor(dtype, tuple(shape), data[place : place + size])
+            place += size
+        return ProcessedImage(key, answer["placeholder"], tuple(answer["token_ids"]), inputs)
+
+    def _begin(self) -> tuple[WorkerPool, Path]:
+        """Return the processes, and the folder through which they exchange data. Starts them if there are none."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(CLOSED)
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="images-"))
+                weakref.finalize(self, unless_forked(shutil.rmtree), self._folder, True)
+            if self._pool is None:
+                self._pool = WorkerPool(WORKER, self._num_workers)
+                self._pool.begin(self._files.order())
+                weakref.finalize(self, unless_forked(self._pool.close))
+            self._asking[self._pool] += 1
+            return self._pool, self._folder
+
+    def _end(self, pool: WorkerPool, *, has_ended: bool) -> None:
+        """Note that an image is done. has_ended: a process of the pool has ended.
+
+        Other processes of such a pool finish what they do. The next image starts a new pool.
+        """
+        with self._lock:
+            if has_ended and self._pool is pool:
+                self._pool = None
+                log.warning("processes that process images are replaced, since one of them ended")
+            self._asking[pool] -= 1
+            if self._asking[pool]:
+                return
+            del self._asking[pool]
+            if self._pool is pool:
+                return
+        pool.close()
+
+
+def missing_packages() -> tuple[str, ...]:
+    """Return the packages that images need and that are not installed."""
+    return tuple(name for package, name in (("PIL", "pillow"),) if find_spec(package) is None)

@@ -1,0 +1,344 @@
+"""Requests with images: their images are read and processed, and become tokens and extras of the request."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from compiled_engine.features.images.extras import PromptImage, contents_of, extras_of
+from compiled_engine.features.images.frontend.cache import ProcessedImage
+from compiled_engine.features.images.frontend.download import Downloader, PromptDownloads
+from compiled_engine.features.images.frontend.placeholders import expanded, runs_of_images
+from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles, missing_packages
+from compiled_engine.features.images.frontend.sources import read_source
+from compiled_engine.features.images.frontend.urls import UrlPolicy
+from compiled_engine.features.images.limits import check_params, check_size
+from compiled_engine.features.images.pixels import calls_of
+from compiled_engine.frontend.image_parts import ImageUrl
+from compiled_engine.frontend.prompts import Prompt
+from compiled_engine.frontend.request_hooks import Attachment, RequestFeature, RequestPart
+from compiled_engine.process.smallest_first import Stopped, never
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig, ImageInput, ImagesConfig
+    from compiled_engine.frontend.tokenizer import Tokenizer
+    from compiled_engine.sampling.params import SamplingParams
+
+log = logging.getLogger("compiled_engine")
+Result = TypeVar("Result")
+
+DATA, SETTINGS = "multi_modal_data", "mm_processor_kwargs"
+INSTALL = "pip install 'compiled-engine[images]'"
+AHEAD = 8  # images of a prompt that are processed while an earlier one is awaited
+
+
+class ImageRequests(RequestFeature):
+    """Turns the images of prompts into tokens, and gives the core the tower's inputs.
+
+    processing: None if prompts may have no images, for the reason `why_none`. config, images: of an engine that takes
+    images. tokenizer: None if prompts are token ids. longest_prompt: most tokens of a prompt.
+    """
+
+    def __init__(
+        self,
+        processing: ImageProcessing | None,
+        config: ImageInput | None = None,
+        images: ImagesConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        longest_prompt: int = sys.maxsize,
+        *,
+        why_none: str = "",
+        downloader: Downloader | None = None,
+    ) -> None:
+        self.processing, self._config = processing, config
+        self.images, self.tokenizer = images, tokenizer
+        self.longest_prompt = longest_prompt
+        self._why_none = why_none
+        # Bytes of an element of the tower's input.
+        self.element_bytes = 2 if processing is not None and processing.dtype in ("bfloat16", "float16") else 4
+        self._held: Counter[str] = Counter()  # prompts that hold each processed image, by key
+        self._guard = threading.Lock()  # protects `_held` and `held_bytes`
+        self.held_bytes = 0  # of these images
+        self.downloader = downloader or Downloader()
+        self.policy = UrlPolicy() if config is None else UrlPolicy(config.allowed_domains, config.local_folder)
+
+    @classmethod
+    def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> ImageRequests:
+        """Return the feature's part for an engine."""
+        if (given := config.image_input) is None or config.images is None:
+            return cls(None, why_none=config.reasons.get("image_input", "the model takes only text"))
+        if missing := missing_packages():
+            return cls(None, why_none=f"the package {missing[0]} is not installed ({INSTALL})")
+        model = config.model
+        dtype = str(model.dtype).removeprefix("torch.")
+        files = ProcessorFiles(model.path, config.tokenizer or model.path, dtype, given.max_pixels)
+        processing = ImageProcessing(files, given.num_workers, given.cache_bytes)
+        return cls(processing, given, config.images, tokenizer, model.max_model_len - model.yields_tokens)
+
+    @property
+    def why_none(self) -> str | None:
+        """The reason why prompts may have no images; None if they may."""
+        return None if self.processing is not None else self._why_none
+
+    @property
+    def placeholder(self) -> int | None:
+        """The token that stands for an image in prompts; None if prompts may have no images."""
+        return None if self.processing is None or self._config is None else self._config.placeholder
+
+    def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
+        return [self._attach(prompt) if prompt.data else None for prompt in prompts]
+
+    def _attach(self, prompt: Prompt) -> Attachment | None:
+        name, data = prompt.part_name(DATA), prompt.data[DATA]
+        if not isinstance(data, Mapping):
+            raise TypeError(f"{name} must be a dict such as {{'image': image}}, got {type(data).__name__}")
+        images = data.get("image")
+        if isinstance(images, PromptImages):  # prepared before
+            return images
+        for kind, value in data.items():
+            if kind != "image" and value is not None and (not isinstance(value, list | tuple) or value):
+                raise ValueError(f"{name} has {kind!r}; allowed: 'image'")
+        several = isinstance(images, list | tuple)
+        given = [] if images is None else list(images) if several else [images]
+        if not given:
+            return None
+        if self.processing is None or self._config is None:
+            raise ValueError(f"{name} must have no images: {self.why_none}")
+        if len(given) > self._config.max_images:
+            raise ValueError(
+                f"{name} has {len(given)} images; allowed: at most {self._config.max_images} (limit_mm_per_prompt)"
+            )
+        settings = prompt.data.get(SETTINGS) or {}
+        if not isinstance(settings, Mapping):
+            raise TypeError(f"{prompt.part_name(SETTINGS)} must be a dict, got {settings!r}")
+        key = [f"[{index}]" if several else "" for index in range(len(given))]
+        names = [
+            each.name if isinstance(each, ImageUrl) else f"{name}['image']{key[index]}"
+            for index, each in enumerate(given)
+        ]
+        return PromptImages(
+            self, prompt.name, list(zip(names, given, strict=True)), {**self._config.settings, **settings}
+        )
+
+    def begin(
+        self, name: str, image: Any, settings: Mapping[str, Any], downloads: PromptDownloads
+    ) -> Future[ProcessedImage]:
+        """Read an image, and begin to process it. Raises TypeError, ValueError or OSError with its name."""
+        assert self.processing is not None
+        assert self._config is not None
+        if isinstance(image, ImageUrl):
+            try:
+                source = self.policy.read(image.url, downloads)
+            except (ValueError, OSError) as error:
+                reason = error if isinstance(error, ValueError) else "it cannot be read"
+                raise ValueError(f"{name}: {reason}") from None
+        else:
+            source = read_source(name, image, self._config.max_pixels)
+        return self.processing.submit(source, settings)
+
+    def require_fit(self, image: ProcessedImage) -> None:
+        """Raise ValueError unless the engine can compute a processed image."""
+        from compiled_engine.models.vision.inputs import PIXELS, check_image, num_embeddings
+
+        assert self.images is not None
+        vision = self.images.vision
+        tensors = {
+            name: each.without_data() if name == PIXELS else each.tensor() for name, each in image.inputs.items()
+        }
+        check_image(vision, tensors)
+        count, places = num_embeddings(vision, tensors), image.token_ids.count(vision.image_token_id)
+        if count != places:
+            raise ValueError(f"the processor gives the image {places} tokens; allowed: {count}, one for each embedding")
+        check_size("the image", count, self.images)
+
+    def most_bytes(self, num_images: int) -> int:
+        """Return the most bytes of a prompt's images when they are processed."""
+        if self.images is None or self._config is None:
+            return 0
+        most = min(self.images.most_embeddings, self.images.cache_size)
+        bytes_of_each = self.images.vision.input_elements * self.element_bytes
+        return min(num_images * most, self.longest_prompt + most) * bytes_of_each
+
+    def hold(self, images: Sequence[ProcessedImage]) -> None:
+        """Count images that a prompt holds. An image that several prompts hold counts once."""
+        with self._guard:
+            for image in images:
+                self.held_bytes += 0 if self._held[image.key] else image.num_bytes
+                self._held[image.key] += 1
+
+    def release(self, images: Sequence[ProcessedImage]) -> None:
+        """Undo `hold`."""
+        with self._guard:
+            for image in images:
+                self._held[image.key] -= 1
+                if not self._held[image.key]:
+                    del self._held[image.key]
+                    self.held_bytes -= image.num_bytes
+
+    def forget(self) -> None:
+        """Empty the cache of processed images."""
+        if self.processing is not None:
+            self.processing.cache.clear()
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self.processing is None else self.processing.metrics()
+
+    def close(self) -> None:
+        if self.processing is not None:
+            self.processing.close()
+
+
+class PromptImages(Attachment):
+    """The images of a prompt, being processed.
+
+    name: the prompt's, for errors. given: each image with its name. settings: arguments of the processor.
+    """
+
+    def __init__(
+        self, requests: ImageRequests, name: str, given: Sequence[tuple[str, Any]], settings: Mapping[str, Any]
+    ) -> None:
+        self._requests, self._name, self._settings = requests, name, settings
+        self._given = given
+        self._images: list[ProcessedImage] = []
+        self._expanded: tuple[int, ...] | None = None
+        self._release: Callable[[], object] = lambda: None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the images as given; 0 when they have been waited for."""
+        return sum(len(image.url) for _, image in self._given if isinstance(image, ImageUrl))
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._given
+
+    @property
+    def is_remote(self) -> bool:
+        return any(isinstance(image, ImageUrl) and image.url[:4].lower() == "http" for _, image in self._given)
+
+    def wait(self, is_stopped: Stopped = never) -> None:
+        if not self._given:
+            return
+        with closing(self._begun(is_stopped)) as begun:
+            self._take_all(begun, is_stopped)
+
+    def _take_all(self, begun: Iterator[tuple[str, Future[ProcessedImage]]], is_stopped: Stopped) -> None:
+        assert self._requests.processing is not None
+        images, num_tokens = list[ProcessedImage](), 0
+        for name, each in begun:
+            try:
+                image = self._requests.processing.result(each, is_stopped)
+                self._requests.require_fit(image)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            images.append(image)
+            num_tokens += len(image.token_ids)
+            if num_tokens > (longest := self._requests.longest_prompt):
+                raise ValueError(
+                    f"{self._name} must have at most {longest} tokens (max_model_len {longest + 1}, less one to"
+                    f" generate), got at least {num_tokens} for its images"
+                )
+        self._requests.hold(images)
+        self._release = weakref.finalize(self, self._requests.release, tuple(images))
+        self._images, self._given = images, ()
+
+    def _begun(self, is_stopped: Stopped) -> Generator[tuple[str, Future[ProcessedImage]], None, None]:
+        """Yield the images in order. Only a few of them are processed ahead, as a limit may end the rest."""
+        assert self._requests.processing is not None
+        downloads = PromptDownloads(self._requests.downloader, is_stopped)
+        # Images that other machines send are awaited together.
+        threads = ThreadPoolExecutor(AHEAD + 1) if self.is_remote else None
+        ahead: deque[tuple[str, Future[Future[ProcessedImage]]]] = deque()
+        try:
+            for name, image in self._given:
+                given = (name, image, self._settings, downloads)
+                ahead.append((name, _called(threads, self._requests.begin, *given)))
+                if len(ahead) > AHEAD:
+                    yield _first(ahead)
+            while ahead:
+                yield _first(ahead)
+        finally:
+            for _, begun in ahead:
+                if not begun.cancel():
+                    begun.add_done_callback(self._leave)
+            if threads is not None:
+                threads.shutdown(wait=False)
+
+    def _leave(self, begun: Future[Future[ProcessedImage]]) -> None:
+        if not begun.cancelled() and begun.exception() is None and self._requests.processing is not None:
+            self._requests.processing.leave(begun.result())
+
+    def expand(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        if self._expanded is not None and token_ids == self._expanded:
+            return token_ids
+        tokenizer = self._requests.tokenizer
+        special_ids = frozenset() if tokenizer is None else tokenizer.special_ids
+        try:
+            self._expanded = expanded(
+                token_ids,
+                self._images[0].placeholder,
+                [image.token_ids for image in self._images],
+                special_ids,
+                tokenizer,
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from None
+        return self._expanded
+
+    def part(self, token_ids: tuple[int, ...], params: SamplingParams) -> RequestPart:
+        assert self._requests.images is not None
+        vision = self._requests.images.vision
+        check_params(self._name, params, self._requests.images)
+        counts = [image.token_ids.count(vision.image_token_id) for image in self._images]
+        if self._expanded is not None and len(token_ids) < len(self._expanded):
+            kept = token_ids.count(vision.image_token_id)
+            if kept < sum(counts):
+                raise ValueError(f"{self._name}: truncate_prompt_tokens must not cut an image")
+        try:
+            runs = runs_of_images(token_ids, vision.image_token_id, counts)
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from None
+        processed = self._take()
+        images = [PromptImage(image.key, places) for image, places in zip(processed, runs, strict=True)]
+        positions, offset = None, 0
+        if vision.mrope_section is not None:
+            from compiled_engine.models.vision.positions import image_positions
+
+            tensors = [{name: value.tensor() for name, value in image.inputs.items() if name.endswith("grid_thw")}
+                       for image in processed]  # fmt: skip
+            positions, offset = image_positions(vision, token_ids, tensors)
+        pixels = calls_of({image.key: image.inputs for image in processed})
+        return RequestPart(extras_of(images, positions, offset), contents=contents_of(images), calls=tuple(pixels))
+
+    def _take(self) -> list[ProcessedImage]:
+        """Return the images, and hold their pixels no longer. For a later call these are in the cache, if anywhere."""
+        assert self._requests.processing is not None
+        cache = self._requests.processing.cache
+        taken = [image if image.inputs else cache.get(image.key) for image in self._images]
+        if None in taken:
+            raise ValueError(f"{self._name}: its images have been used by another call, and are in no cache any more")
+        self._images = [image._replace(inputs={}) for image in self._images]
+        self._release()
+        return [image for image in taken if image is not None]
+
+
+def _first(ahead: deque[tuple[str, Future[Result]]]) -> tuple[str, Result]:
+    """Remove the first entry, and return it with its result."""
+    name, begun = ahead.popleft()
+    return name, begun.result()
+
+
+def _called(threads: ThreadPoolExecutor | None, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Return the result of a function, which runs in these threads if there are any. Raises what it raises there."""
+    if threads is not None:
+        return threads.submit(work, *arguments)
+    done: Future[Result] = Future()
+    done.set_result(work(*arguments))
+    return done

@@ -1,0 +1,92 @@
+"""Runs a vision tower, compiled or eager, on the images of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine.load_model import compile_in_turn, load_model
+from compiled_engine.graphs.compiled_model import CompileCounts, CompiledModel
+from compiled_engine.graphs.compiler.signature import FORWARD, callables_of
+from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.checkpoint.loader import CheckedWeights
+from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.models.vision.inputs import blank_image, num_embeddings, tower_inputs
+from compiled_engine.models.vision.tower_config import tower_config
+from compiled_engine.models.vision.weights import tower_names
+from compiled_engine.parallel.group import Group
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+
+Image = Mapping[str, torch.Tensor]
+
+
+class Tower:
+    """A checkpoint's vision tower on this rank's device. Each rank has the whole tower.
+
+    One graph serves all numbers and sizes of images, so nothing is compiled after the start. config: the tower's.
+    compiled: None if the tower runs eagerly.
+    """
+
+    def __init__(
+        self, engine: EngineConfig, config_json: str, most_embeddings: int, group: Group, progress: Progress
+    ) -> None:
+        """Compile and load the tower. engine: the engine's configuration, with the text model.
+
+        config_json: text of the checkpoint's config.json. most_embeddings: of all images in a call; a call always takes
+        one tile. Raises ValueError for a checkpoint without a supported tower, and what the compiler and the loader
+        raise.
+        """
+        description = describe_vision(config_json)
+        if description is None:
+            raise ValueError(f"{engine.model.path} has no vision tower that the engine runs")
+        self.description, self.most_embeddings = description, most_embeddings
+        self.config = tower_config(engine, description, config_json, most_embeddings)
+        self.timeline = Timeline()
+        self.compiled: CompiledModel | None = compile_in_turn(self.config, group, build_model, progress, self.timeline)
+        with self.timeline.span("load weights"):
+            loaded = load_model(self.config, self.compiled, group, progress)
+        self._weights = loaded.weights
+        self.num_parameters = loaded.num_parameters
+        self._signature = callables_of(self.config)[FORWARD]
+        self._on_host = {tensor.name for tensor in self._signature.tensors if tensor.on_host}
+        self._forward = loaded.callables.bind(FORWARD, loaded.tensors)[-1].call
+        self.embed([blank_image(description, 1)])  # with other kernels than larger images have
+
+    @property
+    def counts(self) -> CompileCounts:
+        """The numbers of traces and compiled pieces since the start."""
+        return CompileCounts(0, 0) if self.compiled is None else self.compiled.counts
+
+    def embed(self, images: Sequence[Image]) -> torch.Tensor:
+        """Return the embeddings of all images, one after the other: [E, (1 + levels) * D] in the model's dtype.
+
+        images: the processor's output for each image, on the CPU. Does not wait for the device.
+        """
+        inputs = tower_inputs(self.description, images)
+        given = {name: tensor if name in self._on_host else self._on_device(tensor) for name, tensor in inputs.items()}
+        with torch.no_grad():
+            embeddings: torch.Tensor = self._forward(*self._signature.passed(given))
+        return embeddings
+
+    def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
+        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower."""
+        model = self._weights.config
+        assert model.transformers is not None
+        found = tower_names(model.transformers.config, model.dtype, tensors)
+        return self._weights.check({name: tensors[name] for name in found}, source) if found else None
+
+    def largest(self) -> list[Image]:
+        """Return images with as many embeddings as a call may have."""
+        return [blank_image(self.description, self.most_embeddings)]
+
+    def num_embeddings(self, image: Image) -> int:
+        """Return the number of embeddings of an image."""
+        return num_embeddings(self.description, image)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self.config.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

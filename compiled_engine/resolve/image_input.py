@@ -1,0 +1,94 @@
+"""Resolve how images of prompts are read and processed, or the reason why prompts may have none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.config import ImageInput, ModelConfig
+from compiled_engine.options import EngineOptions
+from compiled_engine.schema import is_integer, read_mapping, require_defaults
+from compiled_engine.vision import VisionDescription
+
+MOST_IMAGES = 999
+GIB = 1 << 30
+# Options that a text model has not. limit_mm_per_prompt may allow no images there.
+_NEEDING = ("mm_processor_kwargs", "max_image_pixels", "image_workers", "allowed_media_domains")
+
+
+def resolve_image_input(
+    options: EngineOptions, model: ModelConfig, vision: VisionDescription | None, reasons: dict[str, str]
+) -> ImageInput | None:
+    """Return how images are read; None, with a reason, if prompts may have none. vision: the tower that runs, if any.
+
+    Raises TypeError or ValueError with the option, its value and what is allowed.
+    """
+    folder = None if options.allowed_local_media_path is None else Path(options.allowed_local_media_path)
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"allowed_local_media_path is {str(folder)!r}; allowed: an existing folder")
+    max_images = _max_images(options.limit_mm_per_prompt)
+    settings = processor_settings(options)
+    if model.wrapper is None:
+        require_defaults(options, "the model takes only text", *_NEEDING)
+    if vision is None or not max_images:
+        reasons["image_input"] = _why_none(options, model, max_images, reasons)
+        return None
+    num_workers = options.image_workers
+    if num_workers is None:
+        num_workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+        reasons["image_input.num_workers"] = "half of the cores, 1 to 4"
+    return ImageInput(
+        placeholder=_placeholder(model.path, vision),
+        max_images=max_images,
+        settings=dict(settings),
+        cache_bytes=int(options.mm_processor_cache_gb * GIB),
+        num_workers=num_workers,
+        max_pixels=options.max_image_pixels,
+        allowed_domains=options.allowed_media_domains,
+        local_folder=folder,
+    )
+
+
+def processor_settings(options: EngineOptions) -> Mapping[str, Any]:
+    """Return the arguments of the checkpoint's processor. Raises TypeError or ValueError."""
+    return _read("mm_processor_kwargs", options.mm_processor_kwargs)
+
+
+def _read(name: str, given: Any) -> Mapping[str, Any]:
+    """Return an option that is a dict, or one as JSON or as name=value,name=value."""
+    if isinstance(given, str) and re.fullmatch(r"\w+=[^,=]+(,\w+=[^,=]+)*", given):
+        given = (
+            "{" + ",".join(f'"{name}":{value}' for name, value in (each.split("=") for each in given.split(","))) + "}"
+        )
+    return read_mapping(name, given)
+
+
+def _max_images(given: Any) -> int:
+    """Return the limit of images; other kinds of media are never read. vLLM's form with a count is accepted too."""
+    limits = _read("limit_mm_per_prompt", given)
+    limit = limits.get("image", MOST_IMAGES)
+    if isinstance(limit, dict):
+        limit = limit.get("count", MOST_IMAGES)
+    if not is_integer(limit) or limit < 0:
+        raise ValueError(f"limit_mm_per_prompt is {given!r}; allowed: a number of images of at least 0")
+    return int(limit)
+
+
+def _why_none(options: EngineOptions, model: ModelConfig, max_images: int, reasons: dict[str, str]) -> str:
+    if options.language_model_only:
+        return "language_model_only is True"
+    if model.wrapper is None:
+        return "the model takes only text"
+    if not max_images:
+        return "limit_mm_per_prompt allows none"
+    return reasons["images"]
+
+
+def _placeholder(folder: Path, vision: VisionDescription) -> int:
+    """Return the token of an image in prompts, which in Gemma 3 is another one than that of embeddings."""
+    stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(stated.get("boi_token_index", vision.image_token_id))

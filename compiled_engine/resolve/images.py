@@ -1,0 +1,128 @@
+"""Resolve the vision tower of a multimodal checkpoint, and the limits of image embeddings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.config import ImagesConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from compiled_engine.models.checkpoint.config_overrides import with_overrides
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.speculation import MTP, WITH_MODEL, read_speculation
+from compiled_engine.schema import require_defaults
+from compiled_engine.vision import VisionDescription
+
+# Most pixels of an image where neither the checkpoint nor the user states any.
+MOST_PIXELS = 16_384 * 28 * 28
+# Most tiles of an image by family, where neither does: the defaults of transformers' processors.
+MOST_TILES = {"internvl": 13, "idefics3": 17}
+# Options that only engines with a tower have.
+_NEEDING = ("encoder_cache_size", "max_num_encoder_input_tokens")
+
+
+def resolve_images(
+    options: EngineOptions,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    parallel: ParallelConfig,
+    attention_backend: str,
+    settings: Mapping[str, Any],
+    reasons: dict[str, str],
+) -> ImagesConfig | None:
+    """Return the tower and the limits; None, with a reason, for an engine that reads no images.
+
+    settings: arguments of the checkpoint's processor, from the user. Raises ValueError with the option, its value and
+    what is allowed.
+    """
+    if model.wrapper is None:
+        require_defaults(options, "the model takes only text", *_NEEDING)
+        return None
+    obstacle, vision, config = _obstacle(options, model, parallel), None, ""
+    if obstacle is None:
+        fields = JsonFields.from_file(model.path / "config.json")
+        config = json.dumps(with_overrides(fields, json.loads(model.overrides or "{}")).values)
+        vision = describe_vision(config)
+        if vision is None:
+            obstacle = f"the vision tower of this {model.wrapper} is not supported, and its text model runs alone"
+        elif vision.both_ways:
+            obstacle = _obstacle_of_whole_images(vision, model, scheduler, attention_backend)
+        elif vision.mrope_section is not None:
+            method = read_speculation(options.speculative_config, options.model).get("method")
+            if method in (*WITH_MODEL, MTP):
+                obstacle = f"speculative_config['method'] is {method!r}, whose drafts have positions in one dimension"
+    if vision is None or obstacle is not None:
+        require_defaults(options, obstacle or "", *_NEEDING)
+        reasons["images"] = obstacle or ""
+        return None
+    most = min(_most_of_image(vision, model.path, settings), model.max_model_len - 1)
+    step_size = options.max_num_encoder_input_tokens
+    if step_size is None:
+        step_size = scheduler.max_num_batched_tokens
+        reasons["images.step_size"] = "as many as a step has tokens"
+    cache_size = options.encoder_cache_size
+    if cache_size is None:
+        cache_size = max(step_size, most)
+        reasons["images.cache_size"] = "as many as a step computes, or as the largest image has"
+    return ImagesConfig(vision, config, min(most, cache_size), cache_size, step_size)
+
+
+def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Return the reason why only the text model runs, whatever its tower; None if there is none."""
+    if options.language_model_only:
+        return "language_model_only is True"
+    if model.pooling is not None:
+        return "the model pools"
+    if parallel.num_stages > 1:
+        return f"pipeline_parallel_size is {parallel.num_stages}"
+    if options.sequence_parallel:
+        return "sequence_parallel is True"
+    return None
+
+
+def _obstacle_of_whole_images(
+    vision: VisionDescription, model: ModelConfig, scheduler: SchedulerConfig, attention_backend: str
+) -> str | None:
+    """Return the reason why a model cannot have images whose tokens see each other; None if there is none."""
+    length, why = vision.tile_embeddings, "the tokens of an image see each other"
+    limits = {
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_prefill_tokens": scheduler.max_prefill_tokens,
+        "the sliding window": min((window for window in model.sliding_windows if window), default=None),
+    }
+    for name, limit in limits.items():
+        if limit is not None and limit < length:
+            return f"{name} is {limit}, but {why}, and there are {length}"
+    if attention_backend == "flash_attn":
+        return f"attention_backend is flash_attn, but {why}"
+    return None
+
+
+def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[str, Any]) -> int:
+    """Return the most embeddings of an image after the processor has resized or divided it.
+
+    settings: arguments of the processor; those that the user does not give are the checkpoint's.
+    """
+    path = folder / "preprocessor_config.json"
+    stated = JsonFields.from_file(path).values if path.is_file() else {}
+    values = {**stated, **settings}
+
+    def edge(name: str) -> int | None:
+        found = values.get(name)
+        return found.get("longest_edge") if isinstance(found, Mapping) else None
+
+    sizes = values.get("size")
+    pixels = [values.get("max_pixels"), sizes.get("max_pixels") if isinstance(sizes, Mapping) else None, edge("size")]
+    most_pixels = next((each for each in pixels if isinstance(each, int) and each > 0), MOST_PIXELS)
+    most_tiles = MOST_TILES.get(vision.family, 1)
+    if isinstance(patches := values.get("max_patches"), int):
+        most_tiles = patches + 1  # the whole image is one more
+    elif (whole := edge("size")) and (tile := edge("max_image_size")):
+        most_tiles = math.ceil(whole / tile) ** 2 + 1
+    elif values.get("do_pan_and_scan"):
+        most_tiles = int(values.get("pan_and_scan_max_num_crops") or 4) + 1
+    return vision.most_embeddings(most_pixels, most_tiles)

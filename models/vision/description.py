@@ -1,0 +1,105 @@
+"""Describe the vision tower of a multimodal checkpoint from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from compiled_engine.models.foreign.description import IMPORTING
+from compiled_engine.models.vision.families import FAMILIES, Family
+from compiled_engine.vision import VisionDescription
+
+
+def describe_vision(config_json: str) -> VisionDescription | None:
+    """Return the tower's description; None for a checkpoint without a tower that the engine runs.
+
+    config_json: text of the checkpoint's config.json. Raises ValueError for fields of a supported architecture that
+    transformers refuses.
+    """
+    values = json.loads(config_json)
+    architecture = (values.get("architectures") or [""])[0]
+    family = FAMILIES.get(architecture)
+    if family is None or not values.get("vision_config"):
+        return None
+    config = read_vision_config(config_json)
+    if family.vision_types and config.vision_config.model_type not in family.vision_types:
+        return None
+    if family.name == "llava_next" and config.vision_feature_select_strategy != "default":
+        return None
+    return _described(family, architecture, config)
+
+
+def read_vision_config(config_json: str) -> Any:
+    """Return transformers' configuration of a multimodal model, with transformers' defaults.
+
+    Raises ValueError for fields that transformers refuses.
+    """
+    with IMPORTING:
+        from transformers import AutoConfig  # takes seconds, and only multimodal models need it
+
+        values = json.loads(config_json)
+        kind = values.pop("model_type", None)
+        try:
+            return AutoConfig.for_model(kind, **values)
+        except Exception as error:  # each field may raise errors of its own
+            name = (values.get("architectures") or ["?"])[0]
+            raise ValueError(f"it is no configuration of a {name}: {' '.join(str(error).split())}") from error
+
+
+def _described(family: Family, architecture: str, config: Any) -> VisionDescription:
+    text, vision = config.get_text_config(), config.vision_config
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    own_size = getattr(vision, "embed_dim", None) or vision.hidden_size
+    num_heads = vision.num_heads if family.reads_grids else vision.num_attention_heads
+    shared: dict[str, Any] = {
+        "architecture": architecture,
+        "family": family.name,
+        "image_token_id": config.image_token_id,
+        "embedding_size": text.hidden_size,
+        "patch_size": _side(vision.patch_size),
+        "num_layers": vision.depth if family.reads_grids else vision.num_hidden_layers,
+        "num_heads": num_heads,
+        "head_dim": own_size // num_heads,
+        "mrope_section": family.mrope_section and tuple(rope.get("mrope_section", family.mrope_section)),
+        "mrope_interleaved": family.mrope_interleaved,
+        "both_ways": family.both_ways,
+    }
+    if family.reads_grids:
+        return VisionDescription(
+            **shared,
+            num_channels=vision.in_channels,
+            levels=len(getattr(vision, "deepstack_visual_indexes", ())),
+            temporal_patch_size=vision.temporal_patch_size,
+            merge_size=vision.spatial_merge_size,
+            window_size=getattr(vision, "window_size", 0),
+            table_side=int(getattr(vision, "num_position_embeddings", 0) ** 0.5),
+        )
+    tile_size = _side(vision.image_size)
+    patches = (tile_size // _side(vision.patch_size)) ** 2
+    return VisionDescription(
+        **shared,
+        num_channels=vision.num_channels,
+        tile_size=tile_size,
+        tile_patches=patches + family.class_token,
+        tile_embeddings=_TILE_EMBEDDINGS[family.name](config, patches),
+        resolutions=tuple(map(tuple, config.image_grid_pinpoints)) if family.name == "llava_next" else (),
+    )
+
+
+# Numbers of embeddings of a tile, from the configuration and the number of patches without a class token.
+_TILE_EMBEDDINGS: dict[str, Callable[[Any, int], int]] = {
+    "gemma3": lambda config, patches: config.mm_tokens_per_image,
+    "idefics3": lambda config, patches: patches // config.scale_factor**2,
+    "internvl": lambda config, patches: round(patches * config.downsample_ratio**2),
+    "llava": lambda config, patches: patches + (config.vision_feature_select_strategy == "full"),
+    "llava_next": lambda config, patches: patches,
+}
+
+
+def _side(size: Any) -> int:
+    """Return the side of a square, given by one number or two equal ones. Raises ValueError for other rectangles."""
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    if len(sides) != 1:
+        raise ValueError(f"the vision tower has patches or tiles of {size}; allowed: squares")
+    return int(sides.pop())

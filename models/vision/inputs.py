@@ -1,0 +1,247 @@
+"""Compute a tower's inputs on the host, from the processor's output for several images.
+
+All that depends on the sizes of the images is computed here, so that one graph serves all of them. The first dimension
+of a grid's inputs is embeddings: each has merged_patches patches, which follow each other. Letters in names: E
+embeddings, U patches of an embedding, X elements of a patch, W windows, N tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
+from compiled_engine.models.foreign.description import IMPORTING
+from compiled_engine.vision import VisionDescription
+
+# Names of the processor's output.
+PIXELS, GRIDS, SIZES, MASK = "pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"
+# The inputs of attention, in which an image takes the place of a request.
+_IMAGES = tuple(tensor for tensor in STEP_TENSORS if tensor.name.startswith("attention_inputs."))
+_STARTS, _LENS, _HOST = (f"attention_inputs.{name}" for name in ("query_start_loc_R1", "seq_lens_R", "host_3"))
+
+
+def num_embeddings(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of embeddings of an image. image: the processor's output for it."""
+    if description.resolutions:
+        return len(ends_of_rows(description, image))
+    if description.tile_size:
+        return tiles_of(description, image).shape[0] * description.tile_embeddings
+    return int(image[GRIDS].prod()) // description.merged_patches
+
+
+def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless the tower takes an image.
+
+    image: the processor's output for it; the pixels may be on the meta device.
+    """
+    name = description.architecture
+    needed = {PIXELS, *((SIZES,) if description.resolutions else () if description.tile_size else (GRIDS,))}
+    if missing := needed - image.keys():
+        raise ValueError(f"the processor's output lacks {', '.join(sorted(missing))}, which {name} needs")
+    shape = tuple(image[PIXELS].shape)
+    if description.tile_size:
+        tile = (description.num_channels, description.tile_size, description.tile_size)
+        if len(shape) < 3 or shape[-3:] != tile or 0 in shape:
+            raise ValueError(
+                f"the processor's output has the shape {list(shape)}; allowed for {name}: tiles {list(tile)}"
+            )
+        num_tiles, needed_tiles = len(tiles_of(description, image)), 1
+        if description.resolutions:
+            needed_tiles += math.prod(_grid_of_tiles(description, image))
+        if num_tiles < needed_tiles:
+            raise ValueError(f"the processor's output has {num_tiles} tiles; allowed for {name}: {needed_tiles}")
+        return
+    grid = image[GRIDS].flatten().tolist()
+    merge = description.merge_size
+    if len(grid) != 3 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+        raise ValueError(f"the processor's output has the grid {grid}; allowed for {name}: multiples of {merge}")
+    expected = (math.prod(grid), description.patch_elements)
+    if shape != expected:
+        raise ValueError(f"the processor's output has the shape {list(shape)}; allowed for {name}: {list(expected)}")
+
+
+def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return an image's tiles, [N, channels, height, width]."""
+    size = description.tile_size
+    tiles = image[PIXELS].reshape(-1, description.num_channels, size, size)
+    if description.resolutions:  # padding may follow
+        return tiles[: 1 + math.prod(_grid_of_tiles(description, image))]
+    if MASK in image and not image[MASK].all():
+        raise ValueError(f"an image of {description.architecture} has padding; allowed: images cut into whole tiles")
+    return tiles
+
+
+def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """Return the rows of an image's embeddings among the further embedding (0) and those of its tiles (from 1 on).
+
+    The tile of the whole image comes first, then the rows of the others without padding, each with the further
+    embedding behind it (LLaVA-NeXT).
+    """
+    rows, columns = _grid_of_tiles(description, image)
+    side, size = math.isqrt(description.tile_embeddings), description.tile_embeddings
+    whole = np.arange(1, 1 + size)
+    parts = np.arange(1 + size, 1 + size * (1 + rows * columns)).reshape(rows, columns, side, side)
+    lines = parts.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
+    height, width = image[SIZES].flatten().tolist()
+    if width / height > lines.shape[1] / lines.shape[0]:
+        padding = (lines.shape[0] - int(round(height * (lines.shape[1] / width), 7))) // 2
+        lines = lines[padding : lines.shape[0] - padding]
+    else:
+        padding = (lines.shape[1] - int(round(width * (lines.shape[0] / height), 7))) // 2
+        lines = lines[:, padding : lines.shape[1] - padding]
+    return np.concatenate([whole, np.pad(lines, ((0, 0), (0, 1))).flatten()])
+
+
+def _grid_of_tiles(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Return the rows and columns of tiles of the best resolution for an image.
+
+    It keeps the most of the image's pixels, and then has the least space without pixels.
+    """
+    height, width = image[SIZES].flatten().tolist()
+
+    def kept_and_wasted(resolution: tuple[int, int]) -> tuple[int, int]:
+        scale = min(resolution[1] / width, resolution[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - math.prod(resolution)
+
+    best = max(description.resolutions, key=kept_and_wasted)
+    return best[0] // description.tile_size, best[1] // description.tile_size
+
+
+def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str, torch.Tensor]:
+    """Return the processor's output for a black image with at most this many embeddings, and at least those of a tile.
+
+    A grid is about as wide as it is high.
+    """
+    if description.tile_size:
+        size = description.tile_size
+        num_tiles = max(1, num_embeddings // description.tile_embeddings)
+        if description.resolutions:
+            return _blank_of_resolution(description, num_embeddings)
+        return {PIXELS: torch.zeros(num_tiles, description.num_channels, size, size)}
+    rows = max(1, math.isqrt(num_embeddings))
+    grid = [1, rows * description.merge_size, max(1, num_embeddings // rows) * description.merge_size]
+    return {PIXELS: torch.zeros(math.prod(grid), description.patch_elements), GRIDS: torch.tensor([grid])}
+
+
+def _blank_of_resolution(description: VisionDescription, num_embeddings: int) -> dict[str, torch.Tensor]:
+    """Return a black image that fills the largest resolution with so few embeddings, or the smallest one."""
+    size, blank = description.tile_size, {}
+    for height, width in sorted(description.resolutions, key=math.prod, reverse=True):
+        tiles = 1 + height * width // size**2
+        pixels = torch.zeros(tiles, description.num_channels, size, size)
+        blank = {PIXELS: pixels, SIZES: torch.tensor([[height, width]])}
+        if len(ends_of_rows(description, blank)) <= num_embeddings:
+            break
+    return blank
+
+
+def tower_tensors(description: VisionDescription) -> tuple[StepTensor, ...]:
+    """Declare the tower's inputs. The size "tokens" counts the embeddings of grids, or the tiles."""
+    if description.tile_size:
+        size = description.tile_size
+        order = (StepTensor("order_E", ("embeddings",), torch.int64),) if description.resolutions else ()
+        pixels = StepTensor("pixels_NCHW", ("tokens", description.num_channels, size, size), torch.float32)
+        return (pixels, *_IMAGES, *order)
+    merged = description.merged_patches
+    table = (
+        StepTensor("table_rows_EU4", ("tokens", merged, 4), torch.int64),
+        StepTensor("table_weights_EU4", ("tokens", merged, 4), torch.float32),
+    )
+    windows = (
+        StepTensor("window_order_E", ("tokens",), torch.int64),
+        StepTensor("window_starts_W1", ("window_borders",), torch.int32),
+        StepTensor("window_lens_W", ("windows",), torch.int32),
+    )
+    return (
+        StepTensor("pixels_EUX", ("tokens", merged, description.patch_elements), torch.float32),
+        StepTensor("positions_EU2", ("tokens", merged, 2), torch.int64),
+        *_IMAGES,
+        *(table if description.table_side else ()),
+        *(windows if description.window_size else ()),
+    )
+
+
+def tower_arguments(description: VisionDescription) -> tuple[str, ...]:
+    """Return the names of the arguments of the tower's forward, in order."""
+    return tuple(dict.fromkeys(tensor.name.partition(".")[0] for tensor in tower_tensors(description)))
+
+
+def tower_inputs(
+    description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return the tower's inputs for these images, on the CPU, by the names of `tower_tensors`.
+
+    images: the processor's output for each image. Grids have pixel_values [patches, elements] and image_grid_thw [1, 3]
+    or [3]; tiles have pixel_values of one or several tiles.
+    """
+    found = (_of_tiles if description.tile_size else _of_grids)(description, images)
+    return {tensor.name: found[tensor.name] for tensor in tower_tensors(description)}
+
+
+def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    tiles = [tiles_of(description, image) for image in images]
+    count = sum(map(len, tiles))
+    found = {"pixels_NCHW": torch.cat(tiles).float(), **_attention(count, [description.tile_patches] * count)}
+    if description.resolutions:
+        starts = accumulate((len(each) * description.tile_embeddings for each in tiles), initial=0)
+        order = [
+            _shifted(ends_of_rows(description, image), start) for image, start in zip(images, starts, strict=False)
+        ]
+        found["order_E"] = torch.from_numpy(np.concatenate(order))
+    return found
+
+
+def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
+    """Return `ends_of_rows` for an image whose tiles follow `start` embeddings of other images."""
+    return np.where(rows > 0, rows + start, 0)
+
+
+def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    vision_utils = _vision_utils()
+    merge, merged = description.merge_size, description.merged_patches
+    grids_I3 = torch.stack([image[GRIDS].flatten() for image in images])
+    pixels_EUX = torch.cat([image[PIXELS] for image in images]).float().unflatten(0, (-1, merged))
+    positions_P2 = vision_utils.get_vision_position_ids(grids_I3, merge)
+    lens = [height * width for frames, height, width in grids_I3.tolist() for _ in range(frames)]
+    found = {
+        "pixels_EUX": pixels_EUX,
+        "positions_EU2": positions_P2.unflatten(0, (-1, merged)),
+        **_attention(len(pixels_EUX), lens),
+    }
+    if description.table_side:
+        rows_P4, weights_P4 = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids_I3, description.table_side, align_corners=True, spatial_merge_size=merge
+        )
+        found["table_rows_EU4"] = rows_P4.unflatten(0, (-1, merged))
+        found["table_weights_EU4"] = weights_P4.unflatten(0, (-1, merged))
+    if description.window_size:
+        found["window_order_E"], found["window_starts_W1"] = vision_utils.get_vision_window_index(
+            grids_I3, merge, description.window_size, description.patch_size
+        )
+        found["window_lens_W"] = found["window_starts_W1"].diff()
+    return found
+
+
+def _attention(num_tokens: int, lens: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the inputs of attention within images. lens: their numbers of patches."""
+    sizes = {"tokens": num_tokens, "requests": len(lens), "request_borders": len(lens) + 1}
+    found = padding_of(_IMAGES, sizes | {"blocks_per_request": 1, "work": 1}, torch.device("cpu"))
+    return found | {
+        _STARTS: torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32),
+        _LENS: torch.tensor(lens, dtype=torch.int32),
+        _HOST: torch.tensor([0, max(lens), max(lens)], dtype=torch.int32),
+    }
+
+
+def _vision_utils() -> Any:
+    with IMPORTING:
+        from transformers import vision_utils  # takes seconds, and only multimodal models need it
+
+        return vision_utils

@@ -1,0 +1,327 @@
+"""Vision towers of transformers, with the engine's calling convention and attention.
+
+Images are packed: all their patches follow each other, and only attention keeps them apart. All tensors that depend on
+the sizes of images are arguments (see inputs.py), so that one graph serves all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForImageTextToText, PreTrainedModel
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.op import packed_attention_or_value
+from compiled_engine.models.foreign.compat import fill_buffers, supported_version
+from compiled_engine.models.vision.description import describe_vision, read_vision_config
+from compiled_engine.models.vision.families import FAMILIES
+from compiled_engine.vision import VisionDescription
+
+# The towers of the Qwen family pack images for attention only if its name contains this word.
+NAME = "compiled_engine_vision_flash"
+
+
+class Borders:
+    """The borders of the patches that attend to each other, passed beside transformers' code.
+
+    The tower's forward sets them.
+    """
+
+    image: AttentionInputs | None = None
+    window: AttentionInputs | None = None
+
+
+def attend_within(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within each image, or within each window: q, k, v are [1, heads, patches, d].
+
+    `module` has `borders` and `in_windows`. Returns ([1, patches, heads, d], None). The arguments in `others` do not
+    affect the result.
+    """
+    q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    own: Any = module
+    inputs = own.borders.window if own.in_windows else own.borders.image
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention_or_value(q_THd, k_TKd, v_TKd, inputs, scale).unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, attend_within)
+
+
+class LinearPatches:
+    """Mixin for embeddings of patches that are written as a convolution, although patches do not overlap."""
+
+    proj: nn.Module
+
+    def forward(self, patches_PX: torch.Tensor) -> torch.Tensor:
+        """Return the patches' hidden states, [P, D]."""
+        weight: Any = self.proj.weight
+        return nn.functional.linear(patches_PX.to(weight.dtype), weight.flatten(1), self.proj.bias)  # type: ignore[arg-type]
+
+
+class LinearTiles:
+    """Mixin for a convolution whose patches do not overlap: cuts tiles into patches and multiplies these."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+        """Return the patches' hidden states, [N, D, rows, columns]."""
+        size = self.weight.shape[-1]
+        num, channels, height, width = pixels_NCHW.shape
+        rows, columns = height // size, width // size
+        pixels_NCHW = pixels_NCHW.to(self.weight.dtype)
+        by_patch = pixels_NCHW.view(num, channels, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
+        # Of two dimensions, since dynamo of torch 2.11 cannot tell whether more of them are empty.
+        by_patch = by_patch.reshape(num * rows * columns, channels * size * size)
+        hidden_PD = nn.functional.linear(by_patch, self.weight.flatten(1), self.bias)
+        return hidden_PD.view(num, rows, columns, -1).permute(0, 3, 1, 2)
+
+
+class WholeTiles:
+    """Mixin for embeddings of Idefics 3 and SmolVLM, which number the patches of tiles that may be padded.
+
+    Here all patches of a tile are real, so their numbers are the same in each tile.
+    """
+
+    patch_embedding: nn.Module
+    position_embedding: nn.Embedding
+    positions_P: torch.Tensor
+
+    def forward(self, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+        """Return the patches' hidden states, [N, patches, D]."""
+        hidden_NDrc: torch.Tensor = self.patch_embedding(pixels_NCHW)
+        return hidden_NDrc.flatten(2).transpose(1, 2) + self.position_embedding(self.positions_P)
+
+
+def positions_of_patches(side: int) -> torch.Tensor:
+    """Return the positions that transformers gives the patches of a whole tile, with so many patches on a side.
+
+    Two neighbours may have the same one, since it rounds their coordinates.
+    """
+    with torch.device("cpu"):
+        coordinates = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+        places = torch.bucketize(coordinates, torch.arange(1 / side, 1.0, 1 / side), right=True)
+    return (places[:, None] * side + places[None, :]).flatten()
+
+
+class VisionTower(nn.Module):
+    """A tower: the modules of transformers' multimodal base model that turn images into embeddings.
+
+    Parameters have the names that they have in the whole model. For layers_path, layer_signatures and layers_in_tuple
+    see models/foreign/observation.py.
+    """
+
+    layers_in_tuple = False
+
+    def __init__(self, model: Any, description: VisionDescription, layers: nn.ModuleList | None) -> None:
+        """Make a tower of these modules. layers: if they run one after the other and only the last is read from."""
+        super().__init__()
+        self.model, self.description = model, description
+        self.borders = Borders()
+        self.layers_path = next((path for path, module in self.named_modules() if module is layers), "")
+        self.layer_signatures = [0] * description.num_layers
+        for module in model.modules():
+            if hasattr(module, "is_causal"):
+                module.borders, module.in_windows = self.borders, False
+
+    def attend_in(self, images: AttentionInputs, starts_W1: Any = None, lens_W: Any = None) -> None:
+        """Set the borders of images, and those of windows if they are given."""
+        self.borders.image = images
+        if starts_W1 is not None:
+            self.borders.window = replace(images, query_start_loc_R1=starts_W1, seq_lens_R=lens_W)
+
+
+class GridTower(VisionTower):
+    """The towers of Qwen2.5-VL, Qwen3-VL and their successors, which read grids."""
+
+    def __init__(self, model: Any, description: VisionDescription) -> None:
+        visual = model.visual
+        super().__init__(model, description, None if description.levels else visual.blocks)
+        visual.patch_embed.__class__ = _mixed(LinearPatches, type(visual.patch_embed))
+        for number, block in enumerate(visual.blocks):
+            block.attn.in_windows = bool(description.window_size) and number not in visual.fullatt_block_indexes
+
+    def forward(
+        self,
+        pixels_EUX: torch.Tensor,
+        positions_EU2: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        *planned: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return embeddings [E, D], followed in each row by those of the levels.
+
+        planned: the table's rows and weights, then the windows' order, starts and lengths, as far as the tower has
+        them.
+        """
+        given: dict[str, Any] = {"cu_seqlens": attention_inputs.query_start_loc_R1, "max_seqlen": 0}
+        rest = list(planned)
+        if self.description.table_side:
+            rows_EU4, weights_EU4 = rest.pop(0), rest.pop(0)
+            given |= {"interp_indices": rows_EU4.flatten(0, 1), "interp_weights": weights_EU4.flatten(0, 1)}
+        if self.description.window_size:
+            order_E, starts_W1, lens_W = rest
+            given |= {"window_index": order_E, "cu_window_seqlens": starts_W1, "max_window_seqlen": 0}
+            self.attend_in(attention_inputs, starts_W1, lens_W)
+        else:
+            self.attend_in(attention_inputs)
+        output = self.model.visual(
+            pixels_EUX.flatten(0, 1), grid_thw=None, position_ids=positions_EU2.flatten(0, 1), **given
+        )
+        levels = getattr(output, "deepstack_features", None) or ()
+        return torch.cat([output.pooler_output, *levels], dim=-1)
+
+
+class TileTower(VisionTower):
+    """The towers of LLaVA, Gemma 3, InternVL and Idefics 3, which read tiles through a vision transformer."""
+
+    def __init__(self, model: Any, description: VisionDescription) -> None:
+        encoder = getattr(model, "vision_tower", None) or model.vision_model
+        layers = stack_of(encoder)
+        is_last = getattr(model.config, "vision_feature_layer", -1) in (-1, len(layers))
+        super().__init__(model, description, layers if is_last else None)
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.__class__ = _mixed(LinearTiles, type(module))
+        if description.family == "idefics3":
+            embeddings = encoder.embeddings
+            embeddings.__class__ = _mixed(WholeTiles, type(embeddings))
+            embeddings.register_buffer("positions_P", positions_of_patches(embeddings.num_patches_per_side), False)
+
+    def forward(
+        self, pixels_NCHW: torch.Tensor, attention_inputs: AttentionInputs, order_E: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return embeddings [E, D]. order_E: see `inputs.ends_of_rows`; None for all tiles' embeddings in order."""
+        self.attend_in(attention_inputs)
+        features_ED = FEATURES[self.description.family](self.model, pixels_NCHW).flatten(0, 1)
+        if order_E is None:
+            return features_ED
+        return torch.cat([self.model.image_newline.unsqueeze(0), features_ED])[order_E]
+
+
+def llava_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+    """Return LLaVA's embeddings, [1, E, D]: some layers' hidden states, projected."""
+    chosen = model.config.vision_feature_layer
+    states = hidden_states(model.vision_tower, pixels_NCHW, [chosen] if isinstance(chosen, int) else list(chosen))
+    joined = torch.cat(states, dim=-1)
+    if model.config.vision_feature_select_strategy == "default":
+        joined = by_tile(joined, len(pixels_NCHW))[:, 1:].flatten(0, 1).unsqueeze(0)  # without the class token
+    return model.multi_modal_projector(joined)
+
+
+def gemma3_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+    """Return Gemma 3's embeddings, [N, embeddings of a tile, D]: hidden states, pooled and projected."""
+    tower = model.vision_tower
+    (states,) = hidden_states(tower, pixels_NCHW, [-1])
+    return model.multi_modal_projector(by_tile(tower.post_layernorm(states), len(pixels_NCHW)))
+
+
+def internvl_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+    """Return InternVL's embeddings, [1, E, D]: hidden states of neighbours, joined and projected."""
+    tower, config = model.vision_tower, model.config
+    (states,) = hidden_states(tower, pixels_NCHW, [config.vision_feature_layer])
+    if config.vision_feature_layer == -1:
+        states = tower.layernorm(states)
+    states_NPD = by_tile(states, len(pixels_NCHW))
+    if config.vision_feature_select_strategy == "default":
+        states_NPD = states_NPD[:, 1:]
+    side = math.isqrt(states_NPD.shape[1])
+    joined = model.pixel_shuffle(states_NPD.unflatten(1, (side, side)), scale_factor=config.downsample_ratio)
+    return model.multi_modal_projector(joined.flatten(0, 2).unsqueeze(0))
+
+
+def idefics3_features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of Idefics 3 and SmolVLM, [N, embeddings of a tile, D]: hidden states, joined."""
+    tower = model.vision_model
+    (states,) = hidden_states(tower, pixels_NCHW, [-1])
+    return model.connector(by_tile(tower.post_layernorm(states), len(pixels_NCHW)))
+
+
+def by_tile(states: torch.Tensor, num_tiles: int) -> torch.Tensor:
+    """Return hidden states [1, N * patches, D] as [N, patches, D]."""
+    return states.view(num_tiles, -1, states.shape[-1])
+
+
+FEATURES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "gemma3": gemma3_features,
+    "idefics3": idefics3_features,
+    "internvl": internvl_features,
+    "llava": llava_features,
+    "llava_next": llava_features,
+}
+
+
+def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
+    """Return the hidden states that transformers has under these numbers, [1, N * patches, D] each.
+
+    tower: a vision transformer. Number 0 is the input of the first layer, number -1 the output of the last one.
+    """
+    states_NPD = tower.embeddings(pixels_NCHW)
+    if hasattr(tower, "pre_layrnorm"):
+        states_NPD = tower.pre_layrnorm(states_NPD)
+    stack = stack_of(tower)
+    unmasked = {"attention_mask": None} if hasattr(tower.encoder, "layers") else {}
+    wanted = [layer % (len(stack) + 1) for layer in layers]
+    found = [states_NPD.flatten(0, 1).unsqueeze(0)]
+    for layer in stack[: max(wanted)]:
+        found.append(layer(found[-1], **unmasked))
+    return [found[layer] for layer in wanted]
+
+
+def stack_of(tower: Any) -> nn.ModuleList:
+    """Return the layers of a vision transformer."""
+    return tower.encoder.layers if hasattr(tower.encoder, "layers") else tower.encoder.layer
+
+
+def build_tower(config_json: str, dtype: torch.dtype) -> VisionTower:
+    """Build the tower of a multimodal checkpoint on the meta device, with its buffers on the CPU.
+
+    config_json: text of the checkpoint's config.json. Raises ValueError unless `describe_vision` describes the tower.
+    """
+    supported_version()
+    description = describe_vision(config_json)
+    if description is None:
+        raise ValueError("the checkpoint has no vision tower that the engine runs")
+    base = multimodal_model(config_json, dtype).model
+    for module in base.children():
+        if isinstance(module, PreTrainedModel):
+            fill_buffers(module)
+    tower = GridTower if description.tile_size == 0 else TileTower
+    return tower(base, description).eval().requires_grad_(False)
+
+
+def multimodal_model(config_json: str, dtype: torch.dtype) -> Any:
+    """Build transformers' multimodal model on the meta device without its text model.
+
+    The tower has the engine's attention.
+    """
+    config = read_vision_config(config_json)
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    # Stated here, since transformers would look for a kernel of that name.
+    config.vision_config._attn_implementation = NAME
+    family = FAMILIES[type(model).__name__]
+    for name, _ in list(model.model.named_children()):
+        if name not in family.modules:
+            delattr(model.model, name)
+    if hasattr(part := model.model.get_submodule(family.modules[0]), "head"):  # for other uses of the tower
+        del part.head
+    return model
+
+
+def _mixed(ours: type, theirs: type) -> type:
+    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})

@@ -1,0 +1,83 @@
+"""Derive the configuration with which a vision tower runs from the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compiled_engine.attention.backend import choose_backend
+from compiled_engine.attention.case import cases_of
+from compiled_engine.config import (
+    EngineConfig,
+    ExpertsConfig,
+    GraphConfig,
+    GraphMode,
+    ModelConfig,
+    SpeculationConfig,
+    TransformersModel,
+)
+from compiled_engine.kv_format import AUTO
+from compiled_engine.models.foreign.description import transformers_version
+from compiled_engine.passes.registry import passes_of_quantised, passes_of_ranks, step_tensors
+from compiled_engine.passes.rope.rope_angles import RopeAngles
+from compiled_engine.vision import VisionDescription
+
+# Passes over angles that are computed from one position of each token.
+_OF_POSITIONS = (RopeAngles.name,)
+
+
+def tower_config(
+    config: EngineConfig, description: VisionDescription, config_json: str, most_embeddings: int
+) -> EngineConfig:
+    """Return the tower's configuration. Each rank computes the whole tower.
+
+    config: the engine's. config_json: text of the checkpoint's config.json. most_embeddings: of all images in a call;
+    at least one tile is always allowed. Raises ValueError if no attention backend runs the tower.
+    """
+    most_tokens = description.most_tiles(most_embeddings) if description.tile_size else most_embeddings
+    model = tower_model(config.model, description, config_json)
+    without = {*_OF_POSITIONS, *passes_of_quantised(), *passes_of_ranks()}
+    passes = tuple(name for name in config.compile.passes if name not in without and not step_tensors([name]))
+    cases = cases_of(model, config.cache.block_size, config.device)
+    return replace(
+        config,
+        model=model,
+        cache=replace(config.cache, kv_dtype=AUTO),
+        scheduler=replace(config.scheduler, max_num_batched_tokens=most_tokens),
+        compile=replace(config.compile, ranges=(), passes=passes),
+        graph=GraphConfig(GraphMode.NONE),
+        parallel=replace(config.parallel, tensor_parallel_size=1, stage_layers=()),
+        attention_backend=choose_backend("auto", "auto", cases).backend,
+        speculation=SpeculationConfig(),
+        adapters=None,
+        images=None,
+        image_input=None,
+    )
+
+
+def tower_model(model: ModelConfig, description: VisionDescription, config_json: str) -> ModelConfig:
+    """Return the tower's shape. model: the text model of the same checkpoint."""
+    return replace(
+        model,
+        architecture=f"{description.architecture}'s tower",
+        hidden_size=description.row_size,
+        num_layers=description.num_layers,
+        num_heads=description.num_heads,
+        num_kv_heads=description.num_heads,
+        head_dim=description.head_dim,
+        sliding_windows=(None,) * description.num_layers,
+        transformers=TransformersModel(transformers_version(), config_json),
+        layer_heads=None,
+        attention_scale=None,
+        attention_soft_cap=0.0,
+        attention_sinks=False,
+        experts=ExpertsConfig(),
+        quantisation=None,
+        wrapper=None,
+        pooling=None,
+        causal=False,
+        token_types=0,
+        recurrences=None,
+        merged_adapter=None,
+        head=None,
+        vision=description,
+    )

@@ -1,0 +1,115 @@
+"""Puts the embeddings of images in the place of those of their tokens.
+
+Embeddings are rows of a kept parameter, which the vision tower fills before the step. The step tensor IMAGE_INDEX has
+the row of each token, -1 for tokens of text. The value that enters the first layer gets the rows at these tokens: it is
+what transformers' models call inputs_embeds, so a family's own factor on embeddings, such as Gemma's, applies to tokens
+of text alone. With further levels (deepstack, Qwen3-VL), the rows have further parts, each added to the value that
+leaves one of the first layers.
+
+The pass only runs in a separate variant of the forward (graphs/compiler/signature.py), so steps without images run
+unchanged code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.inputs import StepTensor
+from compiled_engine.passes.framework.graph_inputs import add_parameter, argument
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.framework.matching import aten, emit, is_call
+from compiled_engine.passes.framework.parameter import KEPT, Parameter
+from compiled_engine.passes.layout.layer_inputs import entering, stack_of
+from compiled_engine.passes.parallel.tensor_parallel import all_reduce
+
+# The forward's variant for steps that compute positions of images.
+IMAGES = "images"
+# Name of the kept parameter with the embeddings, [rows, (1 + levels) * D].
+EMBEDDINGS = "image_embeddings"
+IMAGE_INDEX = StepTensor("image_index_T", ("tokens",), torch.int32, padding=-1, variants=(IMAGES,))
+
+
+def embeddings_parameter(num_rows: int, levels: int, hidden_size: int, dtype: torch.dtype) -> Parameter:
+    """Describe the tensor of embeddings. levels: further parts of a row."""
+    name = str(dtype).removeprefix("torch.")
+    return Parameter(EMBEDDINGS, (num_rows, (1 + levels) * hidden_size), name, KEPT)
+
+
+def part_of(embeddings: torch.Tensor, level: int, hidden_size: int) -> torch.Tensor:
+    """Return a level's part of the embeddings, [rows, D]; level 0 is merged, others are added."""
+    return embeddings[:, level * hidden_size : (level + 1) * hidden_size]
+
+
+class MergeEmbeddings(GraphPass):
+    """Merges `num_rows` embeddings of images into the value that enters layer 0, and `levels` parts into later ones.
+
+    Runs after layers are repeated and sharded, and before all fusing passes.
+    """
+
+    name = "merge_embeddings"
+    required = True  # without it, images have no effect
+
+    def __init__(self, num_rows: int, levels: int = 0) -> None:
+        self._num_rows, self._levels = num_rows, levels
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return 1 + self._levels
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        path = stack_of(graph)
+        values = [entering(graph, f"{path}.{layer}.") for layer in range(1 + self._levels)]
+        missing = tuple(f"layer {layer}: {found}" for layer, found in enumerate(values) if isinstance(found, str))
+        if missing:
+            return PassResult(0, missing)
+        index_T = argument(graph, IMAGE_INDEX.name)
+        first: torch.Tensor = values[0].meta["val"]  # type: ignore[union-attr]
+        hidden_size = int(first.shape[1])
+        described = embeddings_parameter(self._num_rows, self._levels, hidden_size, first.dtype)
+        embeddings = add_parameter(graph, described)
+        with graph.inserting_before(embeddings.next):
+            is_image_T1 = emit(graph, aten.unsqueeze.default, emit(graph, aten.ge.Scalar, index_T, 0), 1)
+        replacements = []
+        for level, value in enumerate(values):
+            assert isinstance(value, fx.Node)
+            merged = _merged(graph, value, embeddings, index_T, is_image_T1, level, hidden_size)
+            replacements.append(Replacement(value.name, merged))
+        return PassResult(len(replacements), replacements=tuple(replacements))
+
+
+def _merged(
+    graph: fx.Graph,
+    value: fx.Node,
+    embeddings: fx.Node,
+    index_T: fx.Node,
+    is_image_T1: fx.Node,
+    level: int,
+    hidden_size: int,
+) -> fx.Node:
+    """Insert a level of the embeddings into a value; returns what users of the value read then."""
+    users, before = list(value.users), _residual(value) if level else None
+    with graph.inserting_before(value if before is not None else value.next):
+        part = emit(graph, aten.slice.Tensor, embeddings, 1, level * hidden_size, (level + 1) * hidden_size)
+        rows_TD = emit(graph, aten.index_select.default, part, 0, emit(graph, aten.clamp_min.default, index_T, 0))
+        if level == 0:
+            merged = emit(graph, aten.where.self, is_image_T1, rows_TD, value)
+        else:  # a sum, with which the next layer's norm fuses
+            added_TD = emit(graph, aten.where.ScalarOther, is_image_T1, rows_TD, 0)
+            merged = emit(graph, aten.add.Tensor, before or value, added_TD)
+    if before is not None:
+        value.replace_input_with(before, merged)
+        return value
+    for user in users:
+        user.replace_input_with(value, merged)
+    return merged
+
+
+def _residual(value: fx.Node) -> fx.Node | None:
+    """Return the other operand of a sum with an all-reduce; None for any other value.
+
+    A kernel may make the all-reduce, the sum and the norm behind it in one, so nothing may come between them.
+    """
+    if not is_call(value, aten.add.Tensor):
+        return None
+    left, right = value.all_input_nodes[0], value.all_input_nodes[-1]
+    return left if is_call(right, all_reduce) else right if is_call(left, all_reduce) else None

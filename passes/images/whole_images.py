@@ -1,0 +1,38 @@
+"""Lets the tokens of an image see each other, as Gemma 3 does: each sees the keys up to the image's last one too.
+
+The step tensor KEYS_AHEAD has the number of later keys that a token sees, which attention reads. All tokens of an image
+are in the step, and windows of attention are at least as long as an image.
+
+The pass only runs in the variant of the forward for steps with images.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.inputs import StepTensor
+from compiled_engine.attention.op import ATTENTION
+from compiled_engine.passes.framework.graph_inputs import argument
+from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.framework.matching import change
+from compiled_engine.passes.images.merge_embeddings import IMAGES
+
+KEYS_AHEAD = StepTensor("keys_ahead_T", ("tokens",), torch.int32, variants=(IMAGES,))
+
+
+class WholeImages(GraphPass):
+    """Passes KEYS_AHEAD to each attention. Runs before all fusing passes."""
+
+    name = "whole_images"
+    required = True  # without it, tokens of an image do not see later ones
+
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return len(graph.find_nodes(op="call_function", target=ATTENTION))
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        keys_ahead_T = argument(graph, KEYS_AHEAD.name)
+        attentions = graph.find_nodes(op="call_function", target=ATTENTION)
+        for attention in attentions:
+            change(attention, keys_ahead_T=keys_ahead_T)
+        return PassResult(len(attentions))

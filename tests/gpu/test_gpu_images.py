@@ -1,0 +1,82 @@
+"""Prompts with images on a GPU: tokens and log-probabilities are those of transformers' whole model, and a start
+compiles and captures all that steps need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from image_engines import Oracle, Prompt, check, outputs_of, running
+from vision_models import vision_config, vision_model
+
+pytestmark = pytest.mark.gpu
+
+# Sections of positions in three dimensions, interleaved or not; states; both ways within an image; none of these.
+ARCHITECTURES = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+)
+COMPILED = {"compile_workers": 0}
+# Differences of log-probabilities in bfloat16, in those of transformers' own; and one that is always allowed.
+MOST_TIMES, ALWAYS = 2.0, 0.02
+
+
+def prompts_of(oracle: Oracle) -> dict[str, Prompt]:
+    small, large = oracle.image(2, 3, seed=1), oracle.image(4, 5, seed=2)
+    return {
+        "text": Prompt((5, 9, 11, 40, 41, 42, 7)),
+        "one": Prompt((5, None, 11, 12, 13), (small,)),
+        "two": Prompt((None, 20, 21, None, 22), (small, large)),
+    }
+
+
+@pytest.mark.usefixtures("exact_float32")
+@pytest.mark.parametrize("mode", ["eager", "graphed"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_those_of_the_whole_model(architecture: str, mode: str, tmp_path: Path) -> None:
+    """With long prompts cut into chunks within an image."""
+    oracle = Oracle(tmp_path, architecture)
+    prompts = prompts_of(oracle)
+    with running(oracle, mode=mode, device="cuda", **({} if mode == "eager" else COMPILED)) as core:
+        before = core.metrics()
+        found = outputs_of(core, [oracle.request(name, each) for name, each in prompts.items()])
+        check(oracle, prompts, found)
+        again = outputs_of(core, [oracle.request(name, each) for name, each in prompts.items()])
+        assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in found.items()}
+        after = core.metrics()
+        assert after["image_cache_hits"] > before["image_cache_hits"]
+        for name in ("compiles", "captures", "tower_compiles"):
+            assert after[name] == before[name], name
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+def test_bfloat16_is_as_near_as_transformers(architecture: str, tmp_path: Path) -> None:
+    """With heads of 128 elements, which Hopper's kernels of attention read."""
+    text = json.loads(vision_config(architecture))["text_config"] | {"head_dim": 128}
+    if "rope_scaling" in text:
+        text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [24, 20, 20]}
+    config_json = vision_config(architecture, text_config=text)
+    oracle = Oracle(tmp_path, architecture, config_json)
+    rounded = vision_model(config_json).bfloat16()
+    prompts = prompts_of(oracle)
+    with running(oracle, mode="graphed", device="cuda", dtype="bfloat16", **COMPILED) as core:
+        found = outputs_of(core, [oracle.request(name, each) for name, each in prompts.items()])
+    for name, prompt in prompts.items():
+        tokens, logprobs = found[name]
+        ids = [*prompt.expanded(oracle.vision), *tokens]
+        exact = oracle.logprobs(ids, prompt.images)
+        at, chosen = torch.arange(len(ids) - len(tokens) - 1, len(ids) - 1), torch.tensor(tokens)
+        oracle.model, whole = rounded, oracle.model
+        images = [
+            {key: value.bfloat16() if value.is_floating_point() else value for key, value in image.items()}
+            for image in prompt.images
+        ]
+        theirs = oracle.logprobs(ids, images).float()
+        oracle.model = whole
+        ours = (torch.tensor(logprobs) - exact[at, chosen]).abs().max()
+        assert ours <= MOST_TIMES * (theirs - exact)[at, chosen].abs().max() + ALWAYS, name

@@ -1,0 +1,128 @@
+"""Which checkpoints read images, with which limits, and the reason where one does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_heads import head_config, random_tensors, write_head
+from vision_models import vision_config
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+
+QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
+LLAVA, IDEFICS = "LlavaForConditionalGeneration", "Idefics3ForConditionalGeneration"
+
+
+def resolved(folder: Path, architecture: str, processor: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
+    (folder / "config.json").write_text(vision_config(architecture))
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "mode": "compiled"} | options
+    return resolve(EngineOptions(model=folder, **given))
+
+
+def test_limits_follow_from_the_processor_and_the_step(tmp_path: Path) -> None:
+    config = resolved(tmp_path, QWEN, {"size": {"longest_edge": 64_000}}, max_num_batched_tokens=512)
+    images = config.images
+    assert images is not None
+    assert (images.most_embeddings, images.cache_size, images.step_size) == (1000, 1000, 512)
+    given = resolved(tmp_path, QWEN, None, encoder_cache_size=99, max_num_encoder_input_tokens=7).images
+    assert given is not None
+    assert (given.most_embeddings, given.cache_size, given.step_size) == (99, 99, 7)
+    smaller = resolved(tmp_path, QWEN, mm_processor_kwargs={"max_pixels": 6400}).images
+    assert smaller is not None
+    assert smaller.most_embeddings == 100
+    assert json.loads(images.config)["model_type"] == "qwen3_vl"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "processor", "most"),
+    [
+        ("InternVLForConditionalGeneration", {"max_patches": 3}, 4),
+        ("InternVLForConditionalGeneration", {}, 13),
+        (
+            "Idefics3ForConditionalGeneration",
+            {"size": {"longest_edge": 90}, "max_image_size": {"longest_edge": 30}},
+            10,
+        ),
+        (GEMMA, {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 2}, 3),
+        (GEMMA, {}, 1),
+    ],
+)
+def test_an_image_may_have_several_tiles(
+    architecture: str, processor: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    images = resolved(tmp_path, architecture, processor).images
+    assert images is not None
+    assert images.most_embeddings == most * images.vision.tile_embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "reason"),
+    [
+        (QWEN, {"language_model_only": True}, "language_model_only is True"),
+        (QWEN, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        (QWEN, {"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt allows none"),
+        (
+            GEMMA,
+            {"max_num_batched_tokens": 8, "max_num_seqs": 4},
+            "max_num_batched_tokens is 8, but the tokens of an image see each other, and there are 9",
+        ),
+        (
+            GEMMA,
+            {"max_prefill_tokens": 5},
+            "max_prefill_tokens is 5, but the tokens of an image see each other, and there are 9",
+        ),
+    ],
+)
+def test_an_engine_says_why_it_reads_no_images(
+    architecture: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = resolved(tmp_path, architecture, **options)
+    assert config.images is None
+    assert config.reasons["image_input"] == reason
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_drafts_of_a_model_have_no_positions_in_three_dimensions(method: str, tmp_path: Path) -> None:
+    text = json.loads(vision_config(QWEN))["text_config"] | {"architectures": ["LlamaForCausalLM"]}
+    drafts = tmp_path / "drafts"
+    drafts.mkdir()
+    (drafts / "config.json").write_text(json.dumps(text))
+    if method == "eagle3":
+        config = head_config(drafts)
+        write_head(drafts, config, random_tensors(config))
+    given = {"method": method, "num_speculative_tokens": 2, "model": str(drafts)}
+    config = resolved(tmp_path, QWEN, speculative_config=given)
+    assert config.images is None
+    assert config.reasons["image_input"] == (
+        f"speculative_config['method'] is '{method}', whose drafts have positions in one dimension"
+    )
+    assert resolved(tmp_path, LLAVA, speculative_config=given).images is not None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("mm_processor_kwargs", {"max_pixels": 6400}),
+        ("max_image_pixels", 100),
+        ("image_workers", 2),
+        ("allowed_media_domains", ("images.example",)),
+    ],
+)
+def test_options_of_images_need_a_multimodal_checkpoint(option: str, value: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {option: value}
+    with pytest.raises(ValueError, match=rf"^{option} is .*, but the model takes only text; allowed: "):
+        resolve(EngineOptions(device="cpu", **given))
+    assert resolved(tmp_path, QWEN, language_model_only=True, **given).image_input is None
+    assert resolve(EngineOptions(device="cpu", limit_mm_per_prompt={"image": 0})).image_input is None
+
+
+def test_limits_of_images_need_a_tower() -> None:
+    with pytest.raises(ValueError, match="encoder_cache_size is 8, but the model takes only text; allowed: None"):
+        resolve(EngineOptions(device="cpu", encoder_cache_size=8))
