@@ -201,10 +201,11 @@ def multiply(
         after = bias_N, residual_TM, silu_mul, activation
         return quantised_product.launch(x_TK, codes_NK, scaling, *after, step, dtype)
     if kernel in (HOPPER_INTEGERS, HOPPER_INTEGER_PRODUCT):
-        weight, after = (codes_NK, scales_RC, zeros_RC), (bias_N, residual_TM, silu_mul, activation)
+        weight, zero = (codes_NK, scales_RC, zeros_RC), _zero_of(scheme)
         if kernel == HOPPER_INTEGERS:
-            return hopper_integers.hopper_integers(x_TK, *weight, *after, _zero_of(scheme))
-        return hopper_integer_product.hopper_integer_product(x_TK, *weight, *after, _zero_of(scheme))
+            return hopper_integers.hopper_integers(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, zero)
+        compute = hopper_integer_product.hopper_integer_product
+        return compute(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, zero)
     if kernel == INTEGERS:
         weight = codes_NK, scales_RC, zeros_RC
         return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)

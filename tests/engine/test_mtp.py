@@ -61,8 +61,8 @@ def plain(written: Written) -> Iterator[LLM]:
 def test_transformers_own_mtp_layer_is_the_same(tmp_path: Path) -> None:
     """The layer that tests compare with, and the names of its tensors."""
     modeling_layers = importlib.import_module("transformers.modeling_layers")
-    if not hasattr(modeling_layers, "MtpModel"):
-        pytest.skip("this version of transformers has no MtpModel")
+    if not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this version of transformers runs no MTP layer alone")
     written = write_mtp_checkpoint(tmp_path, GLM)
     written.model._keys_to_ignore_on_load_unexpected = [rf"{re.escape(GLM.prefix)}.*"]
     layer = modeling_layers.MtpModel.from_pretrained(written.model).eval()
