@@ -27,7 +27,10 @@ def describe_vision(config_json: str) -> VisionDescription | None:
         return None
     if family.name == "llava_next" and config.vision_feature_select_strategy != "default":
         return None
-    return _described(family, architecture, config)
+    described = _described(family, architecture, config)
+    if described.mrope_section and sum(described.mrope_section) != _num_frequencies(config.get_text_config()):
+        return None
+    return described
 
 
 def read_vision_config(config_json: str) -> Any:
@@ -85,6 +88,13 @@ def _described(family: Family, architecture: str, config: Any) -> VisionDescript
         tile_embeddings=_TILE_EMBEDDINGS[family.name](config, patches),
         resolutions=tuple(map(tuple, config.image_grid_pinpoints)) if family.name == "llava_next" else (),
     )
+
+
+def _num_frequencies(text: Any) -> int:
+    """Return the number of frequencies by which the text model rotates a head."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    return int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
 
 
 # Numbers of embeddings of a tile, from the configuration and the number of patches without a class token.

@@ -22,12 +22,15 @@ from compiled_engine.passes.linear.split_sums import sum_splits
 _BLOCK, _ROWS, _TOGETHER = 128, 128, 8
 # Bytes of a stage of codes: of each row 16 words, a scale and a zero point.
 _WORD_STAGES, _WORD_STAGE = 4, _ROWS * (64 + 4 + 2)
-# Tokens of a tile, and the time of one of its blocks in microseconds.
-_BLOCK_TIMES = {128: 0.85, 256: 1.4}
+# Tokens of a tile, and the time of one of its blocks in microseconds; these and the following were fitted on an H200.
+_BLOCK_TIMES = {128: 0.9, 256: 1.33}
 # Blocks whose time a tile takes besides its own, for its start and its end.
 _ENDS = 3
-# Time of the kernel that adds splits in microseconds, and bytes per microsecond that both kernels move.
-_SUM, _BANDWIDTH = 2.0, 3.5e6
+# Time of the kernel that adds splits in microseconds, and bytes of partial sums per microsecond.
+_SUM, _PARTIAL_SUMS = 2.6, 5.2e6
+# Decoding first: microseconds of a launch, weights decoded per microsecond; then bytes of 16-bit weights read and
+# operations done per microsecond.
+_LAUNCH, _DECODED, _READ, _OPERATIONS = 4.0, 1.08e6, 3.6e6, 0.9e9
 _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 
 
@@ -61,18 +64,33 @@ def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
 def integer_product_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, num_multiprocessors: int
 ) -> IntegerTiles:
-    """Return the tiles of a [num_tokens, k] x [num_rows, k] product, by an estimate of its time."""
-    blocks = k // _BLOCK
+    """Return the tiles of a [num_tokens, k] x [num_rows, k] product that take the least time by an estimate."""
+    return tiles_with(*min(_estimates(num_tokens, num_rows, k, num_multiprocessors))[1:], gated)
 
-    def time_us(tokens: int, splits: int) -> float:
-        tiles = cdiv(num_tokens, tokens) * cdiv(num_rows, _ROWS) * splits
-        us = cdiv(tiles, num_multiprocessors) * (blocks // splits + _ENDS) * _BLOCK_TIMES[tokens]
-        # Partial sums of 4 bytes are written and read.
-        return us if splits == 1 else us + _SUM + 8 * splits * num_tokens * num_rows / _BANDWIDTH
 
-    divisors = [n for n in range(2, _MOST_SPLITS + 1) if blocks % n == 0 and blocks // n >= _LEAST_BLOCKS]
-    tokens, splits = min(((t, s) for t in _BLOCK_TIMES for s in (1, *divisors)), key=lambda form: time_us(*form))
-    return tiles_with(tokens, splits, gated)
+def is_faster_decoded(num_tokens: int, num_rows: int, k: int, num_multiprocessors: int) -> bool:
+    """Return whether it is estimated to be faster to decode the whole weight before the product, once for all tokens.
+
+    It is for thousands of tokens, as each tile of tokens decodes its rows again.
+    """
+    product = max(2 * num_rows * k / _READ, 2 * num_tokens * num_rows * k / _OPERATIONS)
+    decoded = _LAUNCH + num_rows * k / _DECODED + product
+    return decoded < min(_estimates(num_tokens, num_rows, k, num_multiprocessors))[0]
+
+
+def _estimates(num_tokens: int, num_rows: int, k: int, num_multiprocessors: int) -> list[tuple[float, int, int]]:
+    """Return the estimated microseconds, the tokens of a tile and the splits of each form that tiles may have."""
+    blocks, found = k // _BLOCK, []
+    for tokens, block_time in _BLOCK_TIMES.items():
+        for splits in range(1, _MOST_SPLITS + 1):
+            if splits > 1 and (blocks % splits or blocks // splits < _LEAST_BLOCKS):
+                continue
+            tiles = cdiv(num_tokens, tokens) * cdiv(num_rows, _ROWS) * splits
+            us = cdiv(tiles, num_multiprocessors) * (blocks // splits + _ENDS) * block_time
+            if splits > 1:  # partial sums of 4 bytes are written and read
+                us += _SUM + 8 * splits * num_tokens * num_rows / _PARTIAL_SUMS
+            found.append((us, tokens, splits))
+    return found
 
 
 def hopper_integer_product(

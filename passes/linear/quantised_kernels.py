@@ -39,6 +39,8 @@ from compiled_engine.quantisation import LinearScheme
 MOST_FEW = TOKEN_BUCKETS[-1]
 # Beyond this many tokens, Hopper's product of codes is fastest.
 MOST_BEFORE_CODES = 64
+# The report names the kernels for up to this many tokens.
+MOST_IN_REPORT = 16384
 
 HOPPER_LINEAR, HOPPER_CODES, HOPPER_PRODUCT = "Hopper's linear", "Hopper's product of codes", "Hopper's product"
 HOPPER_INTEGERS, HOPPER_INTEGER_PRODUCT = "Hopper's linear of integers", "Hopper's product of integers"
@@ -68,13 +70,18 @@ def choose(
     scheme: LinearScheme,
     dtype: torch.dtype,
     in_words: bool = False,
+    num_multiprocessors: int = 132,
 ) -> Choice:
     """Return the kernel chosen for a quantised linear of `num_tokens` tokens and a weight [num_rows, k] on a GPU.
 
-    silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers.
+    silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers;
+    num_multiprocessors is used for these alone.
     """
     if in_words:
-        return Choice(HOPPER_INTEGERS if num_tokens <= hopper_integers.MOST_TOKENS else HOPPER_INTEGER_PRODUCT)
+        if num_tokens <= hopper_integers.MOST_TOKENS:
+            return Choice(HOPPER_INTEGERS)
+        decoded = hopper_integer_product.is_faster_decoded(num_tokens, num_rows, k, num_multiprocessors)
+        return Choice(DECODED if decoded else HOPPER_INTEGER_PRODUCT)
     if scheme.inputs is None and scheme.weight.element in integer_product.ELEMENTS:
         obstacle = integer_product.why_not_by_kernels(capability, scheme)
         if obstacle is not None:
@@ -106,17 +113,18 @@ def choose(
 def describe_kernels(
     capability: tuple[int, int], num_rows: int, k: int, bias: bool, scheme: LinearScheme, dtype: torch.dtype
 ) -> str:
-    """Return the kernels for few and for many tokens as text. Codes are in words if Hopper's kernel reads them, as the
-    pass reorder_codes puts them."""
+    """Return the kernels for few, for many and for thousands of tokens as text. Codes are in words if Hopper's kernel
+    reads them, as the pass reorder_codes puts them."""
     in_words = capability[0] == 9 and hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) is None
-    few, many = (
+    few, many, most = (
         choose(capability, count, num_rows, k, False, bias, scheme, dtype, in_words)
-        for count in (MOST_BEFORE_CODES, MOST_FEW + 1)
+        for count in (MOST_BEFORE_CODES, MOST_FEW + 1, MOST_IN_REPORT)
     )
-    if few == many:
+    if few == many == most:
         return f"any number of tokens: {few}"
-    most = MOST_BEFORE_CODES if many.kernel == HOPPER_CODES or few.kernel == INTEGERS else MOST_FEW
-    return f"up to {most} tokens: {few}; more: {many}"
+    limit = MOST_BEFORE_CODES if many.kernel == HOPPER_CODES or few.kernel == INTEGERS else MOST_FEW
+    more = f"{many}" if many == most else f"{many}; thousands: {most}"
+    return f"up to {limit} tokens: {few}; more: {more}"
 
 
 def why_not_by_kernels(k: int, scheme: LinearScheme) -> str | None:
@@ -210,7 +218,10 @@ def multiply(
         weight = codes_NK, scales_RC, zeros_RC
         return integer_product.launch(x_TK, *weight, bias_N, residual_TM, silu_mul, activation, scheme)
     if kernel == DECODED:
-        weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
+        if codes_NK.dtype == torch.int32:
+            weight_NK = integer_product.decode_words(codes_NK, scales_RC, zeros_RC, _zero_of(scheme), dtype)
+        else:
+            weight_NK = integer_product.decode_weight(codes_NK, scales_RC, zeros_RC, scheme, dtype)
         by_hopper = _gated_tiles(x_TK, weight_NK) if silu_mul and bias_N is None else None
         if by_hopper is not None:
             y_TM = hopper_product(x_TK, weight_NK, True, activation, by_hopper)
@@ -249,7 +260,8 @@ def _kernel_for(
     capability = capability_of(x_TK.device)
     (num_tokens, k), num_rows = x_TK.shape, codes_NK.shape[0]
     in_words = codes_NK.dtype == torch.int32
-    return choose(capability, num_tokens, num_rows, k, silu_mul, bias_N is not None, scheme, dtype, in_words).kernel
+    on = multiprocessors(x_TK.device) if in_words else 0
+    return choose(capability, num_tokens, num_rows, k, silu_mul, bias_N is not None, scheme, dtype, in_words, on).kernel
 
 
 def _zero_of(scheme: LinearScheme) -> int:

@@ -57,7 +57,7 @@ def test_what_is_not_said_asks_for_nothing() -> None:
     assert ParallelConfig(1, "in_process") == ParallelConfig(1, "in_process", 1, (), "auto")
     assert BASE.cache.kv_dtype == "auto"
     assert (BASE.scheduler.async_scheduling, BASE.scheduler.max_prefill_tokens) == (False, None)
-    assert SpeculationConfig() == SpeculationConfig("none", 0, 0, 0, None, (), (), False, (1.0,))
+    assert SpeculationConfig() == SpeculationConfig("none", 0, 0, 0, None, (), (), False, False, (1.0,))
     plain = RopeConfig(1e4)
     assert (plain.kind, plain.factor, plain.original_max_position_embeddings) == ("default", 1.0, None)
 

@@ -260,6 +260,7 @@ def test_attention_ops_of_eager_code_are_handed_over_and_others_run() -> None:
         *batch,
         "torch",
         integers[:0],
+        None,
     ]
     with AttentionsOfEagerCode(lambda function, given: seen.append((function, given))):
         torch.ops.compiled_engine.attention.default(*arguments)

@@ -180,6 +180,7 @@ def test_the_order_of_the_codes_decides_the_kernel() -> None:
     common = 4096, 4096, False, False, parsed, torch.bfloat16
     assert str(choose((9, 0), 128, *common, True)) == "Hopper's linear of integers"
     assert str(choose((9, 0), 129, *common, True)) == "Hopper's product of integers"
+    assert str(choose((9, 0), 8192, *common, True)) == "the product of the decoded weight"
     assert str(choose((9, 0), 8, *common, False)) == "Triton's product of integers"
 
 

@@ -300,7 +300,8 @@ def test_each_linear_has_its_kernel_with_a_reason() -> None:
         (
             "int4 1x128",
             (9, 0),
-            "up to 128 tokens: Hopper's linear of integers; more: the product of the decoded weight",
+            "up to 128 tokens: Hopper's linear of integers; more: Hopper's product of integers; "
+            "thousands: the product of the decoded weight",
         ),
         (
             "uint4 1x64",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import socket
@@ -32,7 +33,6 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.process.child import as_this_one
 from compiled_engine.processes.channel import frame
 from compiled_engine.processes.core_client import EngineDeadError
-from compiled_engine.processes.ray_replicas import RayCluster, RayCore, ReplicaActor, differences, own_environment
 from compiled_engine.processes.wire import FrontendOptions, Start, encode
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
@@ -40,6 +40,7 @@ from compiled_engine.sampling.params import SamplingParams
 # Not every machine with a GPU has Ray.
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+replicas = importlib.import_module("compiled_engine.processes.ray_replicas")
 
 ENGINE: dict[str, Any] = SMALL | {
     "dtype": "float32",
@@ -150,7 +151,7 @@ def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def unfit_actor(fails_early: bool) -> Any:
     """An actor on a node that lacks something a core needs; it fails at its creation, or later."""
 
-    class Unfit(ReplicaActor):  # local, so that the nodes need not import this file
+    class Unfit(replicas.ReplicaActor):  # local, so that the nodes need not import this file
         def __init__(self) -> None:
             if fails_early:
                 raise OSError("injected: no space")
@@ -162,7 +163,7 @@ def unfit_actor(fails_early: bool) -> Any:
 
 
 def gpus_of_two_replicas() -> list[str | None]:
-    class Placed(ReplicaActor):
+    class Placed(replicas.ReplicaActor):
         def gpus_of_core(self) -> str | None:
             return psutil.Process(self._child.pid).environ().get("CUDA_VISIBLE_DEVICES")
 
@@ -186,7 +187,7 @@ def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
     frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
     order = frame(encode(Start(config, frontend, (), 1, progress=False, origin_s=0.0, spans=())))
     for fails_early, what in ((True, "no space"), (False, "no descriptors are left")):
-        core = RayCore(unfit_actor(fails_early), "replica 0 of 2")
+        core = replicas.RayCore(unfit_actor(fails_early), "replica 0 of 2")
         with pytest.raises(RuntimeError, match=f"^replica 0 of 2 on Ray did not start: OSError: injected: {what}$"):
             core.start(order)
         core.close(0)
@@ -202,11 +203,11 @@ def test_replicas_in_the_cluster_of_this_process(own_cluster: None) -> None:
 
 
 def test_a_node_that_differs_from_the_driver_is_told_apart() -> None:
-    own = own_environment("cpu")
-    assert differences(own, own) == []
+    own = replicas.own_environment("cpu")
+    assert replicas.differences(own, own) == []
     other = own | {"torch": "2.0"}
-    assert differences(own, other) == [f"torch is 2.0, the driver's is {own['torch']}"]
-    assert differences(own | {"GPU": "a"}, own) == ["GPU is not there, the driver's is a"]
+    assert replicas.differences(own, other) == [f"torch is 2.0, the driver's is {own['torch']}"]
+    assert replicas.differences(own | {"GPU": "a"}, own) == ["GPU is not there, the driver's is a"]
 
 
 NAMED = """
@@ -233,9 +234,9 @@ def test_a_node_that_cannot_run_it_says_why() -> None:
     elsewhere = replace(config, model=replace(config.model, path=Path("/nowhere")))
     frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
     start = Start(elsewhere, frontend, (), 1, progress=False, origin_s=0.0, spans=())
-    actor = ReplicaActor("cpu", [])
+    actor = replicas.ReplicaActor("cpu", [])
     try:
-        wrong = actor.start(encode(start), 0.0, own_environment("cpu") | {"python": "2.7"})
+        wrong = actor.start(encode(start), 0.0, replicas.own_environment("cpu") | {"python": "2.7"})
     finally:
         actor.close()
     assert len(wrong) == 2
@@ -268,9 +269,9 @@ def test_a_cluster_that_nobody_named_is_not_joined(monkeypatch: pytest.MonkeyPat
         for address in ("", named):
             monkeypatch.setenv("RAY_ADDRESS", address)
             with pytest.raises(ConnectionError, match="no cluster"):
-                RayCluster(config)
+                replicas.RayCluster(config)
     with pytest.raises(ValueError, match=f"^RAY_ADDRESS is '{named}', but no cluster answers there: .*refused"):
-        RayCluster(config)  # Ray would try for minutes
+        replicas.RayCluster(config)  # Ray would try for minutes
     (own, its_own), (given, its_given) = asked
     (folder,) = folders
     assert own == ("local",)

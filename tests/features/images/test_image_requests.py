@@ -162,10 +162,8 @@ def test_other_features_change_no_result(oracle: Oracle, options: dict[str, Any]
         check(oracle, prompts, outputs_of(core, requests))
 
 
-def test_requests_that_do_not_suit_the_engine_are_refused(oracle: Oracle, core: EngineCore) -> None:
-    prompt = Prompt((5, None), (oracle.image(2, 3),))
+def test_the_text_model_runs_alone_if_the_user_wants_it(oracle: Oracle) -> None:
     with running(oracle, mode="eager", language_model_only=True) as text:
         assert text.config.images is None
-        with pytest.raises(ValueError, match="has images, but the engine reads none: language_model_only is True"):
-            text.add(oracle.request("r", prompt))
+        assert text.config.reasons["image_input"] == "language_model_only is True"
         check(oracle, {"t": Prompt((5, 6))}, outputs_of(text, [oracle.request("t", Prompt((5, 6)))]))
