@@ -342,7 +342,7 @@ def read_speculation(value: Mapping[str, Any] | str | None, model: Any) -> dict[
     }
     if given.get("method") in MTP_NAMES:
         given["method"] = MTP
-    if given.get("method") == MTP and str(given.get("model")) == str(model):
+    if given.get("method") == MTP and "model" in given and str(given["model"]) == str(model):
         del given["model"]
     return given
 

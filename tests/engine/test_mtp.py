@@ -34,6 +34,8 @@ from scripted_drafts import AnyLength
 
 from compiled_engine.features import registry
 from compiled_engine.llm import LLM
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OF_ATTENTION = {"ernie": ERNIE, "mimo": MIMO, "glm": GLM, "hy": HY, "mellum": MELLUM}
@@ -232,3 +234,8 @@ def test_a_layer_that_cannot_be_read_is_an_error_in_one_line(tmp_path: Path) -> 
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"'model'.* is 'a', but 'method' is 'mtp'; allowed with it: 'draft_model'"):
         LLM(model=str(written.folder), mode="eager", **ENGINE, **mtp(model="a"))
+
+
+def test_the_bundled_model_has_no_layer() -> None:
+    with pytest.raises(ValueError, match="no MTP layer of Qwen3ForCausalLM is known; allowed: models of "):
+        resolve(EngineOptions(speculative_config={"method": "mtp", "num_speculative_tokens": 1}, device="cpu"))

@@ -1,9 +1,9 @@
 """Pixels of images on their way to the plan, which come in parts behind the requests that need them.
 
-A request comes first, and waits until the pixels of its images are complete. They come once for all completions of a
-prompt, in control calls that are small enough to be sent between others. Requests with the same image share its pixels,
-which are kept until the last of them ends, since a preempted request may need them again. Parts that no request needs
-are dropped, so a client that goes away leaves none behind.
+A request comes first, and waits until the pixels of its images are complete. They may come while it is held back. They
+come once for all completions of a prompt, in control calls that are small enough to be sent between others. Requests
+with the same image share its pixels, which are kept until the last of them ends, since a preempted request may need
+them again. Parts that no request needs are dropped, so a client that goes away leaves none behind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compiled_engine.engine.messages import ControlCall
-from compiled_engine.engine.request import Request
 from compiled_engine.features.images.extras import PlainTensor
 
 GIVE = "give_pixels"  # the control call with a part
@@ -40,7 +39,7 @@ def calls_of(images: Mapping[str, Mapping[str, PlainTensor]]) -> Iterator[Contro
 class _Pixels:
     """An image's pieces by number; `count` is known with the first of them."""
 
-    requests: set[Request] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)
     pieces: dict[int, Piece] = field(default_factory=dict)
     count: int = 1
 
@@ -54,21 +53,21 @@ class PixelStore:
 
     def __init__(self) -> None:
         self._images: dict[str, _Pixels] = {}
-        self._keys: dict[Request, set[str]] = {}
+        self._keys: dict[str, set[str]] = {}  # by request id
         self._completed = False
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def need(self, request: Request, keys: set[str]) -> None:
-        """Note that a request needs the pixels of these images."""
-        self._keys[request] = keys
+    def need(self, request_id: str, keys: set[str]) -> None:
+        """Note that a request needs the pixels of these images; may be called again."""
+        self._keys[request_id] = keys
         for key in keys:
-            self._images.setdefault(key, _Pixels()).requests.add(request)
+            self._images.setdefault(key, _Pixels()).requests.add(request_id)
 
-    def has(self, request: Request) -> bool:
+    def has(self, request_id: str) -> bool:
         """Return whether all pixels of a request have come."""
-        return all(self._images[key].complete for key in self._keys.get(request, ()))
+        return all(self._images[key].complete for key in self._keys.get(request_id, ()))
 
     def give(self, key: str, number: int, count: int, piece: Piece) -> None:
         """Add a part, unless no request needs it or it has come before."""
@@ -93,9 +92,9 @@ class PixelStore:
         about = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in pieces.values()}
         return {name: PlainTensor(*about[name], b"".join(parts)) for name, parts in data.items()}
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request_id: str) -> None:
         """Drop the pixels that only this request needs."""
-        for key in self._keys.pop(request, ()):
-            (image := self._images[key]).requests.discard(request)
+        for key in self._keys.pop(request_id, ()):
+            (image := self._images[key]).requests.discard(request_id)
             if not image.requests:
                 del self._images[key]

@@ -74,12 +74,16 @@ class ImagePlan(PlanFeature):
         check_params(f"request {request.request_id!r}", request.sampling_params, self._config)
         if bool(self._config.sections) != (given.positions is not None):
             raise ValueError(f"request {request.request_id!r}: the positions of its tokens do not suit the model")
+        # Already here, since pixels come while another feature holds the request back.
+        self.pixels.need(request.request_id, {image.key for image in given.images if not image.inputs})
+
+    def withdrawn(self, request_id: str) -> None:
+        self.pixels.forget(request_id)
 
     def added(self, request: Request) -> None:
         if (given := images_of(request.asked)) is None:
             return
         self._images[request] = given.images
-        self.pixels.need(request, {image.key for image in given.images if not image.inputs})
         request.extras[NAME] = RowImages(
             tuple(image.runs for image in given.images), given.positions, given.position_offset
         )
@@ -95,7 +99,7 @@ class ImagePlan(PlanFeature):
 
         Nothing overtakes an image without tokens, which decodes take. Images are computed in the order of requests.
         """
-        if not self.pixels.has(request):
+        if not self.pixels.has(request.request_id):
             return False
         if request in self._images and not self._lacks_room and (image := self._awaited.get(request)) is not None:
             self._lacks_room = not self._has_room(image)
@@ -186,7 +190,7 @@ class ImagePlan(PlanFeature):
 
     def ended(self, request: Request) -> None:
         self._images.pop(request, None)
-        self.pixels.forget(request)
+        self.pixels.forget(request.request_id)
         self._awaited.pop(request, None)
 
     def metrics(self) -> dict[str, Any]:

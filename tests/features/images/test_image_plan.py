@@ -315,7 +315,8 @@ def test_a_request_waits_until_its_pixels_are_complete() -> None:
 
     give(*calls)  # nobody needs them
     for name, parts in (("one", [2, "a", 3]), ("other", ["a", 2]), ("text", [4])):
-        scheduler.add(request(name, parts, {"a": 3}, {}))
+        plan.check(asked := request(name, parts, {"a": 3}, {}))
+        scheduler.add(asked)
     assert step().request_ids == ["text"]
     give(calls[1])
     assert step().request_ids == ["text"]
@@ -330,3 +331,21 @@ def test_a_request_waits_until_its_pixels_are_complete() -> None:
     while scheduler.has_unfinished():
         step()
     assert len(plan.pixels) == 0
+
+
+def test_pixels_may_come_while_a_request_is_held_back() -> None:
+    """A grammar that is compiled holds back its request. One that is aborted then leaves no pixels behind."""
+    for is_withdrawn in (False, True):
+        plan = ImagePlan(images_config())
+        asked = request("r", [2, "a", 3], {"a": 5}, {})
+        plan.check(asked)
+        for call in calls_of({"a": INPUTS}):
+            plan.give_pixels(**call.arguments)
+        if is_withdrawn:
+            plan.withdrawn("r")
+        else:
+            plan.check(asked)  # again, when it is ready
+            plan.added(waiting := Request.of(asked, (0, 0), 100))
+            assert plan.may_start(waiting)
+            plan.ended(waiting)
+        assert len(plan.pixels) == 0

@@ -17,7 +17,6 @@ from msgspec import structs
 
 from compiled_engine.config import ImageInput, ImagesConfig
 from compiled_engine.engine.messages import EngineRequest
-from compiled_engine.engine.request import Request
 from compiled_engine.features.images.extras import images_of
 from compiled_engine.features.images.frontend.download import Downloader, Target
 from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles
@@ -77,11 +76,11 @@ class Inputs:
         images = images_of(request)
         assert images is not None
         store = PixelStore()
-        store.need(asking := Request.of(request, (0, 0), 1 << 20), {image.key for image in images.images})
-        assert not store.has(asking)
+        store.need("r", {image.key for image in images.images})
+        assert not store.has("r")
         for call in part.calls:
             store.give(**call.arguments)
-        assert store.has(asking)
+        assert store.has("r")
         whole = tuple(structs.replace(image, inputs=store.inputs(image.key)) for image in images.images)
         return ids, structs.replace(images, images=whole)
 
