@@ -15,6 +15,7 @@ from compiled_engine.schema import is_integer, read_mapping, require_defaults
 from compiled_engine.vision import VisionDescription
 
 MOST_IMAGES = 999
+MEDIA = ("image", "video", "audio")  # kinds that limits may name; prompts have images alone
 GIB = 1 << 30
 # Options that a text model has not. limit_mm_per_prompt may allow no images there.
 _NEEDING = ("mm_processor_kwargs", "max_image_pixels", "image_workers", "allowed_media_domains")
@@ -70,6 +71,9 @@ def _read(name: str, given: Any) -> Mapping[str, Any]:
 def _max_images(given: Any) -> int:
     """Return the limit of images; other kinds of media are never read. vLLM's form with a count is accepted too."""
     limits = _read("limit_mm_per_prompt", given)
+    for kind in limits:
+        if kind not in MEDIA:
+            raise ValueError(f"limit_mm_per_prompt has {kind!r}; allowed: {', '.join(MEDIA)}")
     limit = limits.get("image", MOST_IMAGES)
     if isinstance(limit, dict):
         limit = limit.get("count", MOST_IMAGES)

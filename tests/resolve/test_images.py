@@ -123,6 +123,11 @@ def test_options_of_images_need_a_multimodal_checkpoint(option: str, value: Any,
     assert resolve(EngineOptions(device="cpu", limit_mm_per_prompt={"image": 0})).image_input is None
 
 
+def test_an_unknown_kind_of_media_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="limit_mm_per_prompt has 'images'; allowed: image, video, audio"):
+        resolved(tmp_path, QWEN, limit_mm_per_prompt={"images": 1})
+
+
 def test_limits_of_images_need_a_tower() -> None:
     with pytest.raises(ValueError, match="encoder_cache_size is 8, but the model takes only text; allowed: None"):
         resolve(EngineOptions(device="cpu", encoder_cache_size=8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -118,6 +119,10 @@ class ImageRequests(RequestFeature):
         settings = prompt.data.get(SETTINGS) or {}
         if not isinstance(settings, Mapping):
             raise TypeError(f"{prompt.part_name(SETTINGS)} must be a dict, got {settings!r}")
+        try:
+            json.dumps(dict(settings))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{prompt.part_name(SETTINGS)} must have values of JSON: {error}") from error
         key = [f"[{index}]" if several else "" for index in range(len(given))]
         names = [
             each.name if isinstance(each, ImageUrl) else f"{name}['image']{key[index]}"

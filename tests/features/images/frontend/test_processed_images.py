@@ -160,6 +160,14 @@ def test_settings_of_the_processor_change_the_key(inputs: Inputs) -> None:
     assert plain.images[0].key != changed.images[0].key
 
 
+def test_settings_that_no_process_can_read_are_named(inputs: Inputs) -> None:
+    prompt = {"prompt": inputs.placeholder, "multi_modal_data": {"image": picture(40, 30)}}
+    with pytest.raises(
+        TypeError, match=r"\['mm_processor_kwargs'\] must have values of JSON: Object of type set is not"
+    ):
+        inputs.run({**prompt, "mm_processor_kwargs": {"size": {5}}})
+
+
 def test_images_of_a_prompt_are_fetched_together(inputs: Inputs) -> None:
     """Each answer comes when all are asked for."""
     together = threading.Barrier(3, timeout=20)
