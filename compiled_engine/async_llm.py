@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +35,7 @@ from compiled_engine.features.pooling.frontend.running import RunningPooling, cl
 from compiled_engine.features.pooling.frontend.task import PoolingParams
 from compiled_engine.features.weight_updates.frontend import update_calls
 from compiled_engine.features.weight_updates.frontend.update_calls import WeightSource
+from compiled_engine.frontend.attachments import AttachmentThreads
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
@@ -57,8 +57,6 @@ from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 
 _POLL_S = 0.01
-# Prompts whose data, such as images, is awaited at once.
-ATTACHING_THREADS = 32
 Prepared = TypeVar("Prepared")
 
 
@@ -113,8 +111,7 @@ class AsyncLLM:
         self._end = weakref.finalize(self, unless_forked(end), parts.client, parts.core, parts.streams)
         self._numbers = count()
         self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
-        self._waiting = ThreadPoolExecutor(ATTACHING_THREADS, thread_name_prefix="attached")
-        self._fetching = ThreadPoolExecutor(ATTACHING_THREADS, thread_name_prefix="attached from afar")
+        self._attaching = AttachmentThreads()
         self._draining = False
 
     def generate(
@@ -463,8 +460,7 @@ class AsyncLLM:
         leave(self._client, self._streams)
         await asyncio.to_thread(self._end)
         await asyncio.to_thread(self._frontend.close)
-        for threads in (self._waiting, self._fetching):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._attaching.close()
 
     @property
     def errored(self) -> str | None:
@@ -599,19 +595,9 @@ class AsyncLLM:
                 await asyncio.to_thread(read)
 
     async def _attached(self, prompt: Prompt) -> Sequence[Attachment | None]:
-        """Return what has waited for the data of a prompt, such as images, in a thread.
-
-        Cancelling the call ends the wait. Data that other machines send has threads of its own, as these may be slow.
-        """
+        """Return what has waited for the data of a prompt, such as images."""
         attached = self._frontend.attach([prompt])
-        is_over = threading.Event()
-        try:
-            for each in attached:
-                if each is not None and not each.is_ready:
-                    threads = self._fetching if each.is_remote else self._waiting
-                    await asyncio.wrap_future(threads.submit(each.wait, is_over.is_set))
-        finally:
-            is_over.set()
+        await self._attaching.wait(attached)
         return attached
 
     async def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:

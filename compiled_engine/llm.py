@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +13,12 @@ from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.pooling.frontend.running import RunningPooling, classifications, embeddings, results
 from compiled_engine.features.weight_updates.frontend import update_calls
+from compiled_engine.frontend.attachments import wait_for_all
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompt, parse_prompts
-from compiled_engine.frontend.request_hooks import Attachment
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.forks import Owner
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 
 # Seconds before a progress bar appears; a few texts take less time than drawing it.
 POOLING_PATIENCE_S = 0.5
-# Prompts whose data, such as images, is awaited at once.
-ATTACHING_THREADS = 16
 
 
 class LLM:
@@ -466,24 +463,12 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[PreparedRequest]:
         attached = self._frontend.attach(prompts)
-        self._wait_for(attached, use_tqdm)
+        wait_for_all(attached, self._progress if use_tqdm else SilentProgress())
         requests = self._frontend.completions(
             prompts, sampling_params, priority, attached=attached, lora_request=lora_request
         )
         self._ready_core(requests)
         return requests
-
-    def _wait_for(self, attached: Sequence[Attachment | None], use_tqdm: bool) -> None:
-        """Wait until the data of prompts is ready, that of several at once."""
-        if not (waiting := [each for each in attached if each is not None]):
-            return
-        progress = self._progress if use_tqdm else SilentProgress()
-        with (
-            progress.stage("process images", total=len(waiting), patience_s=POOLING_PATIENCE_S) as advance,
-            ThreadPoolExecutor(ATTACHING_THREADS) as threads,
-        ):
-            for _ in threads.map(lambda each: each.wait(), waiting):
-                advance(1)
 
     def _ready_core(self, requests: Sequence[PreparedRequest]) -> None:
         """Make the calls that the core must serve before it gets these requests."""

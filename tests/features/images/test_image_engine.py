@@ -37,6 +37,7 @@ def prompts_of(oracle: Oracle) -> dict[str, Prompt]:
     }
 
 
+@pytest.mark.product(one_in=2, each=("oracle",))
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_tokens_are_those_of_the_whole_model(oracle: Oracle, mode: str) -> None:

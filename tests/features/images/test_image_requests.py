@@ -138,6 +138,7 @@ def test_log_probabilities_of_a_prompt_with_images(oracle: Oracle, core: EngineC
     assert found == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize(
     "options",
     [
