@@ -1,4 +1,4 @@
-"""Waits for the data of prompts, such as images, in threads: for all prompts of a call, or on an event loop."""
+"""Waits for the data that comes with prompts, in threads: for all prompts of a call, or on an event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def wait_for_all(attached: Sequence[Attachment | None], progress: Progress) -> N
     if not (waiting := [each for each in attached if each is not None]):
         return
     with (
-        progress.stage("process images", total=len(waiting), patience_s=PATIENCE_S) as advance,
+        progress.stage("prepare prompts", total=len(waiting), patience_s=PATIENCE_S) as advance,
         ThreadPoolExecutor(OF_A_CALL) as threads,
     ):
         for _ in threads.map(lambda each: each.wait(), waiting):
