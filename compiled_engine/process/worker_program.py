@@ -23,12 +23,14 @@ Answer = Callable[[dict[str, Any]], None]
 Work = Callable[[Messages, Answer], None]
 
 
-def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
+def run_workers(prepare: Callable[[dict[str, Any]], Work], *, needs_cuda: bool = False) -> None:
     """Prepare, fork the workers, and end this process with them. Does not return, unless stdin is closed at once.
 
     prepare: gets the message that `WorkerPool.begin` sent, imports the modules that the work needs, and returns the
         work. The work is a function that every worker runs: it gets an iterator of messages, and a function that sends
-        an answer. A fork must be possible after `prepare`: it may start no threads, call no CUDA and run no user code.
+        an answer. A fork must be possible after `prepare`: it may start no threads and run no user code.
+    needs_cuda: the work calls CUDA, which `prepare` may then not ask even whether it is there. A worker that finds CUDA
+        spoilt by such an import ends with RuntimeError.
 
     The program's arguments are file descriptors: for each worker, a socket that carries JSON lines both ways. All
     workers end together, even in the middle of their work.
@@ -42,7 +44,7 @@ def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, _exit)
     try:
-        _fork(workers, [int(number) for number in sys.argv[1:]], work)
+        _fork(workers, [int(number) for number in sys.argv[1:]], work, needs_cuda)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while os.read(0, 1 << 16):
             pass
@@ -63,7 +65,7 @@ def _exit(number: int, frame: object) -> None:
     raise SystemExit
 
 
-def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
+def _fork(workers: list[int], descriptors: list[int], work: Work, needs_cuda: bool) -> None:
     """Fork a worker for each descriptor, and append its process id to `workers`. In a worker, never returns.
 
     The first worker leads the workers' process group. The group's id stays valid until that worker is waited for, at
@@ -85,7 +87,8 @@ def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for other in descriptors:
                 os.close(other)
-            _require_cuda()
+            if needs_cuda:
+                _require_cuda()
             _run(descriptor, work)
         except BaseException:
             traceback.print_exc()

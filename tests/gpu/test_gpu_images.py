@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from image_engines import Oracle, Prompt, check, outputs_of, running
+from image_folders import PLACEHOLDERS, picture, write_processor
 from vision_models import vision_config, vision_model
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.features.images.frontend.worker import load_processor
 
 pytestmark = pytest.mark.gpu
 
@@ -80,3 +84,22 @@ def test_bfloat16_is_as_near_as_transformers(architecture: str, tmp_path: Path) 
         oracle.model = whole
         ours = (torch.tensor(logprobs) - exact[at, chosen]).abs().max()
         assert ours <= MOST_TIMES * (theirs - exact)[at, chosen].abs().max() + ALWAYS, name
+
+
+@pytest.mark.usefixtures("exact_float32")
+def test_pictures_go_through_the_checkpoints_processor(tmp_path: Path) -> None:
+    """In processes of their own, which use no GPU."""
+    architecture = ARCHITECTURES[1]
+    oracle = Oracle(tmp_path, architecture)
+    write_processor(tmp_path, architecture)
+    image, text = picture(40, 60, 1), f"a {PLACEHOLDERS[architecture]} and so on"
+    inputs = load_processor(tmp_path, tmp_path)(text=[text], images=[image], return_tensors="pt")
+    ids = inputs.pop("input_ids")[0].tolist()
+    pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+    with LLM(tmp_path, mode="eager", device="cuda", max_model_len=256, num_blocks=64, image_workers=1) as llm:
+        prompt = {"prompt": text, "multi_modal_data": {"image": image}}
+        found = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0]
+    assert list(found.prompt_token_ids) == ids
+    for token in found.outputs[0].token_ids:
+        assert token == int(oracle.logprobs(ids, [pixels])[-1].argmax())
+        ids.append(token)

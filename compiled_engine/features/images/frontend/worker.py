@@ -45,7 +45,7 @@ def main() -> None:
 
 def _prepare(order: dict[str, Any]) -> Work:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would initialise CUDA, which no fork survives
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # processors take no GPU memory
     try:
         processor = load_processor(Path(order["folder"]), Path(order["tokenizer"]))
     except Exception as error:
