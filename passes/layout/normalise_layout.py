@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.passes.framework.graph_inputs import is_parameter
 from compiled_engine.passes.framework.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.framework.matching import always_equal, arg, aten, emit, emit_item, fake_mode_of, is_call
 from compiled_engine.passes.layout.layout_form import Form, Size, permuted, reshaped, squeezed, unsqueezed
@@ -55,7 +56,8 @@ class _Normalisation:
             if form is None:
                 if node.op != "output" and any(not self.form(value).is_core for value in node.all_input_nodes):
                     unknown[str(node.target)] += 1
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
+                with self.graph.inserting_before(node):
+                    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
                 continue
             self.forms[node] = form
             if form.is_core and form.core is not node and isinstance(node.meta["val"], torch.Tensor):
@@ -77,11 +79,18 @@ class _Normalisation:
         return Form(core, tuple(None if dim is None else next(places) for dim in form.dims))
 
     def _view(self, target: Any, core: fx.Node, *arguments: Any) -> fx.Node:
-        """Return a view of a core: a call of `target`, emitted right after the core unless an equal one exists."""
+        """Return a view of a core: a call of `target`, emitted right after the core unless an equal one exists.
+
+        Views of a parameter are emitted where the first op reads them: among the ops of the parameter's layer, which
+        `repeat_layers` copies.
+        """
         key = (target, core, str(arguments))
         if key not in self.views:
-            with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
+            if is_parameter(core):
                 self.views[key] = emit(self.graph, target, core, *arguments)
+            else:
+                with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
+                    self.views[key] = emit(self.graph, target, core, *arguments)
         return self.views[key]
 
     def _whole(self, value: fx.Node) -> fx.Node:

@@ -118,8 +118,9 @@ def traced_text(folder: Path, *, of_all_layers: bool) -> tuple[list[str], str]:
     return [line.split("(")[0] for line in lines], traced.dynamo_graph
 
 
-def test_few_layers_are_traced_and_the_graph_is_that_of_all(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=4)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_few_layers_are_traced_and_the_graph_is_that_of_all(architecture: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, architecture, num_hidden_layers=4)
     few, graph = traced_text(tmp_path, of_all_layers=False)
     every, whole = traced_text(tmp_path, of_all_layers=True)
     assert few == every
