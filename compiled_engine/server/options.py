@@ -76,7 +76,7 @@ VARIABLES = Kind(template_variables, {"anyOf": [{"type": "string"}, {"type": "ob
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on requests; a request beyond a bound is refused before any work."""
+    """Bounds on requests and connections."""
 
     max_body_bytes: int = declare(16 << 20, COUNT, "bytes of a request's body")
     max_header_bytes: int = declare(32 << 10, COUNT, "bytes of a request's line and headers")
@@ -266,7 +266,7 @@ class ServerOptions:
 
     @property
     def logs_requests(self) -> bool:
-        """Return whether the log has a line for each response."""
+        """Whether the log level includes a line for each response."""
         return self.uvicorn_log_level in ("info", "debug", "trace")
 
     def __post_init__(self) -> None:

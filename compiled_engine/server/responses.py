@@ -327,7 +327,7 @@ Event = dict[str, Any]
 class ResponseEvents:
     """Converts the pieces of an answer to stream events, and assembles the pieces into `response`.
 
-    One output item is open at a time. A piece of another kind closes it and opens the next.
+    One output item is open at a time. A piece of another kind or a new call closes it and opens the next.
     """
 
     def __init__(self, response: ResponseObject, make_call_id: Callable[[], str]) -> None:

@@ -102,8 +102,8 @@ class _XmlGrammar:
     def _value(self, name: str, arguments: ArgumentSchemas) -> str:
         """Return the rule of an argument's value with its closing tag.
 
-        All strings share one terminal. Other values follow a rule for JSON. A terminal matches as much as it can, so a
-        string must not begin like JSON.
+        Alternatives that are text share one terminal; JSON values follow a rule of their own. A terminal matches as
+        much as it can, so a string must not begin like a JSON value of the argument.
         """
         texts: list[str] = []
         values: list[Any] = []
