@@ -227,7 +227,8 @@ def _templates(file: Path, given: Any) -> Templates:
 def _read_config(path: Path) -> dict[str, Any]:
     """Return tokenizer_config.json.
 
-    If it lists no added tokens, special_tokens_map.json replaces its special tokens.
+    If it lists no added tokens, special_tokens_map.json replaces its special tokens. Raises NotReadHere for older files
+    that only transformers reads.
     """
     config = _read_json(path / CONFIG_FILE)
     if "added_tokens_decoder" in config:
