@@ -120,7 +120,7 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """Return the names in SIZES whose batches the wanted `mode` and `graph_mode` capture."""
+    """Return the options of SIZES whose batches become CUDA graphs with the wanted `mode` and `graph_mode`."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -267,7 +267,7 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option hf_overrides, merged from all keywords of OVERRIDES, whichever of them `value` has."""
+    """Return the option hf_overrides, merged from all given keywords of OVERRIDES. `value` belongs to one of them."""
     found: dict[str, Any] = {}
     for name in OVERRIDES:
         each = given.get(name)
