@@ -145,7 +145,7 @@ class StageShare:
 
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:
-    """Return the share of each pipeline stage, without reading weights or creating a CUDA context."""
+    """Return the weights and KV cache blocks of each stage, without reading weights or creating a CUDA context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.parallel.rank_share import local_model
