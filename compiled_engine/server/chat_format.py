@@ -82,7 +82,7 @@ class ChatFormat:
     max_json_values: int = Limits().max_json_values  # bound on values in arguments of a conversation's calls
 
     def knows(self, name: str) -> bool:
-        """Return whether one of the templates contains this variable's name."""
+        """Return whether the text `name` occurs in one of the templates."""
         return name in self.template or name in self.tool_template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
 
 
 def renamed_fields(fields: ChatRequest) -> dict[str, Any]:
-    """Return the sampling parameters that have other names in chat requests: logprobs and max_tokens.
+    """Return the sampling parameters logprobs and max_tokens, which other fields of chat requests determine.
 
     Raises ApiError 400 for contradictory fields.
     """

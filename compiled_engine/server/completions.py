@@ -185,7 +185,7 @@ def _part(
     place: _Place,
     echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
-    """Return the next part of a completion and update `place`. Without streaming, this is the whole completion.
+    """Return the next part of a completion, or without streaming all of it, and update `place`.
 
     With `echo`, the first part begins with the prompt. `echoed` is the result of `Answer.echoed_logprobs`.
     """

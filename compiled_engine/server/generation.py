@@ -172,7 +172,7 @@ async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Out
 
 
 async def begun(stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Return the stream after its first item has arrived or PATIENCE_S has passed.
+    """Wait until the stream's first item has arrived or PATIENCE_S has passed, and return the stream.
 
     Raises an error that arrives instead of the item.
     """

@@ -88,7 +88,7 @@ class Counts:
         self._figures.own[self._columns[name]] += count
 
     def put(self, name: Hashable, count: float) -> None:
-        """Set this process's count."""
+        """Set this process's count of `name`."""
         self._figures.own[self._columns[name]] = count
 
     def totals(self) -> dict[Any, float]:

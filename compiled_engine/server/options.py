@@ -38,7 +38,7 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 def template_variables(name: str, value: Any) -> dict[str, Any]:
     """Return variables of the chat template. `value` is a mapping, or a JSON object as text.
 
-    Raises TypeError or ValueError for an invalid value.
+    Raises TypeError or ValueError, with the option's `name`, for an invalid value.
     """
     variables = read_mapping(name, value)
     if taken := sorted(SETTINGS & variables.keys()):

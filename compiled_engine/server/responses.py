@@ -139,7 +139,7 @@ def _name(where: str, item: dict[str, Any], key: str) -> str:
 
 
 def _content(where: str, content: Any) -> str | list[Part]:
-    """Return the text, or the parts if some are images."""
+    """Return a message's content as text, or as a list of parts if it has images."""
     kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     if "input_image" not in kinds:
         return _text(where, content)

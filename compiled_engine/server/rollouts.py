@@ -280,7 +280,7 @@ async def _body(request: Request, kind: type[Body]) -> Body:
 
 
 def _switch(request: Request, name: str, default: bool) -> bool:
-    """Return a boolean of the query. Raises ApiError 400 for another value."""
+    """Return the boolean `name` of the query string. Raises ApiError 400 for another value."""
     value = request.query_params.get(name, str(default)).lower()
     require(value in ("true", "false", "1", "0"), name, "true or false", value)
     return value in ("true", "1")

@@ -130,7 +130,7 @@ class _XmlGrammar:
     def _terminal(self, text: str) -> str:
         """Return the name of the rule for an argument's text and closing tag.
 
-        `text` is the text's terminal in Lark. The rule excludes whatever would end the text early.
+        `text` is the Lark expression for the argument's text. The rule excludes whatever would end the text early.
         """
         markup, closing = self._markup, self._literal(self._markup.value_end)
         name = f"text_{len(self._rules)}"
