@@ -59,7 +59,7 @@ class StopStrings:
     def _possible_beginning(self) -> int:
         """Return the start of the longest suffix that is a prefix of a stop string.
 
-        If there is no such suffix, the result is the text's length.
+        If there is no such suffix, or stop strings are part of the output, the result is the text's length.
         """
         if self._include:
             return len(self._text)

@@ -79,7 +79,7 @@ class RequestFeature:
     """The part of a feature in the frontend. Its methods do nothing unless overridden."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError, beginning with a field's name, for parameters that the engine cannot serve."""
+        """Raise ValueError, with a field's name first in its text, for parameters that the engine cannot serve."""
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
         """Return an Attachment for each prompt with data and None for the others; () if no prompt has data.

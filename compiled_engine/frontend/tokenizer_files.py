@@ -75,7 +75,10 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether the tokenizer's model is a `kind`. A BPE model must also have no word-boundary marks."""
+    """Return whether TokenizerClass.rebuild supports the tokenizer: its model is a `kind`.
+
+    A BPE model must also have no word-boundary marks.
+    """
     model: Any = tokenizer.model
     if not isinstance(model, kind):
         return False
