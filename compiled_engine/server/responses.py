@@ -64,8 +64,8 @@ ROLES = ("system", "developer", "user", "assistant")
 def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
     """Convert `given`, the request field `input`, to messages. `instructions` becomes a system message.
 
-    A call becomes part of the assistant's message before it; reasoning becomes part of the assistant's message after
-    it. Raises ApiError 400 with the invalid item.
+    A call becomes part of the assistant's message before it, or of a new one. Reasoning becomes part of the assistant's
+    message after it; without one, it is dropped. Raises ApiError 400 with the invalid item.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):

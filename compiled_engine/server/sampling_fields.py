@@ -153,7 +153,7 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
 
 
 def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized | None, int, str]]:
-    """Yield each bounded field's name, its items, their largest allowed number, and the unit."""
+    """Yield each bounded field's name, its items, their largest allowed number, and the items' unit."""
     most, longest = limits.max_token_list, limits.max_stop_length
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     yield "stop", stops, limits.max_stop, "strings"
