@@ -59,7 +59,7 @@ class Argument:
 
     @property
     def variable(self) -> str:
-        """The environment variable for the option: its name in capitals, after the prefix ENVIRONMENT."""
+        """The environment variable for the option: its spelling in capitals, with underscores, after ENVIRONMENT."""
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     @property

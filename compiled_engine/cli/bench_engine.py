@@ -28,7 +28,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="A small run: seconds to a 
 
 @contextmanager
 def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the engine's options; with `shape`, the model is a temporary folder of that shape."""
+    """Yield the engine's options. With `shape`, the model is a temporary folder of that shape with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         if shape is not None:
             if "model" in options:
@@ -56,7 +56,7 @@ def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
 
 
 def command_line(secrets: Collection[str] = ()) -> str:
-    """Return the command that started this process. The values of options in `secrets` are hidden."""
+    """Return the command that started the process, without the values of `secrets` options and passwords in URLs."""
     words = list(sys.argv[1:])
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")
@@ -75,7 +75,7 @@ def without_password(url: str) -> str:
 
 
 def print_rates(rates: Mapping[str, Any], out: Console) -> None:
-    """Print the rates that the bounds assume."""
+    """Print the rates of memory and arithmetic that the bounds assume."""
     out.print(
         f"bound: {rates['bytes_per_s'] / 1e12:.3g} TB/s and {rates['flops_per_s'] / 1e12:.3g} TFLOP/s,"
         f" {rates['source']}" + CACHES * (not rates["source"].startswith("known")),

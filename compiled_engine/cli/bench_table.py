@@ -116,7 +116,8 @@ def compare(
 ) -> None:
     """Judge two tables: which rows of B are faster or slower than A's by more than their spreads.
 
-    A row is the same if the intervals from its least to its most repeat overlap.
+    A row is the same if the intervals from its smallest to its largest repeat overlap, or if its medians differ by at
+    most --noise.
 
     JSON: rows (id, what, unit, a, b, gain, overlap, verdict), notes, noise, counts.
 

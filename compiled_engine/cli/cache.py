@@ -156,8 +156,8 @@ def verify(
     """Read every file of every entry and compare it with its digest. Exit code 1 if something is damaged.
 
     An entry is damaged if a file was changed, is missing, was added, is a link or belongs to another user, or if its
-    factors are not those of its key. Kernels that entries share are read too; damaged ones are built again by the next
-    start. `ls`, `show`, `explain` and `prune` check entries in the same way.
+    factors are not those of its key. Without a key, kernels that entries share are read too; the next start builds
+    damaged ones again. `ls`, `show`, `explain` and `prune` check entries in the same way.
 
     Examples:
 
@@ -329,7 +329,7 @@ def entry_lines(entry: EntryReport) -> list[str]:
 
 
 def explanation(key: str, own: EntryReport | None, near: Nearest | None) -> list[str]:
-    """Return lines on whether the entry of `key` exists (`own`), or how it differs from the nearest entry."""
+    """Return lines on the look-up of `key`: its entry `own`, if there is one, or how the nearest entry differs."""
     if own is not None and own.damage is None:
         return [f"hit: entry {short(key)}, created {ago(own.created)}, last used {ago(own.last_used)}"]
     if own is not None:

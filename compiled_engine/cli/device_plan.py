@@ -78,9 +78,9 @@ def _is_summed(name: str, shard: Shard) -> bool:
 
 
 def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """Return an upper bound on the KV cache blocks of `layers` (None: all layers) that fit beside the weights.
+    """Return an upper bound on the KV cache blocks of `layers` (None: all layers) that fit with the weights.
 
-    A configured number of blocks is returned unchanged. Without it, devices other than CUDA have no bound: None.
+    A configured number of blocks is returned unchanged. Without one, the result is None on devices other than CUDA.
     """
     import torch
 
@@ -145,7 +145,7 @@ class StageShare:
 
 
 def stage_shares(config: EngineConfig) -> list[StageShare]:
-    """Return the share of each pipeline stage, without reading weights or creating a CUDA context."""
+    """Return the weights and KV cache blocks of each stage, without reading weights or creating a CUDA context."""
     from compiled_engine.engine.cache_memory import block_bytes
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.parallel.rank_share import local_model

@@ -1,6 +1,6 @@
-"""Error output: bad input and unwritable output end a command with one line on stderr and exit code 2.
+"""Error output: bad input and full disks end a command with one line on stderr and exit code 2.
 
-Other errors are not caught.
+Ctrl-C ends a command with exit code 130. Other errors are not caught.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BadInputError(Exception):
 def bad_input_is_reported(
     kinds: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, MemoryError),
 ) -> Iterator[None]:
-    """Convert errors of these kinds, raised while the block checks the user's input, to BadInputError."""
+    """Convert errors of these kinds in the block, except BrokenPipeError, to BadInputError."""
     try:
         yield
     except BrokenPipeError:  # the reader of the output has exited: not an input error

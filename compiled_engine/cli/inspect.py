@@ -77,7 +77,8 @@ def inspect(
 def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | None]:
     """Return the paths of the page and of the folder of text files, each None if it is not wanted. Makes the folders.
 
-    `output` is the path of the page. If it ends with a slash or is a folder, both go there.
+    `output` is the path of the page. If it ends with a slash or is a folder, the page goes there, and so do the text
+    files unless `text` is given.
     """
     if text is not None:
         make_folder("text", text)
@@ -92,7 +93,7 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
-    """Return a report on the cache entry of a configuration. A missing entry is built first."""
+    """Return a report on the cache entry of a configuration, which is built if missing. Eager mode has no entry."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report

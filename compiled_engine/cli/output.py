@@ -27,7 +27,7 @@ def console(width: int = 160) -> Console:
 
 
 def aligned(table: Table, num_names: int) -> Table:
-    """Right-align all columns after the first `num_names`, which do not wrap. Changes the table, and returns it."""
+    """Right-align all columns but the first `num_names`, which do not wrap. Changes and returns the table."""
     for column in table.columns[num_names:]:
         column.justify = "right"
     for column in table.columns[:num_names]:

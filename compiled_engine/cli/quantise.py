@@ -55,8 +55,9 @@ def quantise(
 ) -> None:
     """Write a checkpoint with quantised linears and experts, in the format of compressed-tensors.
 
-    The weights are those that the engine's option --quantization makes while it loads. Memory for about one tensor is
-    needed, and no GPU. The folder appears under its name once it is complete.
+    The weights are those that the engine's option --quantization makes while it loads, except with fp8_block if a
+    linear's rows are no multiple of 128. Memory for about one tensor is needed, and no GPU. With --text, both models
+    are also loaded, one after the other, on --device. The folder appears under its name once it is complete.
 
     JSON: folder, scheme, quantised, kept (module: reason), bytes_before, bytes_after, and with --text num_tokens,
     loss_before and loss_after, in nats per token.

@@ -74,7 +74,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients.
 
-    Every option may come from the environment instead: COMPILED_ENGINE_MAX_MODEL_LEN for --max-model-len.
+    Every option but --quiet may come from the environment instead: COMPILED_ENGINE_MAX_MODEL_LEN for --max-model-len.
     SIGTERM lets running requests finish; a second one ends them.
 
     Examples:
@@ -166,7 +166,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:
-    """Return the model's default name: "bundled" if no model is given, else its name on the hub or of its folder."""
+    """Return the model's default name: "bundled" if no model is given, else its name on the hub or its folder's."""
     model = engine.config.model
     return "bundled" if given is None else model.hub_name or model.path.name
 

@@ -131,7 +131,10 @@ def schema_of(tool: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types. Any other object becomes the name of its type."""
+    """Convert a value to JSON types, including dataclasses and objects with `model_dump`.
+
+    Any other object becomes the name of its type.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # subclasses may have methods that the sandbox does not check

@@ -59,7 +59,7 @@ class StopStrings:
     def _possible_beginning(self) -> int:
         """Return the start of the longest suffix that is a prefix of a stop string.
 
-        If there is no such suffix, the result is the text's length.
+        If there is no such suffix, or stop strings are part of the output, the result is the text's length.
         """
         if self._include:
             return len(self._text)
@@ -87,8 +87,9 @@ class StopStrings:
 class Completion:
     """Collects the engine core's outputs of one completion. `finish_reason` is None until the completion ends.
 
-    Callers may append tokens to `token_ids` and their rows to `logprobs` directly, unless a token ends the completion.
-    With stop strings, they must then call `look` after each token.
+    Outputs come through `update`. As a shortcut, callers may append a token that does not end the completion to
+    `token_ids`, and its row of log-probabilities to `logprobs`. With stop strings, they must then call `look` after
+    each token.
     """
 
     def __init__(

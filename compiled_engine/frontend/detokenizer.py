@@ -95,7 +95,7 @@ class Detokenizer:
     def _joins_last(self, token_id: int) -> bool:
         """Return whether this token and the previous one are special and joined without a space.
 
-        Stores this token's kind.
+        Stores whether this token is special, for the next call.
         """
         if not self._join_specials:
             return False

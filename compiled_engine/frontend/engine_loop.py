@@ -87,7 +87,7 @@ class EngineLoop:
         self._abandoned: list[Generator[list[RequestOutput], None, None]] = []  # ended while another run advanced
 
     def close(self) -> None:
-        """Stop all runs. Called before the core is closed."""
+        """Stop all runs: a run that needs another step raises RuntimeError. Called before the core is closed."""
         with self._turn():
             self._closed = True
 
@@ -125,7 +125,7 @@ class EngineLoop:
             self._in_use.release()
 
     def _close_abandoned(self) -> None:
-        """Close the runs whose iterators nobody holds.
+        """Close the runs that ended early while another run advanced.
 
         No reference to a run is kept between iterations, since it would keep the engine alive.
         """

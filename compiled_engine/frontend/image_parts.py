@@ -1,4 +1,4 @@
-"""Parts of messages that are images: the forms in which callers give them, and what templates get in their place."""
+"""Image parts of messages: read the forms in which callers give images, and convert them for templates."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ def image_of(name: str, part: Mapping[str, Any]) -> Any:
 def read_by(
     template: str, messages: Sequence[dict[str, Any]], values: Any
 ) -> tuple[Sequence[dict[str, Any]], str | None]:
-    """Return messages whose images the template can read, and the mark that stands for an image in their texts.
+    """Return the messages with images as the template reads them, and the mark for an image in a text.
 
-    Images are parts of type "image" in the messages given, and stay so where the template reads such parts. The mark is
-    None if no message has it. values: all that the template reads; no text of them has the mark.
+    Parts of type "image" are kept if the template renders such parts for the message's role. Otherwise the message
+    becomes a text with the mark for each image. The mark is None if no message has it. `values` is all that the
+    template reads; the mark occurs in none of its texts.
 
-    Raises ValueError if the texts hold every mark.
+    Raises ValueError if the texts contain all of MARKS.
     """
     marked = [_has_images(message) and not _reads_images(template, message.get("role", "user")) for message in messages]
     if not any(marked):
@@ -95,7 +96,7 @@ def _reads_images(template: str, role: str) -> bool:
 
 
 def with_placeholders(parts: Sequence[str | int], mark: str, placeholder: int | None) -> list[str | int]:
-    """Return the parts of a text with the placeholder for each mark. Raises ValueError if it is None."""
+    """Replace each mark in a text's parts by `placeholder`. Raises ValueError for a mark if `placeholder` is None."""
     found: list[str | int] = []
     for part in parts:
         if isinstance(part, int) or mark not in part:

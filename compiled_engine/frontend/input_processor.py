@@ -65,9 +65,10 @@ class InputProcessor:
     ) -> list[PreparedRequest]:
         """Return a request for each prompt.
 
-        The other arguments apply to all prompts, or are lists with one entry for each. attached: what has waited for
-        the prompts' data; () to wait for it here. `given` has the arguments that only features read, such as
-        lora_request. Raises TypeError or ValueError with the field, its value and what is allowed.
+        Parameters and priorities apply to all prompts, or are lists with one entry for each. `attached` has the
+        prompts' attachments, whose data is ready; with (), this method makes them and waits. `given` has the arguments
+        that only features read, such as lora_request. Raises TypeError or ValueError with the field, its value and what
+        is allowed.
         """
         params = self._params_for(sampling_params, len(prompts))
         priorities = checked_priorities(priority, len(prompts), self.limits)
@@ -81,9 +82,9 @@ class InputProcessor:
         return [self._prepare(*each) for each in of_prompts]
 
     def tokens(self, prompt: Prompt, attachment: Attachment | None, params: SamplingParams) -> tuple[int, ...]:
-        """Return a prompt's tokens, with those of its data, which has been waited for.
+        """Return a prompt's tokens, including those of its data, without truncation. The data must be ready.
 
-        They are not truncated. Raises ValueError for an invalid prompt, and one that is too long when it is truncated.
+        Raises ValueError for an invalid prompt, and for a prompt that would be too long after truncation.
         """
         token_ids = self._whole(prompt, params, attachment)
         self._truncated(prompt, token_ids, params)

@@ -168,7 +168,7 @@ class OutputProcessor:
     def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
         """Start tracking a request that arrives now.
 
-        With `partial`, every token is reported, otherwise only the end.
+        With `partial`, `process` returns the request after every token. Otherwise it may do so only at the end.
         """
         if request.collect is not None:
             collecting = request.collect(request)

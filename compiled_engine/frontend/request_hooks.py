@@ -47,10 +47,13 @@ class Attachment(Protocol):
         """
 
     def expand(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the prompt's tokens, with those that stand for the data. Raises ValueError if they do not fit it."""
+        """Return the prompt's tokens, including those that stand for the data.
+
+        Raises ValueError if the prompt does not fit the data.
+        """
 
     def part(self, token_ids: tuple[int, ...], params: SamplingParams) -> RequestPart:
-        """Return the feature's part of the request, for tokens that `expand` returned or the last ones of them.
+        """Return the feature's part of the request. `token_ids` is the result of `expand`, or its end if truncated.
 
         Raises ValueError if the data needs tokens that are missing, or rules out a parameter.
         """
@@ -76,14 +79,16 @@ class RequestFeature:
     """The part of a feature in the frontend. Its methods do nothing unless overridden."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError, beginning with a field's name, for parameters that the engine cannot serve."""
+        """Raise ValueError, with a field's name first in its text, for parameters that the engine cannot serve."""
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
-        """Return what waits for the data of each prompt, None for a prompt without data; () if none has any.
+        """Return an Attachment for each prompt with data and None for the others; () if no prompt has data.
 
-        Called on event loops, so the work begins in `wait`. At most one feature of an engine may override this.
+        Called on event loops, so the work begins in `Attachment.wait`. At most one feature of an engine may override
+        this.
 
-        Raises TypeError or ValueError for data that the feature does not take, beginning with its name.
+        Raises TypeError or ValueError for data that the feature does not take. The error begins with the name of the
+        data.
         """
         return ()
 
@@ -122,9 +127,9 @@ class RequestFeature:
 
 
 def attach_all(features: Sequence[RequestFeature], prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
-    """Return what waits for the data of each prompt; () if no prompt has data.
+    """Return an Attachment for each prompt with data and None for the others; () if no prompt has data.
 
-    Raises what RequestFeature.attach raises, and ValueError if no feature reads data.
+    Raises the errors of RequestFeature.attach, and ValueError if no feature reads data.
     """
     given = next((prompt for prompt in prompts if prompt.data), None)
     if given is None:

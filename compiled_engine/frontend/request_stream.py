@@ -60,7 +60,7 @@ class RequestStream:
 
 
 class RequestStreams:
-    """The streams of all running requests, by request id. Belongs to one event loop at a time."""
+    """The streams of requests that run or have unread output, by request id. Belongs to one event loop at a time."""
 
     def __init__(self, outputs: OutputProcessor) -> None:
         self._outputs = outputs
@@ -120,7 +120,10 @@ class RequestStreams:
         return unfinished
 
     def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
-        """Raise an error in every reader of an unfinished request. Return the ids of engine requests that still run."""
+        """Stop tracking all requests, and raise an error in the readers of unfinished ones.
+
+        Returns the ids of engine requests that still run.
+        """
         unfinished = []
         for stream in list(self._streams.values()):
             unfinished += self.remove(stream)

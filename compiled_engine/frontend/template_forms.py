@@ -251,8 +251,8 @@ def _content_form(
 ) -> ContentForm:
     """Return the form of content that a template reads in messages of the role `role`.
 
-    The form is found by rendering a probe between the messages `before` and `after`. If no form shows in the output, it
-    is `default`.
+    The form is found by rendering a probe between the messages `before` and `after`. If no form shows in the output,
+    the result is `default`, or a string if that is None.
     """
 
     def rendered(content: Any) -> str:

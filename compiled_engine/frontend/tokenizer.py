@@ -279,8 +279,8 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None, overrides:
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word at the start of a text, and after a space if those ids differ.
 
-    As in vLLM, the ids after a space count only if they are as many. If they are more, the first is a token for the
-    space alone, and the others are the ids at the start of a text.
+    As in vLLM, the ids after a space are left out unless they are as many as those at the start of a text. If they are
+    more, the first is a token for the space alone.
 
     Raises ValueError for a word without tokens.
     """

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: list[int], type_ids: Sequence[int]) -> Pair:
-        """Return a pair, given the type of each token: 0 for the first text, 1 for the second, empty if unknown."""
+        """Return a pair. `type_ids` has 0 for tokens of the first text and 1 for the second; it is empty if unknown."""
         return cls(token_ids, type_ids.index(1) if 1 in type_ids else None)
 
 

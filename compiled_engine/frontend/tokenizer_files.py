@@ -75,7 +75,10 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer, kind: type[Any]) -> bool:
-    """Return whether the tokenizer's model is a `kind`. A BPE model must also have no word-boundary marks."""
+    """Return whether TokenizerClass.rebuild supports the tokenizer: its model is a `kind`.
+
+    A BPE model must also have no word-boundary marks.
+    """
     model: Any = tokenizer.model
     if not isinstance(model, kind):
         return False
@@ -227,7 +230,8 @@ def _templates(file: Path, given: Any) -> Templates:
 def _read_config(path: Path) -> dict[str, Any]:
     """Return tokenizer_config.json.
 
-    If it lists no added tokens, special_tokens_map.json replaces its special tokens.
+    If it lists no added tokens, special_tokens_map.json replaces its special tokens. Raises NotReadHere for older files
+    that only transformers reads.
     """
     config = _read_json(path / CONFIG_FILE)
     if "added_tokens_decoder" in config:

@@ -120,7 +120,7 @@ def translate(
 
 
 def _captured(wanted: Mapping[str, Wanted]) -> Sequence[str]:
-    """Return the names in SIZES whose batches the wanted `mode` and `graph_mode` capture."""
+    """Return the options of SIZES whose batches become CUDA graphs with the wanted `mode` and `graph_mode`."""
     mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
     if graph_mode == "auto":
         return [] if mode in ("eager", "compiled") else list(SIZES)
@@ -224,7 +224,7 @@ def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sizes as both options of SIZES, without sizes above the given limits of a step."""
+    """Return the sizes as both options of SIZES, without those above max_num_seqs or max_num_batched_tokens."""
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
     return {
@@ -244,7 +244,7 @@ def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
 def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options of SIZES. As in vLLM, several values are the sizes themselves.
 
-    A single value is the largest of the sizes 1, 2, 4 and multiples of 8. An empty list means the default.
+    A single value stands for the sizes 1, 2, 4 and the multiples of 8 up to it. An empty list means the default.
     """
     match value:
         case []:
@@ -267,7 +267,7 @@ def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _overrides(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option hf_overrides, merged from all keywords of OVERRIDES, whichever of them `value` has."""
+    """Return the option hf_overrides, merged from all given keywords of OVERRIDES. `value` belongs to one of them."""
     found: dict[str, Any] = {}
     for name in OVERRIDES:
         each = given.get(name)

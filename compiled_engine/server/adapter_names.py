@@ -31,9 +31,9 @@ class AdapterNames:
     ) -> None:
         """Load an adapter, so that requests can select it by `name`.
 
-        With `in_place`, `name` may be in use: the new adapter replaces the old one. `within` has the meaning that it
-        has in LoRARequest. Raises ApiError 400 for a name in use or too many names; TypeError, ValueError or OSError
-        for an invalid adapter.
+        With `in_place`, `name` may be in use: the new adapter replaces the old one. If `within` has folders, the
+        adapter's files must lie in them. Raises ApiError 400 for a name in use or too many names; TypeError, ValueError
+        or OSError for an invalid adapter.
         """
         request = LoRARequest(name, self._next_id, path, within)
         self._next_id += 1

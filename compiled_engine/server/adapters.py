@@ -26,7 +26,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """The body of a request to /v1/load_lora_adapter. With `load_inplace`, it replaces an adapter of the same name."""
+    """The body of a request to /v1/load_lora_adapter. `load_inplace` allows a name in use; its adapter is replaced."""
 
     lora_name: str
     lora_path: str

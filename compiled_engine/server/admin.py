@@ -1,4 +1,4 @@
-"""Actions reserved to administrators: loading and unloading adapters, and priorities below 0."""
+"""Reserve actions to administrators: changing adapters or weights, pausing the engine, and priorities below 0."""
 
 from __future__ import annotations
 

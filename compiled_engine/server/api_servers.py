@@ -31,7 +31,7 @@ _EXIT_S = 5.0
 
 
 class Place:
-    """The state that API processes share: which of them serve, and their numbers of connections.
+    """The state that API processes share: which of them accept connections, and how many each of them has.
 
     Create it before any other object that reserves columns of the shared figures.
     """
@@ -138,7 +138,7 @@ class ApiServers:
                 process.send_signal(signal.SIGTERM)
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Wait until all processes have ended. Kill those that still run _EXIT_S after `timeout_s`."""
+        """Wait until all processes have ended. After `timeout_s` and _EXIT_S more seconds, kill the remaining ones."""
         self.stop_replacing()
         deadline = time.monotonic() + timeout_s + _EXIT_S
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:

@@ -143,7 +143,7 @@ def _max_new_tokens(engine: AsyncLLM) -> int | None:
 
 
 def _answered(path: str, handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
-    """Return a handler that answers the errors of `handler` with error responses in the shape of the path's API."""
+    """Return a handler that calls `handler` and converts its errors to responses in the shape of the path's API."""
 
     async def answer(request: Request) -> Reply:
         try:

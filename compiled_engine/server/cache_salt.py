@@ -16,10 +16,10 @@ KEY = "api_key_digest"
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
-    """Return the salt of a request's prompts. If it is None, they share prefixes with all other prompts without a salt.
+    """Return the salt of a request's prompts. Prompts with the salt None share prefixes with each other.
 
-    With the option prefix_cache_salt_per_key, requests of different keys never share a salt, whatever `cache_salt` they
-    give. The salt reveals neither the key nor `cache_salt`.
+    Without the option prefix_cache_salt_per_key, the salt is the request's `cache_salt`. With the option, it is a
+    digest of that and of the API key, so that requests with different API keys never share a salt.
     """
     if not serving_of(request).options.prefix_cache_salt_per_key:
         return fields.cache_salt

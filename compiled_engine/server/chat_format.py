@@ -82,14 +82,14 @@ class ChatFormat:
     max_json_values: int = Limits().max_json_values  # bound on values in arguments of a conversation's calls
 
     def knows(self, name: str) -> bool:
-        """Return whether one of the templates contains this variable's name."""
+        """Return whether the text `name` occurs in one of the templates."""
         return name in self.template or name in self.tool_template
 
     def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
         """Return the variables of the template besides messages and tools: the server's defaults, updated with `given`.
 
-        Raises ApiError 400 for a variable that requests may not set, and for a value that is too long or has another
-        type.
+        Raises ApiError 400 for a variable that requests may not set, for a value that is not a short string, a number
+        or a boolean, and for a `reasoning_effort` that the template does not read.
         """
         settings = {**self.default_settings, **(given or {})}
         for name, value in (given or {}).items():
@@ -150,7 +150,7 @@ class ChatFormat:
         return name in SETTINGS or any(word.search(text) for text in (self.template, self.tool_template))
 
     def has_special_markup(self, *, with_tools: bool) -> bool:
-        """Return whether the markup of reasoning, or of tool calls with `with_tools`, includes special tokens.
+        """Return whether the markup of reasoning or, with `with_tools`, of tool calls includes special tokens.
 
         If it does, the answer's text must keep special tokens, so that a parser can find the markup.
         """
@@ -165,7 +165,7 @@ class ChatFormat:
         """Return a parser for an answer to the prompt.
 
         `tools` maps the name of each tool to the schema of its arguments. `continued` is the message that the answer
-        continues. See AnswerParser for `one_call`.
+        continues. With `one_call`, the parser drops all calls but the first.
         """
         given = self.tools if tools else None
         read_together = given is not None and given.reasoning is not None
@@ -193,9 +193,9 @@ class ChatFormat:
     ) -> Prompt:
         """Return the prompt: text, token ids and images.
 
-        `check` may reject the text before it is tokenised. Raises ApiError 400 if the template fails or takes too long,
-        or if the arguments of calls in `messages` exceed the bounds of a request body. A template's run time is
-        unpredictable, so it never runs on the event loop.
+        `check` may reject the text before it is tokenised, by raising an error. Raises ApiError 400 if the template
+        fails or takes too long, or if the arguments of calls in `messages` exceed the bounds of a request body; 503 if
+        too much work is queued. A template's run time is unpredictable, so it never runs on the event loop.
         """
         is_over = threading.Event()
 
@@ -237,9 +237,10 @@ def find_chat_format(
     placeholder: int | None = None,
     why_no_images: str | None = "the model takes only text",
 ) -> ChatFormat | None:
-    """Return the chat format for a tokenizer, or None if there is no template. The other arguments are its fields.
+    """Return the chat format for a tokenizer, or None without a tokenizer or a template.
 
-    Raises ValueError for an invalid template, and for parsers that cannot be combined.
+    `texts`, `placeholder` and `why_no_images` become fields of the result. Raises ValueError for an invalid template,
+    and for parsers that cannot be combined.
     """
     if tokenizer is None:
         return None
@@ -274,8 +275,8 @@ def find_chat_format(
 def _formats(options: ServerOptions, template: str, tool_template: str) -> tuple[ToolFormat | None, str | None]:
     """Return the format of tool calls and the name of the reasoning format.
 
-    The options name them, or they are found in the templates. A parser that reads both formats is chosen for both or
-    for neither. Raises ValueError if the options contradict that.
+    The options name them or, if they are "auto", the templates decide. Some parsers read calls and reasoning together;
+    such a parser is chosen for both or for neither. Raises ValueError if the options contradict that.
     """
     name = _chosen(options.tool_call_parser, tool_format_of(tool_template))
     reasoning = _chosen(options.reasoning_parser, reasoning_format_of(template))

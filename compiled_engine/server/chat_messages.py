@@ -41,7 +41,7 @@ class ImagePart(msgspec.Struct, kw_only=True, tag_field="type", tag="image_url")
 
 
 class InputImagePart(ImagePart, kw_only=True, tag="input_image"):
-    """The same in the form of the Responses API."""
+    """An image in a message, in the form of the Responses API."""
 
     detail: Literal["auto", "low", "high", "original"] | None = None
 
@@ -83,8 +83,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class FunctionDefinition(msgspec.Struct, kw_only=True):
     """The definition of a function.
 
-    `parameters` is the JSON schema of its arguments. The schema is enforced if `strict` is true or tool_choice requires
-    a call.
+    `parameters` is the JSON schema of its arguments. It is enforced if `strict` is true and, if the schema is
+    supported, whenever tool_choice requires a call.
     """
 
     name: Name

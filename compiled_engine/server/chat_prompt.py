@@ -99,9 +99,9 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
 
 
 async def with_images(serving: Serving, prompt: Prompt, params: SamplingParams | None = None) -> dict[str, Any]:
-    """Return a rendered prompt as the engine takes it; its images, if any, are processed.
+    """Return a rendered prompt in a form that the engine accepts, with its images processed.
 
-    params: of the request, which may truncate the prompt.
+    `params`, the request's parameters, may truncate the prompt.
 
     Raises ApiError: 400 for images that cannot be used, 503 if too many wait, 500 if the processor fails.
     """
@@ -146,7 +146,7 @@ def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> T
 
 
 def renamed_fields(fields: ChatRequest) -> dict[str, Any]:
-    """Return the sampling parameters that have other names in chat requests: logprobs and max_tokens.
+    """Return the sampling parameters logprobs and max_tokens, which other fields of chat requests determine.
 
     Raises ApiError 400 for contradictory fields.
     """

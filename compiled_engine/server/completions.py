@@ -111,7 +111,7 @@ class Answer:
 async def _prompts(serving: Serving, fields: CompletionRequest, params: SamplingParams) -> list[Any]:
     """Return the prompts for the engine.
 
-    The engine tokenises texts itself. They are tokenised here only if the request excludes special tokens.
+    Texts are tokenised here only if `add_special_tokens` is false. Otherwise the engine tokenises them.
     """
     prompts: list[Any] = list(parse_prompts(fields.prompt, serving.options.limits.max_completions))
     if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
@@ -185,7 +185,7 @@ def _part(
     place: _Place,
     echoed: tuple[CompletionLogprobs, int] | None,
 ) -> CompletionChoice:
-    """Return the next part of a completion and update `place`. Without streaming, this is the whole completion.
+    """Return the next part of a completion, or without streaming all of it, and update `place`.
 
     With `echo`, the first part begins with the prompt. `echoed` is the result of `Answer.echoed_logprobs`.
     """

@@ -27,7 +27,7 @@ class Connections:
         return len(self._open)
 
     def begin(self, connection: Hashable, close: Callable[[], object]) -> bool:
-        """Add a connection, which `close` closes.
+        """Add a connection; `close` closes it.
 
         Returns False, and adds nothing, if there are `most` connections and all have requests.
         """

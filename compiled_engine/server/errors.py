@@ -46,7 +46,7 @@ class ErrorDetails(msgspec.Struct, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every error response."""
+    """The body of an error response."""
 
     error: ErrorDetails
 
@@ -59,7 +59,7 @@ class MessageErrorDetails(msgspec.Struct, kw_only=True):
 
 
 class MessageErrorResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
-    """The body of every error response of /v1/messages, and the event of a failed stream."""
+    """The body of an error response of /v1/messages, and the event of a failed stream."""
 
     error: MessageErrorDetails
 
@@ -121,7 +121,7 @@ def require_given(field: str, value: Any, because: str = "") -> None:
 def require_equal(given: Mapping[str, Any], param: str) -> None:
     """Raise ApiError 400 for the field `param` if the values in `given` differ.
 
-    `given` maps the names of fields with one meaning to their values.
+    `given` maps the names of fields that mean the same to their values.
     """
     if len(set(given.values())) > 1:
         values = ", ".join(map(str, given.values()))
@@ -152,7 +152,7 @@ def shutting_down() -> ApiError:
 def blamed_on_request(error: Exception, **fields: str) -> ApiError:
     """Convert a TypeError or ValueError of the engine's checks to an error 400 that names the request's field.
 
-    `fields` maps engine parameters to request fields; `prompts` is "prompt" by default.
+    `fields` maps engine parameters to request fields. Without an entry, the parameter `prompts` maps to "prompt".
     """
     text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
     for name, field in {"prompts": "prompt", **fields}.items():

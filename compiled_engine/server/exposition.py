@@ -139,7 +139,7 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
 
 
 def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the engine's metrics. A metric that `engine` does not have is left out or has no samples."""
+    """Return the engine's metrics. Those that `engine` lacks have no samples, except those on cache and weights."""
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
     for key, (name, text) in {**GAUGES, **COUNTERS}.items():
@@ -170,7 +170,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
 
 
 def _of_chosen_drafts(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
-    """Return the metrics of speculative decoding by which the engine chooses the number of drafts and their sharpness.
+    """Return the metrics by which the engine chooses the number of drafts and the scale of their logits (sharpness).
 
     If both are fixed, the metrics have no samples.
     """

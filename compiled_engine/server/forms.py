@@ -32,8 +32,8 @@ async def asked_form(
 ) -> StructuredOutputs | None:
     """Return the format that a request requires, or None for free text.
 
-    `given` is the field structured_outputs. `name` is the name of the field `response_format`. Raises ApiError 400 if
-    both fields are given, or if the format is invalid or cannot be compiled.
+    `given` is the field structured_outputs. `name` is the name that the request's API has for `response_format`. Raises
+    ApiError 400 if both fields require a format, or if the format is invalid or cannot be compiled.
     """
     values = _of_format(response_format, name)
     if given is None:

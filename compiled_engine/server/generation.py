@@ -47,8 +47,8 @@ async def generate(
     `field` is the request field of the prompts, for errors. Only requests with the same `salt` share cached prefixes.
     `model` is the name of the model or of an adapter.
 
-    Raises ApiError: 400 if the engine refuses the request, 404 if the adapter was unloaded meanwhile, 503 if the server
-    is busy, 500 if the engine fails.
+    Raises ApiError: 400 if the request exceeds a bound or the engine refuses it, 404 if the adapter was unloaded
+    meanwhile, 503 if the server is busy or shuts down, 500 if the engine fails.
     """
     completions, most = len(prompts) * params.n, serving.options.limits.max_completions
     require(completions <= most, "n times the number of prompts", f"at most {most}", completions, param="n")
@@ -126,9 +126,10 @@ async def _of_prompt(
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:
-    """Raise ApiError for a completion that failed or was aborted, unless a pause has ended it, which keeps its tokens.
+    """Raise ApiError for a completion that failed, or that was aborted by anything but a pause.
 
-    The status is 400 if no token was allowed or the grammar failed, 503 at shutdown, and otherwise 500.
+    A pause keeps the tokens of the completions that it ends. The status is 400 if no token was allowed or the grammar
+    failed, 503 at shutdown, and otherwise 500.
     """
     if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
         raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
@@ -171,7 +172,10 @@ async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Out
 
 
 async def begun(stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Return the stream after its first item has arrived or PATIENCE_S has passed. Raises the first item's error."""
+    """Wait until the stream's first item has arrived or PATIENCE_S has passed, and return the stream.
+
+    Raises an error that arrives instead of the item.
+    """
     first = asyncio.ensure_future(anext(stream))
     try:
         await asyncio.wait({first}, timeout=PATIENCE_S)

@@ -46,10 +46,10 @@ class Reading(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """Refuses HTTP requests that arrive too slowly, have trailers, or have too many bytes beside the body.
+    """Refuses HTTP requests that arrive too slowly, have trailers, or have too many bytes outside the body.
 
-    It also closes connections whose client does not read the answer, or continues a body after the answer. The bytes
-    beside the body are the headers, chunk headers and their extensions. Requests are parsed one at a time; pipelined
+    Bytes outside the body are headers, chunk headers and chunk extensions. The protocol also closes connections whose
+    client does not read the answer, or continues a body after the answer. Requests are parsed one at a time; pipelined
     requests wait until the previous one is answered.
 
     Subclasses set the class attributes, since uvicorn creates the instances.
@@ -219,7 +219,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Send the error unless an answer has begun, and close the connection.
 
-        The connection is closed once the client has read the error, or after LINGER_S.
+        If the error was sent, the client has LINGER_S to read it and close first; with TLS, the connection is closed at
+        once.
         """
         if self.transport.is_closing() or self._refused:
             return

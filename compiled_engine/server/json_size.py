@@ -57,7 +57,7 @@ def check_sizes(name: str, texts: Iterable[str], max_values: int) -> None:
 def is_deeper_than(body: bytes, depth: int) -> bool:
     """Return whether JSON is nested deeper than `depth`, without recursion and before it is parsed.
 
-    In invalid JSON, the text before the first error counts, since a parser may read it.
+    Invalid JSON counts at least as deep as the text before its first error, which a parser may read.
     """
     return _count_at_most(body).opening > depth and _depth(_outside_strings(body)) > depth
 

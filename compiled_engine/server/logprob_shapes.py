@@ -130,7 +130,7 @@ def _append(
 
 
 def chat_logprobs(entries: Entries, top: int, *, as_ids: bool = False) -> ChatLogprobs:
-    """Return log-probabilities in the chat shape, each with the `top` most likely tokens; -1 for all.
+    """Return log-probabilities in the chat shape, each with its `top` most likely tokens; all of them if `top` is -1.
 
     With `as_ids`, tokens are written as "token_id:5", but `bytes` still has their text.
     """

@@ -105,14 +105,14 @@ Block = TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUse
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """A message. The assistant's blocks are text, thinking and tool_use; the user's text, image and tool_result."""
+    """A message. An assistant has blocks of text, thinking and tool_use; a user has text, image and tool_result."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
-    """A client's tool; `type` is "custom" or absent. Tools that run on a server are ignored."""
+    """A client's tool; `type` is "custom" or absent. Other types are tools that run on a server, and are ignored."""
 
     name: Name
     type: str | None = None
@@ -287,7 +287,7 @@ def _of_assistant(where: str, content: str | list[Block]) -> ChatMessage:
 
 
 def _of_user(where: str, content: str | list[Block]) -> list[ChatMessage]:
-    """Convert a user message. Each tool result becomes a message; the text around the results stays in order."""
+    """Convert a user message. Each tool result becomes a message of its own; the order of all blocks is kept."""
     if isinstance(content, str):
         return [ChatMessage(role="user", content=content)]
     messages: list[ChatMessage] = []

@@ -175,7 +175,7 @@ Event = dict[str, Any]
 class MessageEvents:
     """Converts the pieces of an answer to stream events, and assembles the pieces into `message`.
 
-    One content block is open at a time. A piece of another kind closes it and opens the next.
+    One content block is open at a time. A piece of another kind or a new call closes it and opens the next.
     """
 
     def __init__(self, model: str, stop_sequences: list[str], make_call_id: Callable[[], str]) -> None:

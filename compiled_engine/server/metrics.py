@@ -88,7 +88,7 @@ class Counts:
         self._figures.own[self._columns[name]] += count
 
     def put(self, name: Hashable, count: float) -> None:
-        """Set this process's count."""
+        """Set this process's count of `name`."""
         self._figures.own[self._columns[name]] = count
 
     def totals(self) -> dict[Any, float]:
@@ -125,7 +125,7 @@ class ServerMetrics:
         self.histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def count_images(self, figures: Mapping[str, float]) -> None:
-        """Take this process's figures of images from the frontend, see AsyncLLM.frontend_metrics."""
+        """Set this process's metrics of images to `figures`, the result of AsyncLLM.frontend_metrics."""
         for name, figure in figures.items():
             self.images.put(name, figure)
 
@@ -174,7 +174,7 @@ class ObservedRequest:
         self._ended = False
 
     def refused(self) -> None:
-        """Record that the engine refused the request."""
+        """Note that the engine refused the request, so that `end` does not count it."""
         self._ended = True
 
     def output(self, result: RequestOutput) -> None:

@@ -37,12 +37,12 @@ def is_loopback(host: str) -> bool:
 
 
 def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None]:
-    """Return a function that checks the headers `host` and `origin` against web pages of other sites.
+    """Return a function that refuses requests from web pages of other sites, by the headers `host` and `origin`.
 
-    The function returns the error for a request from such a page, otherwise None. A page of another site is recognised
-    by its origin. In DNS rebinding, a site's name resolves to this machine; the sign is a `host` that is a name with a
-    dot. The check of `host` applies only to a server at a loopback address, since any other server may have such a
-    name. Nothing is refused if API keys are required or every origin is allowed.
+    The function returns the error for such a request, otherwise None. An `origin` must be this server or an allowed
+    one. A server at a loopback address also refuses a `host` that is a name with a dot, unless the name is allowed: in
+    DNS rebinding, a site's name resolves to this machine. Any other server may have such a name. Nothing is refused if
+    API keys are required or every origin is allowed.
     """
     pages = AllowedPages(options.allowed_origin)
     if options.api_key or pages.has_all:
@@ -102,9 +102,10 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 class RequestScope:
     """The outermost layer of the application.
 
-    The response repeats the request's id; a malformed id is replaced. Responses are logged, except to requests that
-    this layer refuses and, if the server has API keys, to requests that need no key. Otherwise anyone could fill the
-    log. This log replaces uvicorn's access log, which has every response, with paths of any length.
+    The response has the request's id, or a new one if that is absent or malformed. Two kinds of requests are not
+    logged, since anyone could fill the log with them: requests that this layer refuses and, if the server has API keys,
+    requests that need no key. This log replaces uvicorn's access log, which has every response, with paths of any
+    length.
 
     `routes` are the paths by which responses are counted. `open_paths` need no API key.
     """
@@ -161,7 +162,7 @@ class RequestScope:
         self._log.info(line, get_client_addr(scope), scope["method"], path, scope["http_version"], status)
 
     def _is_whole(self, path: str, root: str) -> bool:
-        """Return whether `path`, which begins with the root path, is a route as it is, with the root path kept.
+        """Return whether `path` is itself a route, although it begins with the root path.
 
         An example is /v1/models with the root path /v1.
         """

@@ -17,8 +17,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """One of the model's names, or the name of an adapter.
 
     `max_model_len` is the context length: prompt and output together. `input_modalities` are text, and image if chats
-    may have images. For an adapter, `root` is its folder and `parent`
-    its base model; `parent` is null for the model.
+    may have images. For an adapter, `root` is its folder or its name on the hub, and `parent` its base model; `parent`
+    is null for the model.
     """
 
     id: str

@@ -25,7 +25,7 @@ OF_OTHER_SERVERS = {
 def nearest_path(path: str, known: Collection[str]) -> str | None:
     """Return the path in `known` that the client may have meant, or None.
 
-    The result is the counterpart of a path of another server, or differs from `path` by a prefix.
+    The result is the counterpart here of another server's path, or differs from `path` by a prefix.
     """
     bare = path.rstrip("/")
     if (other := OF_OTHER_SERVERS.get(bare)) in known:

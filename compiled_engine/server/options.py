@@ -38,7 +38,7 @@ SECONDS = number("above 0", lambda seconds: seconds > 0)
 def template_variables(name: str, value: Any) -> dict[str, Any]:
     """Return variables of the chat template. `value` is a mapping, or a JSON object as text.
 
-    Raises TypeError or ValueError for an invalid value.
+    Raises TypeError or ValueError, with the option's `name`, for an invalid value.
     """
     variables = read_mapping(name, value)
     if taken := sorted(SETTINGS & variables.keys()):
@@ -76,7 +76,7 @@ VARIABLES = Kind(template_variables, {"anyOf": [{"type": "string"}, {"type": "ob
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on requests; a request beyond a bound is refused before any work."""
+    """Bounds on requests and connections."""
 
     max_body_bytes: int = declare(16 << 20, COUNT, "bytes of a request's body")
     max_header_bytes: int = declare(32 << 10, COUNT, "bytes of a request's line and headers")
@@ -266,7 +266,7 @@ class ServerOptions:
 
     @property
     def logs_requests(self) -> bool:
-        """Return whether the log has a line for each response."""
+        """Whether the log level includes a line for each response."""
         return self.uvicorn_log_level in ("info", "debug", "trace")
 
     def __post_init__(self) -> None:

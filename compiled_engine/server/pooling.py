@@ -119,7 +119,7 @@ class PoolingData(msgspec.Struct, kw_only=True):
 
 
 class ClassificationData(msgspec.Struct, kw_only=True):
-    """The probabilities of a text's classes; `label` is the most likely class."""
+    """The probabilities of a text's classes. `label` is the most likely class, or null if the classes have no names."""
 
     index: int
     label: str | None
@@ -278,7 +278,7 @@ async def _chat(serving: Serving, fields: EmbeddingRequest) -> dict[str, Any]:
 
 
 def pooling_params(fields: PoolingFields) -> PoolingParams:
-    """Return the request's pooling parameters. Raises ApiError 400."""
+    """Return the request's pooling parameters. Raises ApiError 400 for invalid ones."""
     try:
         return PoolingParams(
             dimensions=getattr(fields, "dimensions", None),
@@ -293,7 +293,7 @@ def pooling_params(fields: PoolingFields) -> PoolingParams:
 def bounds_of(limits: Limits) -> PoolingBounds:
     """Return the engine's bounds on a pooling request.
 
-    The pairs that a request scores may have as many characters as its body may have bytes.
+    `max_body_bytes` also bounds the characters of all pairs that a request scores.
     """
     return PoolingBounds(limits.render_timeout, limits.max_pooled_values, limits.max_body_bytes)
 
@@ -330,7 +330,7 @@ async def pooled(serving: Serving, count: int, work: Coroutine[Any, Any, Result]
 def answer_of(
     serving: Serving, model: str, outputs: Sequence[PoolingRequestOutput[Any]], prefix: str
 ) -> dict[str, Any]:
-    """Return the fields of PoolingAnswer by name."""
+    """Return the fields of PoolingAnswer by name. `prefix` begins the id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "created": serving.now(),

@@ -156,7 +156,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A function call. `arguments` is JSON as the model wrote it."""
+    """A function call. `arguments` is JSON as the model wrote it, or converted from the model's own syntax."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
@@ -322,9 +322,9 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     `max_completion_tokens` is the newer name of max_tokens. `top_logprobs` requires `logprobs`;
     `return_tokens_as_token_ids` writes tokens as "token_id:5". `tool_choice` is auto, none, required, or a function.
-    `parallel_tool_calls` allows several calls in an answer. `thinking_token_budget` and `thinking_budget` bound the
-    tokens of reasoning; -1 for no bound. `include_reasoning` shows the reasoning. `continue_final_message` continues
-    the last message instead of answering it.
+    `parallel_tool_calls` false allows only one call in an answer. `thinking_token_budget` and `thinking_budget` bound
+    the tokens of reasoning; -1 for no bound. `include_reasoning` false omits the reasoning. `continue_final_message`
+    continues the last message instead of answering it.
     """
 
     messages: list[ChatMessage]
@@ -346,7 +346,10 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """A function call. `arguments` is JSON as the model wrote it; in an event, its next part."""
+    """A function call; in an event, `arguments` is the next part.
+
+    `arguments` is JSON as the model wrote it, or converted from the model's own syntax.
+    """
 
     name: str | UnsetType = UNSET
     arguments: str
@@ -375,7 +378,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """An answer. `finish_reason` is stop, length or tool_calls."""
+    """An answer. `finish_reason` is stop, length, tool_calls, or abort if a pause of the engine ended the answer."""
 
     index: int
     message: AnswerMessage

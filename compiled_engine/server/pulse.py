@@ -25,7 +25,7 @@ class Pulse:
     def silent_s(self) -> float:
         """Return for how many seconds a question has been unanswered; 0 if every question is answered.
 
-        In the second case, a new question is asked unless the last one was less than PAUSE_S ago.
+        If every question is answered, ask a new one, unless the previous one was asked less than PAUSE_S ago.
         """
         now = asyncio.get_running_loop().time()
         if self._asking is not None and not self._asking.done():

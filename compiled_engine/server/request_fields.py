@@ -37,7 +37,7 @@ class Refused:
 
 
 def refused(instead: str = "", **fields: tuple[Any, ...]) -> dict[str, Refused]:
-    """Return a Refused for each of the fields. `fields` maps a field's name to the values that ask for nothing."""
+    """Return a Refused for each field. `fields` maps field names to the accepted values, which have no effect."""
     return {name: Refused(instead, asks_nothing) for name, asks_nothing in fields.items()}
 
 
@@ -175,7 +175,7 @@ def _with_integers(values: Any) -> Any:
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:
-    """Raise ApiError 400 unless the value asks for nothing: only the values in `field.asks_nothing` are accepted."""
+    """Raise ApiError 400 unless the value has no effect: only the values in `field.asks_nothing` are accepted."""
     if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
         instead = f": {field.instead}" if field.instead else ""
         allowed = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""

@@ -41,7 +41,7 @@ class ScoreRequest(PoolingFields, kw_only=True):
 
     Two fields have the texts: queries and documents, queries and items, text_1 and text_2, or data_1 and data_2. The
     first field has as many texts as the second, or one text that is scored with each of the second. `instruction` is
-    for rerankers whose template has one.
+    for rerankers whose template takes an instruction.
     """
 
     queries: Any = None

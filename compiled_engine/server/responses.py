@@ -64,8 +64,8 @@ ROLES = ("system", "developer", "user", "assistant")
 def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
     """Convert `given`, the request field `input`, to messages. `instructions` becomes a system message.
 
-    A call becomes part of the assistant's message before it; reasoning becomes part of the assistant's message after
-    it. Raises ApiError 400 with the invalid item.
+    A call becomes part of the assistant's message before it, or of a new one. Reasoning becomes part of the assistant's
+    message after it; without one, it is dropped. Raises ApiError 400 with the invalid item.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
@@ -139,7 +139,7 @@ def _name(where: str, item: dict[str, Any], key: str) -> str:
 
 
 def _content(where: str, content: Any) -> str | list[Part]:
-    """Return the text, or the parts if some are images."""
+    """Return a message's content as text, or as a list of parts if it has images."""
     kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     if "input_image" not in kinds:
         return _text(where, content)
@@ -327,7 +327,7 @@ Event = dict[str, Any]
 class ResponseEvents:
     """Converts the pieces of an answer to stream events, and assembles the pieces into `response`.
 
-    One output item is open at a time. A piece of another kind closes it and opens the next.
+    One output item is open at a time. A piece of another kind or a new call closes it and opens the next.
     """
 
     def __init__(self, response: ResponseObject, make_call_id: Callable[[], str]) -> None:

@@ -26,7 +26,7 @@ WHAT = "changing the engine"
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """How the engine joins the process group of a trainer, which is rank 0 and has the store."""
+    """Parameters of the process group of a trainer, which is rank 0 and hosts the store. The engine joins the group."""
 
     master_address: str
     master_port: int
@@ -42,7 +42,7 @@ class InitRequest(msgspec.Struct, kw_only=True):
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
-    """Weights: those that the trainer broadcasts, in this order, or a folder of the server."""
+    """New weights: tensors that the trainer broadcasts, in the order of `names`, or the folder `path` on the server."""
 
     names: list[str] | None = None
     dtype_names: list[str] | None = None
@@ -79,7 +79,7 @@ class CallRequest(msgspec.Struct, kw_only=True):
 
 
 async def pause(request: Request) -> Response:
-    """POST /pause?mode=MODE&clear_cache=BOOLEAN."""
+    """Handle POST /pause?mode=MODE&clear_cache=BOOLEAN."""
     serving = _allowed(request)
     mode = request.query_params.get("mode", "abort")
     if _switch(request, "wait_for_inflight_requests", False):
@@ -91,25 +91,25 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """POST /resume."""
+    """Handle POST /resume."""
     await _allowed(request).engine.resume_generation()
     return json_response({"status": "resumed"})
 
 
 async def is_paused(request: Request) -> Response:
-    """GET /is_paused."""
+    """Handle GET /is_paused."""
     return json_response({"is_paused": await _allowed(request).engine.is_paused()})
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """POST /reset_prefix_cache?reset_running_requests=BOOLEAN."""
+    """Handle POST /reset_prefix_cache?reset_running_requests=BOOLEAN."""
     serving = _allowed(request)
     done = await serving.engine.reset_prefix_cache(_switch(request, "reset_running_requests", False))
     return json_response({"success": done})
 
 
 async def sleep(request: Request) -> Response:
-    """POST /sleep?level=LEVEL&mode=MODE."""
+    """Handle POST /sleep?level=LEVEL&mode=MODE."""
     serving = _allowed(request)
     level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
     require(level in ("0", "1", "2"), "level", "0, 1 or 2", level)
@@ -120,7 +120,7 @@ async def sleep(request: Request) -> Response:
 
 
 async def wake_up(request: Request) -> Response:
-    """POST /wake_up?tags=TAG&tags=TAG."""
+    """Handle POST /wake_up?tags=TAG&tags=TAG."""
     serving = _allowed(request)
     _require_sleep_mode(serving)
     await _done(serving.engine.wake_up(request.query_params.getlist("tags") or None))
@@ -128,7 +128,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    """GET /is_sleeping."""
+    """Handle GET /is_sleeping."""
     serving = _allowed(request)
     sleeping = serving.engine.config.sleeps and await serving.engine.is_sleeping()
     return json_response({"is_sleeping": sleeping})
@@ -140,19 +140,19 @@ def _require_sleep_mode(serving: Serving) -> None:
 
 
 async def get_world_size(request: Request) -> Response:
-    """GET /get_world_size?include_dp=BOOLEAN."""
+    """Handle GET /get_world_size?include_dp=BOOLEAN."""
     serving = _allowed(request)
     return json_response({"world_size": world_size(serving, replicas=_switch(request, "include_dp", True))})
 
 
 def world_size(serving: Serving, *, replicas: bool = True) -> int:
-    """Return the number of the engine's ranks, or of those of one replica."""
+    """Return the number of the engine's ranks; without `replicas`, the ranks of one replica."""
     parallel = serving.engine.config.parallel
     return parallel.devices_per_replica * (parallel.data_parallel_size if replicas else 1)
 
 
 async def server_info(request: Request) -> Response:
-    """GET /server_info: what trainers ask of the configuration, in vLLM's shape, and the state of the weights."""
+    """Handle GET /server_info: return the configuration for trainers, in vLLM's shape, and the state of the weights."""
     serving = _allowed(request)
     engine = serving.engine
     config = {
@@ -174,14 +174,14 @@ async def server_info(request: Request) -> Response:
 
 
 async def init_weight_transfer_engine(request: Request) -> Response:
-    """POST /init_weight_transfer_engine: connect to a trainer."""
+    """Handle POST /init_weight_transfer_engine: connect to a trainer."""
     body = await _body(request, InitRequest)
     await _init(serving_of(request), body.init_info)
     return json_response({"message": "Weight transfer initialized"})
 
 
 async def start_weight_update(request: Request) -> Response:
-    """POST /start_weight_update."""
+    """Handle POST /start_weight_update."""
     body = await _body(request, StartRequest)
     require(body.is_checkpoint_format is not False, "is_checkpoint_format", "true", body.is_checkpoint_format)
     await serving_of(request).engine.start_weight_update()
@@ -189,21 +189,21 @@ async def start_weight_update(request: Request) -> Response:
 
 
 async def update_weights(request: Request) -> Response:
-    """POST /update_weights: a part of an update, or a whole one if none is under way."""
+    """Handle POST /update_weights: add a part to the update that is under way, or make a whole one if none is."""
     body = await _body(request, UpdateRequest)
     await _update(serving_of(request), body.update_info)
     return json_response({"message": "Weights updated"})
 
 
 async def finish_weight_update(request: Request) -> Response:
-    """POST /finish_weight_update."""
+    """Handle POST /finish_weight_update."""
     body = await _body(request, FinishRequest)
     version = await _done(serving_of(request).engine.finish_weight_update(body.weight_version))
     return json_response({"message": "Weight update finished", "weight_version": version})
 
 
 async def collective_rpc(request: Request) -> Response:
-    """POST /collective_rpc: call one of METHODS; the results have an entry for each rank."""
+    """Handle POST /collective_rpc: call one of METHODS. The answer repeats the result for each rank."""
     body = await _body(request, CallRequest)
     serving = serving_of(request)
     require(body.method in METHODS, "method", f"one of {', '.join(METHODS)}", body.method)
@@ -255,7 +255,7 @@ async def _update(serving: Serving, info: UpdateInfo) -> None:
 
 
 async def _done(work: Awaitable[Any]) -> Any:
-    """Return the result of a change of the engine. Raises ApiError 400 if the engine refuses it."""
+    """Return the result of `work`, a change of the engine. Raises ApiError 400 if the engine refuses it."""
     try:
         return await work
     except (ControlError, ValueError) as error:
@@ -268,7 +268,7 @@ def _allowed(request: Request) -> Serving:
 
 
 async def _body(request: Request, kind: type[Body]) -> Body:
-    """Return the body; no body is one without fields. Raises ApiError."""
+    """Return the request's body. A missing body counts as one without fields. Raises ApiError."""
     serving = _allowed(request)
     if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         try:
@@ -280,7 +280,7 @@ async def _body(request: Request, kind: type[Body]) -> Body:
 
 
 def _switch(request: Request, name: str, default: bool) -> bool:
-    """Return a boolean of the query. Raises ApiError 400 for another value."""
+    """Return the boolean `name` of the query string. Raises ApiError 400 for another value."""
     value = request.query_params.get(name, str(default)).lower()
     require(value in ("true", "false", "1", "0"), name, "true or false", value)
     return value in ("true", "1")

@@ -23,7 +23,7 @@ MOST_ALLOWED, MOST_EXTRA_BYTES = 1 << 18, 4096
 
 
 class StreamOptions(msgspec.Struct):
-    """`include_usage` adds a last chunk with the usage; `continuous_usage_stats` also adds it to every chunk."""
+    """`include_usage` adds a final chunk with the usage. `continuous_usage_stats` then adds it to every chunk too."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -34,7 +34,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """Fields shared by completions and chats that are no sampling parameters, or that have another type there."""
+    """Fields of completions and chats that are no sampling parameters, or that have another type in SamplingParams."""
 
     model: str | None = None
     stream: bool | None = None
@@ -129,7 +129,7 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
     """Raise ApiError 400 if a request exceeds the server's limits. Repeated allowed_token_ids are removed in place.
 
     `longest` is the largest number of tokens that an answer may have. `logprobs` is the sampling parameter of that
-    name.
+    name. Streams with prompt_logprobs are refused too.
     """
     for bound in _counts(fields, limits):
         require_at_most(*bound)
@@ -153,7 +153,7 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
 
 
 def _counts(fields: SamplingFields, limits: Limits) -> Iterator[tuple[str, Sized | None, int, str]]:
-    """Yield each bounded field's name, its items, their largest allowed number, and the unit."""
+    """Yield each bounded field's name, its items, their largest allowed number, and the items' unit."""
     most, longest = limits.max_token_list, limits.max_stop_length
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     yield "stop", stops, limits.max_stop, "strings"

@@ -53,7 +53,7 @@ class Admission:
 
     @property
     def refused(self) -> int:
-        """Refused requests of all processes."""
+        """Requests of all processes that were refused because too many completions were under way."""
         return int(self._figures.total(self._refused))
 
     @contextmanager
@@ -81,16 +81,17 @@ class Admission:
 
 
 class ImageGate:
-    """Bounds the memory of images in this process."""
+    """Bounds the memory of images that this process handles."""
 
     def __init__(self, most: int = MOST_WAITING) -> None:
         self._most, self._waiting = most, 0
 
     @contextmanager
     def admit(self, size: int, held: int = 0) -> Iterator[None]:
-        """Count a prompt within the block. size: the most bytes of its images. held: those of prompts processed before.
+        """Count a prompt's images within the block. `size` is the largest number of bytes that they may take.
 
-        Raises ApiError 503 if that exceeds the bound and there are other prompts.
+        `held` is the number of bytes of processed images that other prompts hold. Raises ApiError 503 if the sum
+        exceeds the bound, unless there is no other prompt.
         """
         if (others := self._waiting + held) and others + size > self._most:
             raise ApiError(

@@ -17,9 +17,10 @@ _IN_MEMORY = Path("/dev/shm")
 class SharedFigures:
     """Rows of float64 in an anonymous shared file, one for each API process.
 
-    `own` is the number of this process's row. A process writes to the row of another process only after that process
-    has ended. `descriptor` is the file's if another process created it. All processes must reserve the same columns in
-    the same order. If a process is replaced, the new process continues the counts of its row.
+    The argument `own` is the number of this process's row; the attribute `own` is the row. A process writes to the row
+    of another process only after that process has ended. `descriptor` is the file's if another process created it. All
+    processes must reserve the same columns in the same order. If a process is replaced, the new process continues the
+    counts of its row.
     """
 
     def __init__(self, rows: int = 1, own: int = 0, descriptor: int | None = None) -> None:

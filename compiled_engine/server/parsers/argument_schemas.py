@@ -48,7 +48,8 @@ class ArgumentSchemas:
     def branches(self, name: str) -> list[Mapping[str, Any]]:
         """Return alternative schemas of the argument `name`. Its value must follow at least one of them.
 
-        Each schema has at most one type, and neither references nor branches.
+        References and branches are resolved, so that each schema has at most one type. Exceptions are schemas with
+        const or enum, and an allOf of several schemas, which are kept.
         """
         found: list[Mapping[str, Any]] = []
         seen: set[str] = set()

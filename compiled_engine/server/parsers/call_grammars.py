@@ -1,7 +1,7 @@
 """Grammars of tool calls, for required calls and for calls that must follow their schemas.
 
 Each grammar defines two Lark rules: `calls`, one call or several, and `free`, an answer that may contain calls.
-Arguments are JSON in every format, since schemas are enforced on JSON only; all parsers read JSON too.
+Arguments are JSON in every format but XML, since schemas are enforced on JSON only; all parsers read JSON too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CallGrammar = Callable[[Sequence[CallableTool], Literal, str, bool], CallRules]
 
 
 def free_text(marks: Sequence[str], literal: Literal) -> str:
-    """Return the rule `free`, which matches text without any of the marks, and calls in it.
+    """Return the rule `free`, which matches calls and the text around them. The text contains none of the marks.
 
     A call is the first mark, followed by the rule `rest`.
     """
@@ -152,7 +152,7 @@ def python_begin(name: str, literal: Literal) -> str:
 
 
 def llama3_calls(tools: Sequence[CallableTool], literal: Literal, template: str, several: bool) -> CallRules:
-    """Return the rules of Llama 3. An answer without a call begins neither with a brace nor with the tag."""
+    """Return the rules of Llama 3. An answer without a call begins neither with a brace nor with llama3_json.TAG."""
     tag, text = literal(llama3_json.TAG), r"/\s*[^\s{](?s:.*)/"
     if tag == quoted(llama3_json.TAG):
         text += rf" & ~/\s*{re.escape(llama3_json.TAG)}(?s:.*)/"

@@ -18,7 +18,7 @@ class CallMarks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts that are not empty."""
+        """The marks `lead`, `opening` and `closing`, without empty ones."""
         return tuple(filter(None, (self.lead, self.opening, *self.closing)))
 
 

@@ -30,9 +30,10 @@ Kind: TypeAlias = "type[Content] | type[Reasoning] | type[CallArguments]"
 class HarmonyParser:
     """Reads reasoning, content and calls.
 
-    Messages to a function are calls. Messages in the channel `analysis`, to other recipients, or by other authors are
-    reasoning. All other messages are content. A line break separates messages of the same kind. Text without a header,
-    and a header without end, are content. A header cut off by the end of the answer is dropped.
+    Messages of the assistant to a function are calls. Other messages in the channel `analysis`, to other recipients, or
+    by other authors are reasoning. All other messages are content. A line break separates messages of the same kind.
+    Text without a header is content, and so is a header longer than LONGEST_HEADER. A header cut off by the end of the
+    answer is dropped.
     """
 
     def __init__(self, names: Collection[str] | None) -> None:

@@ -14,10 +14,10 @@ ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
 
 
 class KimiK2Parser(MarkedCalls):
-    """Reads `<|tool_call_begin|>id<|tool_call_argument_begin|>{...}<|tool_call_end|>`, with or without a section.
+    """Reads `<|tool_call_begin|>id<|tool_call_argument_begin|>{...}<|tool_call_end|>`, with or without section marks.
 
-    A call keeps the id that the model wrote, since the template shows results under their calls' ids. An id that occurs
-    twice is kept only once; the second call has none.
+    A call keeps the id that the model wrote, since the template shows results under their calls' ids. If the model
+    repeats an id, the later call has none.
     """
 
     def __init__(self) -> None:

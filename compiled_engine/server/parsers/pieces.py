@@ -31,7 +31,10 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of a call's arguments, as written by the model. The joined parts are a JSON object."""
+    """The next part of a call's arguments: JSON as the model wrote it, or converted from the model's own syntax.
+
+    The joined parts are an object, unless the call is cut off or invalid.
+    """
 
     index: int
     text: str

@@ -56,7 +56,7 @@ class PythonCall:
         return ""
 
     def _in_name(self, character: str) -> bool:
-        """Read a character before the bracket. Return whether it may be part of a name."""
+        """Read a character before the opening parenthesis. Return whether it may be part of a name."""
         if character == "(" and self._seen in self._names:
             self._name = self._seen
             return True
@@ -66,7 +66,7 @@ class PythonCall:
         return any(name.startswith(self._seen) for name in self._names)
 
     def _ends_with(self, character: str) -> bool:
-        """Read a character of the arguments. Return whether it is the closing bracket."""
+        """Read a character of the arguments. Return whether it is the call's closing parenthesis."""
         if self._quote:
             if self._escaped:
                 self._escaped = False

@@ -37,9 +37,9 @@ class ThinkParser:
     """
 
     def __init__(self, tags: ReasoningTags, *, inside: bool, begun: bool = False) -> None:
-        """With `inside`, the prompt has the opening tag, which the answer may repeat.
+        """With `inside`, the text begins as reasoning; it may repeat the opening tag.
 
-        With `begun`, the prompt also has text after the tag, so that leading whitespace belongs to the reasoning.
+        With `begun`, the prompt already has some of the reasoning, so that leading whitespace belongs to the reasoning.
         """
         self._tags = tags
         self._inside = inside
@@ -136,8 +136,8 @@ class TaggedAnswer:
 def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
     """Return whether the text after `prompt` begins as reasoning; None if the reasoning has already ended.
 
-    `continued` is the message that the text continues, if any. If that message has text, its last tag decides.
-    Otherwise the tag at the prompt's end decides.
+    `continued` is the message that the text continues, if any. If that message has text, its last tag decides; without
+    a tag, the reasoning has ended. Otherwise the tag at the prompt's end decides and, without one, `tags.inside`.
     """
     if continued and continued.strip():
         return True if continued.rfind(tags.opening) > continued.rfind(tags.closing) else None
@@ -146,7 +146,10 @@ def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bo
 
 
 def think_parser(tags: ReasoningTags, prompt: str, continued: str | None = None) -> TextParser | None:
-    """Return the parser for the text after `prompt`, or None if all of it is content. See `begins_inside`."""
+    """Return the parser for the text after `prompt`, or None if all of it is content without tags to drop.
+
+    See `begins_inside` for `continued`.
+    """
     inside = begins_inside(tags, prompt, continued)
     if inside is None:
         return None if tags.around is None else TaggedAnswer(*tags.around)

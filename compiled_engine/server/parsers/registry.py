@@ -215,7 +215,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 def tool_format_of(template: str) -> str | None:
     """Return the name of the call format that a chat template uses, or None.
 
-    The marks of some formats contain the marks of another, so the longest row of marks decides.
+    If the template contains marks of several formats, the longest row of marks decides.
     """
     found = [
         (len("".join(row)), name)
@@ -237,7 +237,7 @@ def reasoning_format_of(template: str) -> str | None:
 def reasoning_parser(
     name: str, prompt: str, continued: str | None = None, names: Collection[str] | None = None
 ) -> TextParser | None:
-    """Return the parser for the text after `prompt`, or None if no reasoning can follow.
+    """Return the parser for the text after `prompt`, or None if all of it is content without tags to drop.
 
     `continued` is the message that the text continues. `names` are the tools whose calls the parser reads too, if its
     format includes calls.

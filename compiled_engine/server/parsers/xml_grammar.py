@@ -102,8 +102,8 @@ class _XmlGrammar:
     def _value(self, name: str, arguments: ArgumentSchemas) -> str:
         """Return the rule of an argument's value with its closing tag.
 
-        All strings share one terminal. Other values follow a rule for JSON. A terminal matches as much as it can, so a
-        string must not begin like JSON.
+        Alternatives that are text share one terminal; JSON values follow a rule of their own. A terminal matches as
+        much as it can, so a string must not begin like a JSON value of the argument.
         """
         texts: list[str] = []
         values: list[Any] = []
@@ -130,7 +130,7 @@ class _XmlGrammar:
     def _terminal(self, text: str) -> str:
         """Return the name of the rule for an argument's text and closing tag.
 
-        `text` is the text's terminal in Lark. The rule excludes whatever would end the text early.
+        `text` is the Lark expression for the argument's text. The rule excludes whatever would end the text early.
         """
         markup, closing = self._markup, self._literal(self._markup.value_end)
         name = f"text_{len(self._rules)}"
