@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PoolingOutput(msgspec.Struct, frozen=True):
-    """A request's values, fp32: a vector, or [tokens, values] for a task by token."""
+    """A request's result, fp32: a vector, or for a per-token task one vector per token, [tokens, values]."""
 
     values: np.ndarray
 
