@@ -137,7 +137,7 @@ class Constrained:
 
 
 class MaskMaker:
-    """Computes the masks of steps in a thread, into an array with a row for each request of the largest step."""
+    """Computes the masks of steps, those of grammars in threads, into an array with a row per request of a step."""
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._shape = (max_num_requests, num_words(vocab_size))

@@ -45,7 +45,7 @@ def _bytes_of(announced: Announced) -> int:
 
 
 def _messages(announced: Sequence[Announced], most: int) -> Iterator[list[Announced]]:
-    """Divide tensors into messages: each ends with the tensor that brings it above `most` bytes."""
+    """Divide tensors into messages: each but the last ends with the tensor that brings it above `most` bytes."""
     message: list[Announced] = []
     for each in announced:
         message.append(each)
