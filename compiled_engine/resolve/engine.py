@@ -1,6 +1,6 @@
 """Resolve options into the frozen configuration, with the reason for every chosen value.
 
-An option that cannot be honoured is an error with the reason. Nothing is changed silently.
+Most options that cannot be honoured raise an error. Others, such as prefix caching, are turned off with a reason.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def resolve_snapshots(
 ) -> int:
     """Return the number of snapshots, each of `request_bytes`; 0 without recurrences or without prefix caching.
 
-    Raises ValueError if the option requests snapshots that would not be used.
+    Raises ValueError if num_state_snapshots requests snapshots that would not be used.
     """
     given = options.num_state_snapshots
     if not request_bytes or not options.enable_prefix_caching:
