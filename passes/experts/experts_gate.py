@@ -20,7 +20,7 @@ from compiled_engine.passes.linear.silu_mul import activate, gated
 
 @dataclass(frozen=True)
 class Gate:
-    """activation(gate) * up, or the clamped gate if there is a limit."""
+    """The gate activation(gate) * up, or with a limit the clamped gate, see the module."""
 
     activation: str = "silu"
     alpha: float = 0.0

@@ -225,7 +225,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The experts' weights, and constexprs of all kernels."""
+    """The experts' weights, and the kernels' constexprs for routing and for the gate."""
 
     gate_up: _Weight
     down: _Weight

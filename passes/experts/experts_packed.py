@@ -122,7 +122,10 @@ def zero_of(zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def low_columns(BYTES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Return the columns of the low bits of bytes from a unit's start on; high bits are UNIT / 2 columns later."""
+    """Return the columns whose codes are in the low bits of BYTES bytes, from a unit's start on.
+
+    The columns of the high bits are UNIT / 2 later.
+    """
     byte_B = tl.arange(0, BYTES)
     return byte_B // (UNIT // 2) * UNIT + byte_B % (UNIT // 2)
 
