@@ -167,7 +167,7 @@ class DraftLength:
     def _promising(self, times: _Times) -> list[int]:
         """Return the promising numbers of drafts, see PROMISING, the largest first.
 
-        There are none while steps skip the head and 0 drafts are best.
+        There are none if steps may skip the head and 0 drafts are best.
         """
         if self.skips_head and times.current == 0:
             return []
