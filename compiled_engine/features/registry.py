@@ -97,7 +97,7 @@ def make_features(link: StageLink | None = None) -> MakeFeatures:
 
 
 def eager_features(config: EngineConfig) -> list[EagerFeature]:
-    """Return the parts of the enabled features in an eager model."""
+    """Return the enabled features' parts for an eager model."""
     features: list[EagerFeature] = []
     if layers := config.speculation.aux_layers:
         features.append(EagerAuxHiddenStates(layers))

@@ -1,4 +1,4 @@
-"""Makes the parts of features in the frontend, for `LLM` and for `AsyncLLM`."""
+"""Makes the features' parts for the frontend, for `LLM` and for `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 
 
 class RequestFeatures(NamedTuple):
-    """The parts of features in the frontend, in the order in which they are called."""
+    """The features' parts for the frontend, in the order in which they are called."""
 
     structured: StructuredRequests
     adapters: AdapterRequests
@@ -22,7 +22,7 @@ class RequestFeatures(NamedTuple):
 def request_features(
     config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int], objects_allowed: str = ""
 ) -> RequestFeatures:
-    """Return the parts of all features. See StructuredRequests for `objects_allowed`."""
+    """Return all features' parts for the frontend. See StructuredRequests for `objects_allowed`."""
     return RequestFeatures(
         StructuredRequests(tokenizer, config.model.vocab_size, eos_token_ids, objects_allowed),
         AdapterRequests(config.adapters),

@@ -21,7 +21,7 @@ EPS = 1e-6  # for normalising queries and keys
 
 
 class Drafted(NamedTuple):
-    """What the rows of a delta rule keep beside their states in an engine with drafts, see states.py."""
+    """Tensors that a delta rule keeps in addition to its states in an engine with drafts, see states.py."""
 
     drafts_SHNw: torch.Tensor  # fp32, the updates of the last step's drafts, in slots by position
     lengths_SHv: torch.Tensor  # int32, for each column of a state, the number of tokens that it has
@@ -83,10 +83,10 @@ def _compute_drafts(
     out_THv: torch.Tensor,
     sequences: Sequences,
 ) -> None:
-    """Write the results of drafts to out_THv, and their updates and the states' lengths to `drafted`.
+    """Write the results of drafts to out_THv, and the drafts' updates and the states' lengths to `drafted`.
 
-    states_RHkv: after the tokens that are no drafts, num_certain_R. alone_R: requests that may have drafts. values:
-    see `_one_token`, of all tokens.
+    states_RHkv: the states after each request's num_certain_R tokens that are no drafts. alone_R: requests that may
+    have drafts. values: q, k, v, g and beta of all tokens, see `_one_token`.
     """
     (_, k_THk, _, g_TH, _), (drafts_SHNw, lengths_SHv) = values, drafted
     lengths_R = sequences.num_before + num_certain_R
@@ -103,7 +103,7 @@ def _compute_drafts(
 
 
 def _apply_drafts(states_RHkv: torch.Tensor, drafted: Drafted, sequences: Sequences) -> None:
-    """Apply the right drafts of the step before to the states, in place: those before the step's first token."""
+    """Apply the previous step's right drafts to the states, in place. They precede this step's first token."""
     rows_R = sequences.rows_R.clamp(min=0).long()
     continues_R = (sequences.rows_R >= 0) & (sequences.num_before > 0)
     lengths_R = torch.where(continues_R, drafted.lengths_SHv[rows_R, 0, 0], 0)
@@ -130,7 +130,7 @@ def _prepared(x_TGk: torch.Tensor, num_heads: int, normalises: bool) -> torch.Te
 
 
 def _written(decayed_RHkv: torch.Tensor, k_RHk: torch.Tensor, written_RHv: torch.Tensor) -> torch.Tensor:
-    """Return the states after a value is written under a key."""
+    """Return the states after values are written under keys, see the module."""
     return decayed_RHkv + torch.einsum("rhk,rhv->rhkv", k_RHk, written_RHv)
 
 

@@ -1,8 +1,9 @@
 """Triton kernel for the gated delta rule, see delta_rule.py.
 
-It processes a request's tokens in chunks, or one by one in a step of only decodes. In an engine with drafts, decodes
-and their drafts are processed one by one beside prompts too, by a launch of their own. Grids depend only on the number
-of requests, and the kernel reads the index of each request's state on the device, so CUDA graphs can capture it.
+It processes a request's tokens in chunks, or one by one in a step of only decodes. In an engine with drafts, a step
+with prompts has two launches: one for prompts, in chunks, and one for decodes and their drafts, one by one. Grids
+depend only on the number of requests, and the kernel reads the index of each request's state on the device, so CUDA
+graphs can capture it.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def delta_rule_kernel(
         whose results are zeros.
     drafts_ptr: fp32 [S, H, SLOTS, K + V + 1]; lengths_ptr: int32 [S, H, V]; see Drafted. Both are None if there are no
         drafts; SLOTS is then 0.
-    num_rows: R. rows_of_each: rows of each request. If they differ, it is 1; then a program is for a row, and that of a
-        request's first row handles its drafts too. IN_TWO: with CHUNK 1 only rows of one token are processed, and else
-        only the others, which drafts never precede.
+    num_rows: R. rows_of_each: the number of rows of each request, 1 if requests differ in it. Then there is a program
+        for each row, and the program of a request's first row handles its drafts too. IN_TWO: one of two launches; with
+        CHUNK 1 it processes only rows of one token, otherwise only the others, which drafts never precede.
     query_start_loc_ptr, seq_lens_ptr: see AttentionInputs. A request without earlier tokens starts with a zero state.
     SCALE: factor of the queries. EPS, NORMALISES: see _loaded. CHUNK: tokens processed at once, 16 or 1.
     TILE_K: K rounded up to a power of two, at least 16. PRECISION: input_precision of tl.dot.

@@ -1,4 +1,4 @@
-"""Finds the drafts of a request in a step, in Triton kernels; see Sequences.joined for the same with PyTorch's ops."""
+"""Finds the drafts of a request in a step, in Triton kernels. Sequences.joined does this with PyTorch's ops."""
 
 from __future__ import annotations
 

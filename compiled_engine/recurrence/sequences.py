@@ -35,7 +35,7 @@ class Sequences(NamedTuple):
         return self.rows_R, self.query_start_loc_R1, self.seq_lens_R
 
     def rows_of_each(self, num_tokens: int) -> int:
-        """Return how many rows each request has, one behind the other, if all rows have one token; else 1."""
+        """Return how many consecutive rows each request has if all rows are decodes of one token; otherwise 1."""
         num_rows = len(self.rows_R)
         num_decodes, query_len, _ = self.host_3.tolist()
         return query_len if num_tokens == num_rows == num_decodes else 1
@@ -58,8 +58,8 @@ class Sequences(NamedTuple):
     def joined(self) -> tuple[Sequences, torch.Tensor]:
         """Return the sequences with one row for each request, and how many of its tokens are no drafts, int64 [R].
 
-        The rows of a request's drafts, which come directly after that of its newest token, become part of it. A row
-        whose draft does not exist has an empty context, and becomes padding.
+        The rows of a request's drafts directly follow the row of its newest token, and become part of it. A row whose
+        draft does not exist has an empty context, and becomes padding.
         """
         exists_R = (self.rows_R >= 0) & (self.seq_lens_R > 0)
         first_R = torch.ones_like(exists_R)

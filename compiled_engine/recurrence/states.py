@@ -1,4 +1,4 @@
-"""The tensors that keep the states of recurrences, and what they keep in addition in an engine with drafts.
+"""The tensors that hold the states of recurrences, and the additional ones in an engine with drafts.
 
 A step computes a request's newest token and its drafts. Which drafts are right is known only afterwards, and the next
 step must begin with the state after the last right one. No state is copied for that, and none is restored:
@@ -29,7 +29,7 @@ RULE_DRAFTS, RULE_LENGTHS = "rule_drafts", "rule_lengths"
 
 
 def with_drafts(states: Iterable[RowState], num_drafts: int) -> tuple[RowState, ...]:
-    """Return the tensors for states of an engine in which a step has up to `num_drafts` drafts for a request.
+    """Return the state tensors of an engine in which a step has up to `num_drafts` drafts for a request.
 
     Shapes: D channels and L inputs of a convolution; H heads, k elements of a key and v of a value of a delta rule.
     """
@@ -52,7 +52,7 @@ def _with_drafts(state: RowState, num_drafts: int) -> Iterator[RowState]:
 
 
 def without_drafts(states: Iterable[RowState], num_drafts: int) -> list[RowState]:
-    """Return the states from which `with_drafts` made these."""
+    """Undo `with_drafts`: return the tensors without room for drafts."""
     found = []
     for state in states:
         kind = state.name.rpartition(".")[2]

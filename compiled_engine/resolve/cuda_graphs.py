@@ -48,9 +48,9 @@ def resolve_graphs(
 ) -> GraphConfig:
     """Return the configuration of graphs, and add the reasons for chosen values to `reasons`.
 
-    compiled, graphed: what the resolved `mode` includes. short_contexts: see Support; it returns () if no pass uses the
-    kernels for short contexts. recording_obstacle: result of the function of that name. decodes: False for an encoder,
-    which has no decodes.
+    compiled, graphed: whether the resolved `mode` compiles, and uses graphs. short_contexts: see Support; it returns ()
+    if no pass uses the kernels for short contexts. recording_obstacle: the result of the function `recording_obstacle`.
+    decodes: False for an encoder, which has no decodes.
 
     Raises ValueError or TypeError, which names the field.
     """
@@ -88,8 +88,8 @@ def graphs_of_draft_model(
 def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
     """Return the configuration of graphs for a draft head's forwards, with only a few of these sizes.
 
-    A head is one layer and logits. Padding is cheap while reading the weights takes longer than multiplying by them,
-    and kernels for short contexts would save little.
+    A head is one layer and logits. Padding costs little as long as reading the weights takes longer than multiplying by
+    them, and kernels for short contexts would save little.
     """
     return GraphConfig(GraphMode.FULL_DECODE_ONLY, few_sizes(sizes))
 
@@ -97,7 +97,7 @@ def graphs_of_head(sizes: tuple[int, ...]) -> GraphConfig:
 def reached_short_contexts(compiled: CompileConfig, attention: AttentionChoice) -> Callable[[int], tuple[int, ...]]:
     """Return the backend's function Support.short_contexts if the pass that uses kernels for short contexts is enabled.
 
-    Otherwise return a function that finds none.
+    Otherwise return a function that always returns ().
     """
     return attention.support.short_contexts if RopeAttend.name in compiled.passes else no_short_contexts
 
@@ -217,8 +217,8 @@ def recording_obstacle(
 def default_capture_sizes(limit: int) -> tuple[int, ...]:
     """Return the sizes 1, 2, 4, from 8 to 128 in steps of 8, then in steps of 32, up to and including `limit`.
 
-    From 128 rows on, a matrix product takes as long as one with the next multiple of 32 rows, and each size costs a
-    capture at start-up.
+    Above 128 rows, padding to the next multiple of 32 hardly makes a matrix product slower, while each further size
+    costs a capture at start-up.
     """
     sizes = [1, 2, 4, *range(8, 129, 8), *range(160, limit + 1, 32)]
     return tuple(sorted({size for size in sizes if size <= limit} | {limit}))

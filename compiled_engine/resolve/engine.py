@@ -1,6 +1,6 @@
 """Resolve options into the frozen configuration, with the reason for every chosen value.
 
-An option that cannot be honoured is an error with the reason. Nothing is changed silently.
+Most options that cannot be honoured raise an error. Others, such as prefix caching, are turned off with a reason.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 
 
 def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
-    """Return the configuration for these options. Downloads missing files of a model from the hub, except its weights.
+    """Return the configuration for these options. Downloads missing files of checkpoints from the hub.
 
-    Raises ValueError, TypeError or OSError with the field, the value and what is allowed.
+    Weights are downloaded only of a merged adapter and for a draft head, since they are read now. Raises ValueError,
+    TypeError or OSError with the field, the value and what is allowed.
     """
     progress = progress or SilentProgress()
     resolve_logits_processors(options.logits_processors)  # checked only: objects are not part of the configuration
@@ -207,7 +208,7 @@ def _check_pooling(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: int, reasons: dict[str, str]) -> bool:
-    """Return whether prefixes are cached, which the option must request and the model must allow."""
+    """Return whether prefixes are cached: the option must request it, and the model must allow it."""
     if not options.enable_prefix_caching:
         return False
     if model.recurrences is not None and not num_snapshots:
@@ -224,7 +225,7 @@ def _caches_prefixes(options: EngineOptions, model: ModelConfig, num_snapshots: 
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
-    """Log a warning if the mode "auto" is eager because nothing can be compiled on this machine."""
+    """Log a warning if `mode` is "auto" and resolves to eager, because nothing can be compiled on this machine."""
     if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
         log.warning("mode is eager, which is slower: %s", obstacle)
 

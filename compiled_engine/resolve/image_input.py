@@ -60,7 +60,7 @@ def processor_settings(options: EngineOptions) -> Mapping[str, Any]:
 
 
 def _read(name: str, given: Any) -> Mapping[str, Any]:
-    """Return an option that is a dict, or one as JSON or as name=value,name=value."""
+    """Return an option as a dict. It may be given as a dict, as JSON, or as name=value,name=value."""
     if isinstance(given, str) and re.fullmatch(r"\w+=[^,=]+(,\w+=[^,=]+)*", given):
         given = (
             "{" + ",".join(f'"{name}":{value}' for name, value in (each.split("=") for each in given.split(","))) + "}"
@@ -69,7 +69,7 @@ def _read(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def _max_images(given: Any) -> int:
-    """Return the limit of images; other kinds of media are never read. vLLM's form with a count is accepted too."""
+    """Return the most images per prompt. vLLM's form {"image": {"count": n}} is accepted; other media are ignored."""
     limits = _read("limit_mm_per_prompt", given)
     for kind in limits:
         if kind not in MEDIA:
@@ -93,6 +93,6 @@ def _why_none(options: EngineOptions, model: ModelConfig, max_images: int, reaso
 
 
 def _placeholder(folder: Path, vision: VisionDescription) -> int:
-    """Return the token of an image in prompts, which in Gemma 3 is another one than that of embeddings."""
+    """Return the token that stands for an image in prompts. In Gemma 3 it differs from the token of its embeddings."""
     stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return int(stated.get("boi_token_index", vision.image_token_id))

@@ -72,7 +72,7 @@ def resolve_images(
 
 
 def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Return the reason why only the text model runs, whatever its tower; None if there is none."""
+    """Return the reason why only the text model runs, even with a supported tower; None if there is none."""
     if options.language_model_only:
         return "language_model_only is True"
     if model.pooling is not None:
@@ -87,7 +87,7 @@ def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConf
 def _obstacle_of_whole_images(
     vision: VisionDescription, model: ModelConfig, scheduler: SchedulerConfig, attention_backend: str
 ) -> str | None:
-    """Return the reason why a model cannot have images whose tokens see each other; None if there is none."""
+    """Return why this engine cannot let the tokens of an image attend to each other; None if it can."""
     length, why = vision.tile_embeddings, "the tokens of an image see each other"
     limits = {
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
@@ -103,9 +103,9 @@ def _obstacle_of_whole_images(
 
 
 def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[str, Any]) -> int:
-    """Return the most embeddings of an image after the processor has resized or divided it.
+    """Return the most embeddings that an image can have after the processor has resized or divided it.
 
-    settings: arguments of the processor; those that the user does not give are the checkpoint's.
+    settings: the user's arguments of the processor; the checkpoint has the others.
     """
     path = folder / "preprocessor_config.json"
     stated = JsonFields.from_file(path).values if path.is_file() else {}

@@ -124,8 +124,8 @@ def _more_than_one(sizes: dict[str, int]) -> str:
 def check_model(model: ModelConfig, size: int) -> None:
     """Raise ValueError if `size` ranks cannot divide the model.
 
-    The number of ranks must divide the attention heads and the rows of MLPs and experts. It must divide the KV heads,
-    or be a multiple of them.
+    Ranks divide only known architectures. `size` must divide the numbers of attention heads and of rows of MLPs and
+    experts. It must divide the number of KV heads, or be a multiple of it.
     """
     if size == 1:
         return
@@ -169,9 +169,9 @@ def _check_processors(options: EngineOptions) -> None:
 def _check_devices(
     options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
 ) -> None:
-    """Raise ValueError if there are too few devices, or if the device option names a single one.
+    """Raise ValueError if there are too few GPUs, if the option `device` names a single one, or if PyTorch lacks NCCL.
 
-    sizes: by option; their product is the number of devices of a replica.
+    sizes: option -> size; the product of the sizes is the number of devices of a replica.
     """
     share, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():

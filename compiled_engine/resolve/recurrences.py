@@ -22,7 +22,7 @@ LEAST_SNAPSHOTS = 3
 
 
 def resolve_states(model: ModelConfig, num_drafts: int) -> ModelConfig:
-    """Return the model with states for steps of up to `num_drafts` drafts for a request, if it has recurrences."""
+    """Return the model; if it has recurrences, with states for up to `num_drafts` drafts of a request in a step."""
     if (recurrences := model.recurrences) is None:
         return model
     states = with_drafts(recurrences.states, num_drafts)
@@ -42,7 +42,7 @@ def most_requests(request_bytes: int, device: torch.device) -> int | None:
 def resolve_rows(
     recurrences: Recurrences, request_bytes: int, num_rows: int, num_snapshots: int, reasons: dict[str, str]
 ) -> Recurrences:
-    """Return the recurrences with rows for `num_rows` requests and for the snapshots. The reason tells their memory."""
+    """Return the recurrences with rows for `num_rows` requests and for the snapshots. Adds a reason with their size."""
     told = f"{request_bytes / MIB:.2f} MiB of states each: {num_rows * request_bytes / GIB:.2f} GiB"
     if recurrences.num_drafts:
         without = sum(state.row_bytes for state in without_drafts(recurrences.states, recurrences.num_drafts))
@@ -56,7 +56,7 @@ def resolve_snapshots(
 ) -> int:
     """Return the number of snapshots, each of `request_bytes`; 0 without recurrences or without prefix caching.
 
-    Raises ValueError if the option requests snapshots that would not be used.
+    Raises ValueError if num_state_snapshots requests snapshots that would not be used.
     """
     given = options.num_state_snapshots
     if not request_bytes or not options.enable_prefix_caching:

@@ -198,9 +198,9 @@ def _sharpnesses(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[flo
 def resolve_draft(
     options: EngineOptions, given: Mapping[str, Any], config: EngineConfig, progress: Progress
 ) -> tuple[DraftConfig, tuple[int, ...]]:
-    """Return the configuration of the draft model or head, and the layers of the model whose inputs a head reads.
+    """Return the configuration of the draft model or head, and the layers of the engine's model whose inputs it reads.
 
-    The layers are empty for a draft model and an MTP layer. Raises as `resolve_speculation` does.
+    There are no layers for a draft model and for an MTP layer. Raises as `resolve_speculation` does.
     """
     reasons: dict[str, str] = {}
     try:
@@ -235,7 +235,8 @@ def _head(
 ) -> tuple[ModelConfig, tuple[int, ...]]:
     """Return a draft head's configuration, and the layers of the engine's model whose inputs it reads.
 
-    Downloads the head's weights if it is from the hub. Raises ValueError if the head does not fit the engine's model.
+    Downloads the head's weights if it is from the hub, unless load_format is "dummy". Raises ValueError if the head
+    does not fit the engine's model.
     """
     folder = resolve_model_folder(
         replace(options, model=given["model"], revision=given.get("revision")), reasons, progress
@@ -251,7 +252,7 @@ def _head(
 
 
 def _download(hub_name: str | None, path: Path, progress: Progress) -> None:
-    """Download the weights of a checkpoint from the hub, unless they are there. hub_name: None for a folder."""
+    """Download the weights of a checkpoint from the hub, unless `path` has them. hub_name: None for a local folder."""
     if hub_name is not None:
         from compiled_engine.models.checkpoint.hub import (
             download_weights,  # imports huggingface_hub, not needed for a folder
@@ -269,7 +270,9 @@ def _graphs(
 ) -> GraphConfig:
     """Return the configuration of graphs for a draft model or head.
 
-    Its forwards are captured if the engine's forwards are, and recorded if the engine's decodes are.
+    On a GPU its forwards are captured in CUDA graphs if the engine's are. On a CPU its calls of C++ kernels are
+    recorded if those of the engine's decodes are. The mode is NONE, with a reason, if its attention backend or its
+    layers do not allow this.
     """
     mode, graph, device = config.graph.mode, config.graph, config.device
     if mode is GraphMode.RECORDED:
@@ -333,7 +336,8 @@ def _check_ranks(given: Mapping[str, Any], draft: ModelConfig, num_ranks: int) -
 def read_speculation(value: Mapping[str, Any] | str | None, model: Any) -> dict[str, Any]:
     """Return the given keys and values, without values None and without vLLM's keys whose value has no effect.
 
-    vLLM's older names of mtp become `mtp`. With it, the key `model` may repeat the option `model`, and has no effect.
+    vLLM's older names of the method mtp become `mtp`. With this method, the key `model` may repeat the option `model`,
+    and has no effect.
     """
     given = {
         name: each
@@ -359,8 +363,8 @@ def _lookup(given: Mapping[str, Any], reasons: dict[str, str]) -> tuple[int, int
 def _acceptance_rates(given: Mapping[str, Any], num_tokens: int) -> tuple[float, ...]:
     """Return SpeculationConfig.acceptance_rates; () unless acceptance is synthetic.
 
-    Without rates, the given value is a mean number of tokens per step. It is reached with the least variance: each step
-    has its integer part, and one more token with the probability of its fractional part.
+    If a mean number of tokens per step is given instead of rates, it is reached with the least variance: a step has as
+    many tokens as the integer part, and one more with the probability of the fractional part.
     """
     rates, length = given.get("synthetic_acceptance_rates"), given.get("synthetic_acceptance_length")
     if given.get("rejection_sample_method") != SYNTHETIC:

@@ -33,9 +33,9 @@ class RowField:
 
 
 class RowFields:
-    """The fields by name. A row belongs to one request from `start` until `free`.
+    """The fields by name. The caller assigns rows to requests.
 
-    The caller assigns rows to requests, and calls both methods.
+    A row belongs to one request from the caller's `start` until its `free`.
     """
 
     def __init__(self, num_rows: int, device: torch.device | str, triton: bool | None = None):
@@ -120,7 +120,7 @@ class RowFields:
 
 
 class _RowList:
-    """The lists of all rows, one after another in one tensor that grows if they do not fit."""
+    """The lists of all rows, one after another in one tensor, which grows when they do not fit."""
 
     def __init__(self, field: StagedField, starts: StagedField, counts: StagedField, width: int):
         self._field, self._starts, self._counts, self._width = field, starts, counts, width

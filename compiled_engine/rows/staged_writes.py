@@ -27,7 +27,7 @@ WORD = 4
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return a copy of values on the device, made in stream order without waiting. `values` may be changed afterwards.
 
-    The copy goes through new pinned memory, which PyTorch's allocator does not reuse before the copy is done.
+    On CUDA the copy goes through new pinned memory, which PyTorch's allocator does not reuse before the copy is done.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.array(values, order="C"))
@@ -101,7 +101,7 @@ class StagedWrites:
             del self._arrays[key]
 
     def forget_row(self, row: int, arrays: Sequence[StagedField]) -> None:
-        """Drop everything staged for a row: single values, and values of the fields `arrays`."""
+        """Drop everything staged for a row: single values of all fields, and arrays of the fields `arrays`."""
         self._started.pop(row, None)
         for values in self._numbers.values():
             values.pop(row, None)
@@ -117,8 +117,8 @@ class StagedWrites:
     def apply(self) -> None:
         """Perform the staged writes on the current stream, after lengthening fields.
 
-        Of two writes to the same row that begin at the same element, the later one wins. Writes must not overlap
-        otherwise, since the kernel performs them in parallel.
+        Of two writes to a row of a field that begin at the same element, only the later one is performed. Writes must
+        not overlap otherwise, since the kernel performs them in parallel.
         """
         for field, length in self._lengths.items():
             field.lengthen_now(length)
@@ -187,7 +187,7 @@ class _Writes:
         self._words: list[np.ndarray] = []
 
     def add_numbers(self, field: StagedField, values: dict[int, float]) -> None:
-        """Add single values of a field. values: by row. Raises ValueError for a dtype that has not 4 or 8 bytes."""
+        """Add single values of a field. values: by row. Raises ValueError unless its dtype has 4 or 8 bytes."""
         dtype = field.numpy_dtype
         if dtype.itemsize % WORD:
             raise ValueError(f"dtype of a field of single values must have 4 or 8 bytes, got {dtype}")
@@ -196,9 +196,9 @@ class _Writes:
         numbers += values.values()
 
     def add_array(self, field: StagedField, start: int, array: np.ndarray) -> bool:
-        """Add values that are written from the field's flat index `start` on. Returns whether they were added.
+        """Add values that are written from the field's flat index `start` on. Return whether they were added.
 
-        They are not if they are longer than LONG_WORDS, or if their address or size is no multiple of 4 bytes.
+        Arrays of more than LONG_WORDS words, or whose address or size is no multiple of 4 bytes, are not added.
         """
         num_bytes = array.nbytes
         address = field.address + start * array.itemsize
@@ -251,7 +251,7 @@ class StagedField:
     def lengthen(self, length: int) -> None:
         """Lengthen rows to at least `length` values at the next `apply`.
 
-        A row's present values move to its end, and its initial value fills the elements before them.
+        A row's present values move to its end, and the field's initial value fills the elements before them.
         """
         self._writes.lengthen(self, length)
 
@@ -279,8 +279,8 @@ class StagedField:
 class _Buffer:
     """Pinned memory for the input of one launch, and an event that is recorded after the launch.
 
-    headers: int64 [MAX_WRITES, 3], words: int32 [MAX_WORDS], see `apply_kernel`. PyTorch may reuse freed pinned memory
-    at once, so a buffer that is freed waits for its launch.
+    headers: int64 [MAX_WRITES, 3], words: int32 [MAX_WORDS], see `apply_kernel`. PyTorch may reuse pinned memory as
+    soon as it is freed, so a buffer's destructor waits for the launch.
     """
 
     def __init__(self, on_gpu: bool):

@@ -39,7 +39,7 @@ class Experts(GraphPass):
     kernel_token_counts = TOKEN_COUNTS
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each router: a scatter of weights to the places of a top-k choice."""
+        """Expect a match for each router: a scatter of weights whose index is the result of a top-k."""
         scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
         indices = [arg(scatter, 2) for scatter in scatters]
         return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))
@@ -58,7 +58,7 @@ class _Routing(NamedTuple):
 
 
 def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
-    """Fuse the experts around this scatter, if it scatters a token's weights into a matrix over all experts."""
+    """Fuse the experts around this scatter, if it scatters the chosen experts' weights into a matrix of all experts."""
     zeros, dim, chosen, weights = scatter.args
     is_matrix = scatter.meta["val"].dim() == 2 and dim in (-1, 1)
     if not is_matrix or not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default):
@@ -103,7 +103,7 @@ def _codes_of(weight: fx.Node, codes: str, prefix: str) -> dict[str, Any]:
 
 
 def _known_routing(weights: Any, chosen: Any) -> _Routing | None:
-    """Match softmax followed by top-k, or top-k followed by softmax over the chosen; otherwise None."""
+    """Match softmax followed by top-k, or top-k followed by softmax over the chosen logits; otherwise return None."""
     topk: Any = arg(chosen, 0) if is_call(chosen, operator.getitem) and chosen.args[1] == 1 else None
     if not is_call(topk, aten.topk.default) or len(topk.args) != 2 or topk.kwargs or only_user(chosen) is None:
         return None
@@ -125,7 +125,7 @@ def _is_of_rows(softmax: fx.Node) -> bool:
 
 
 def _is_share(value: Any, weights: fx.Node | None) -> bool:
-    """Return whether the value is weights / their sum in each row."""
+    """Return whether the value is `weights`, each row divided by its sum."""
     if not is_call(value, aten.div.Tensor) or value.args[0] is not weights:
         return False
     total = value.args[1]
@@ -133,8 +133,9 @@ def _is_share(value: Any, weights: fx.Node | None) -> bool:
 
 
 def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
-    """Return (sum, x, first product, gate, second product) of the experts that get these weights, or why they do not
-    match.
+    """Return the weighted sum of the experts that `scatter` weights, and what it is computed from.
+
+    Returns (sum, x, linear of gate and up, gate, second linear), or why the experts do not match.
     """
     transposed: Any = user_through_cast(scatter)
     column: Any = None if transposed is None else only_user(transposed)

@@ -1,4 +1,4 @@
-"""The gate between the two products of experts: reference, device function and matcher.
+"""The gate between the two linears of experts: reference, device function and matcher.
 
 With a limit it is the clamped gate of GPT-OSS (OpenAI 2025): gate * sigmoid(alpha * gate) * (up + 1).
 """
@@ -20,7 +20,7 @@ from compiled_engine.passes.linear.silu_mul import activate, gated
 
 @dataclass(frozen=True)
 class Gate:
-    """activation(gate) * up, or the clamped gate if there is a limit."""
+    """The gate activation(gate) * up, or with a limit the clamped gate, see the module."""
 
     activation: str = "silu"
     alpha: float = 0.0
@@ -29,7 +29,7 @@ class Gate:
     interleaved: bool = False
 
     def __call__(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:
-        """Apply the gate to the first product: [T, 2 I] -> [T, I], rounded to its dtype after each op."""
+        """Apply the gate to the first linear's result: [T, 2 I] -> [T, I], rounded to its dtype after each op."""
         if self.interleaved:
             gate_TI, up_TI = gate_up_TI2[..., ::2], gate_up_TI2[..., 1::2]
         else:
@@ -51,7 +51,7 @@ def gate_of_experts(
 ) -> tl.tensor:
     """Return the gate's result for gate and up, all in fp32; see `Gate`.
 
-    The activated gate is rounded to the dtype before the product with up.
+    The activated gate is rounded to the dtype before it is multiplied by up.
     """
     if LIMIT == 0:
         return gated(gate, up, ACTIVATION, dtype)
@@ -64,7 +64,7 @@ def gate_of_experts(
 
 
 def match_gate(hidden: fx.Node) -> tuple[fx.Node, Gate] | str:
-    """Return (first product, gate) if a gate computes the value, otherwise the reason."""
+    """Return (first linear's result, gate) if `hidden` is a gate of the result's two parts; otherwise why it is not."""
     for activated, up in factors(hidden):
         if is_call(activated, aten.silu.default):
             halves = _halves(arg(activated, 0), up)
@@ -99,7 +99,7 @@ def _clamped(activated: fx.Node, raised: fx.Node) -> tuple[fx.Node, Gate] | None
 
 
 def _halves(gate: Any, up: Any) -> tuple[fx.Node, bool] | None:
-    """Return (product, interleaved) if gate and up are its alternate columns, or its halves; otherwise None."""
+    """Return (value, interleaved) if gate and up are a value's halves, or its alternate columns; otherwise None."""
     if all(is_call(half, aten.slice.Tensor) and len(half.args) == 5 for half in (gate, up)):
         product = gate.args[0]
         dim, size = product.meta["val"].dim() - 1, product.meta["val"].shape[-1]

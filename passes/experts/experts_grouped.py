@@ -1,4 +1,4 @@
-"""Triton kernels for tokens sorted by expert: products of tiles of one expert's tokens, and the sum of results.
+"""Triton kernels for tokens sorted by expert: linears of tiles of one expert's tokens, and the sum of results.
 
 A pair is a token and one of its experts, with the number token * TOP_K + slot. S is the number of pairs; sorted pairs
 are in the order of experts.
@@ -26,7 +26,7 @@ def _product(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products of rows of x and of a weight, fp32 [T, N].
+    """Return the matrix product of T rows of x and N rows of a weight, x w^T, fp32 [T, N].
 
     Arguments ending in _T or _N point to each row's first element. scales_ptr_N: of 8-bit weights, or None.
     """
@@ -93,7 +93,7 @@ def grouped_kernel(
     UNIT: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One of the experts' two products: program (rows, block) computes ROWS weight rows for a block of pairs.
+    """One of the experts' two linears: program (rows, block) computes ROWS weight rows for a block of pairs.
 
     x_ptr: [T, K] with GATED, otherwise [S, K] by sorted pair; rows x_stride apart. w_ptr: [E, NUM_ROWS, K]; bias_ptr:
         [E, NUM_ROWS] or None.

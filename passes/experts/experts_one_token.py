@@ -66,7 +66,7 @@ def one_token_gate_up_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """First product of a single token's experts and the gate: program (rows, slot) computes ROWS outputs of one expert.
+    """First linear of a single token's experts and the gate: program (rows, slot) computes ROWS outputs of one expert.
 
     slot: index of the expert among the token's TOP_K.
 
@@ -151,7 +151,7 @@ def one_token_down_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Second product of a single token's experts: a program computes ROWS outputs, summed over the experts by weight.
+    """Second linear of a single token's experts: a program computes ROWS outputs, summed over the experts by weight.
 
     hidden_ptr: [TOP_K, WIDTH]; down_ptr: [E, HIDDEN_SIZE, WIDTH]; bias_ptr: [E, HIDDEN_SIZE] or None.
     chosen_ptr, weights_ptr: [TOP_K], the experts and their weights.

@@ -35,7 +35,7 @@ TOKEN_COUNTS = (1, 8, 32, FEW_TOKENS, 128, 512, SOME_TOKENS)
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """The pairs and weight rows of a program of grouped_kernel, and the options with which it is compiled."""
+    """The number of pairs and of weight rows of a program of grouped_kernel, and its compile options."""
 
     tokens: int
     rows: int
@@ -45,7 +45,7 @@ class GroupedTiles:
 
 
 def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
-    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both products."""
+    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both weights."""
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens <= FEW_TOKENS:
@@ -64,7 +64,7 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
     by_exponents: whether the scales are those of MXFP4.
 
     With few tokens, decoding takes most of the time, so a block usually has all tokens of an expert. Two warps compute
-    small products, in which a thread decodes four bytes at once; more warps compute products of 64 rows.
+    small matrix products, in which a thread decodes four bytes at once; more warps compute those of 64 rows.
     """
     per_expert = share * next((count for count in TOKEN_COUNTS if num_tokens <= count), math.inf)
     if dtype == torch.float32:
@@ -84,7 +84,7 @@ def packed_tiles(num_tokens: int, dtype: torch.dtype, share: float, by_exponents
 
 @dataclass(frozen=True)
 class OneTokenTiles:
-    """The outputs of a program, the columns that it multiplies at a time, and its warps."""
+    """The number of outputs of a program, of columns that it multiplies at a time, and of its warps."""
 
     rows: int
     block_k: int
@@ -92,9 +92,9 @@ class OneTokenTiles:
 
 
 def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """Return the tiles of a single token's product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
+    """Return tiles for a single token and a weight of k columns: the best on an NVIDIA H200 for k from 768 to 2,880.
 
-    gate_up: the first product, otherwise the second.
+    gate_up: for the experts' first linear, otherwise for the second.
     """
     if not gate_up:
         rows, block_k, num_warps = 2, 512, 2
@@ -225,7 +225,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The experts' weights, and constexprs of all kernels."""
+    """The experts' weights, and the kernels' constexprs for routing and for the gate."""
 
     gate_up: _Weight
     down: _Weight
@@ -438,7 +438,7 @@ def _grouped(
 
 
 def _step(tiles: GroupedTiles, weight: _Weight) -> int:
-    """Return the columns of a step of grouped_kernel. They share a scale, unless scales are exponents."""
+    """Return how many columns grouped_kernel multiplies per step. They share a scale, unless scales are exponents."""
     if weight.codes["PACKED"] == "e2m1":
         return tiles.block_k
     return min(tiles.block_k, weight.codes["TILE_COLUMNS"] or tiles.block_k)
@@ -446,7 +446,7 @@ def _step(tiles: GroupedTiles, weight: _Weight) -> int:
 
 @cache
 def _counts(device: torch.device, stream: int, num_experts: int) -> torch.Tensor:
-    """Return the number of pairs per expert, int32, zero between launches.
+    """Return the buffer for the numbers of pairs per expert, int32, zero between launches.
 
     There is one tensor per stream, whose launches do not overlap.
     """

@@ -23,7 +23,7 @@ def _shifted(to: str, left: int) -> str:
 def _e2m1(out: str, operands: str, sign: int, magnitude: int) -> str:
     """Return instructions that decode a register's two e2m1 codes and multiply them by their factors.
 
-    sign, magnitude: how far to the left the bits of each part are moved.
+    sign, magnitude: how far the bits of each part are shifted to the left.
     """
     return (
         f"{_shifted('s', sign)}{_shifted('m', magnitude)}and.b32 m, m, 0x01C001C0; "
@@ -73,7 +73,7 @@ LESS_128 = tl.constexpr(0xC300C300 - 2**32)  # -128 in both halves
 def halves_of(
     codes_NB: tl.tensor, operand_NB: tl.tensor, PACKED: tl.constexpr, dtype: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the values of the low and of the high bits of packed codes, [N, B] each, in this dtype.
+    """Return the values of the low and of the high bits of packed codes, [N, B] each, in `dtype`.
 
     operand_NB: the factor of e2m1, or the zero point of integers, from one of the functions below.
     """
@@ -122,7 +122,10 @@ def zero_of(zeros: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def low_columns(BYTES: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Return the columns of the low bits of bytes from a unit's start on; high bits are UNIT / 2 columns later."""
+    """Return the columns whose codes are in the low bits of BYTES bytes, from a unit's start on.
+
+    The columns of the high bits are UNIT / 2 later.
+    """
     byte_B = tl.arange(0, BYTES)
     return byte_B // (UNIT // 2) * UNIT + byte_B % (UNIT // 2)
 
@@ -151,7 +154,7 @@ def packed_product(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products of rows of x and rows of codes, fp32 [T, N].
+    """Return the matrix product of T rows of x and N rows of codes, fp32 [T, N].
 
     x_ptr_T: each row's first value. codes_ptr_N, scales_ptr_N: each row's first byte and scale; zeros_ptr_N: its first
         zero point, or None for ZERO alone.

@@ -61,13 +61,13 @@ def route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Choose the experts of each token; program (token) also counts the token's pairs in their experts' counts.
+    """Choose the experts of each token; program (token) also adds the token's pairs to the counts of their experts.
 
     logits_ptr: [T, NUM_EXPERTS], rows logits_stride apart; with given_ptr, the weights of the given experts, [T,
         TOP_K].
     given_ptr: [T, TOP_K], experts that are chosen already, or None.
     chosen_ptr: int32 [S], and weights_ptr: float32 [S], the experts and their weights by pair.
-    rank_ptr: int32 [S], the number of each pair among its expert's pairs, in any order.
+    rank_ptr: int32 [S], the index of each pair among its expert's pairs, in any order.
     counts_ptr: int32 [NUM_EXPERTS], zero before the launch, then the number of pairs per expert.
     """
     if DEPENDENT_LAUNCH:
@@ -109,10 +109,10 @@ def place_kernel(
 
     A program handles PLACED pairs and PLACED blocks.
 
-    chosen_ptr, rank_ptr, counts_ptr: see route_kernel.
-    sorted_ptr: int32 [S], the pairs in the order of experts.
-    blocks_ptr: int32 [num_blocks, 4]: expert (-1: an empty block), first place in `sorted`, number of pairs; the last
-        element is not written.
+    chosen_ptr, rank_ptr, counts_ptr: see route_kernel. sorted_ptr: int32 [S], the pairs in the order of experts.
+    blocks_ptr: int32 [num_blocks, 4]: expert (-1: an empty block), index of the block's first pair in sorted_ptr,
+    number
+        of pairs; the last element is not written.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

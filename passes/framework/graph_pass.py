@@ -75,11 +75,11 @@ class GraphPass(Protocol):
     uuid: str | None = None
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        """Return None if the pass applies to the range and device; otherwise the reason, as text for the report."""
+        """Return None if the pass applies to the range and device; otherwise why it does not, for the report."""
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return how often the pass must match. graph: as it is before the first pass runs.
+        """Return how often the pass must at least match. graph: as it is before the first pass runs.
 
         Count a feature that every variant of the pattern has, such as the rsqrt of a norm, rather than call the pass's
         own matcher. A variant that the matcher does not recognise is then counted too, and the pass is reported to have
@@ -97,7 +97,7 @@ class GraphPass(Protocol):
     def run(self, graph: fx.Graph) -> PassResult: ...
 
     def keep(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Receive the parameters with role KEPT of the model's graphs, by name, when they have been allocated.
+        """Receive the parameters of the model's graphs with role KEPT, by name, once they are allocated.
 
         These tensors start as zeros and never move, so the pass may write to them now and between steps.
         """

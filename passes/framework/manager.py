@@ -25,7 +25,7 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """The outcome of a pass on a graph: whether it ran, its matches against its contract, its time and its diff."""
+    """The outcome of a pass on a graph: whether it ran, how often it matched, its contract, its time and its diff."""
 
     name: str
     enabled: bool

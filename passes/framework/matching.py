@@ -23,10 +23,10 @@ def rewrite_calls(
     target: Callable[..., Any],
     rewrite: Callable[[fx.Graph, fx.Node], Sequence[Replacement] | str | None],
 ) -> PassResult:
-    """Call `rewrite` with each call of `target` in the graph, then erase unused nodes. Returns the pass's result.
+    """Pass each node that calls `target` to `rewrite`, then erase unused nodes. Return the pass's result.
 
-    If the pattern around the call matches, `rewrite` inserts the fused op and returns the replacements. If the call
-    looks like the pattern but does not match, it returns the reason. If the call is unrelated, it returns None.
+    If the pattern around the node matches, `rewrite` inserts the fused op and returns the replacements. If the node
+    looks like the pattern but does not match, it returns the reason. If the node is unrelated, it returns None.
     """
     matches, near_misses = 0, []
     replacements: list[Replacement] = []
@@ -63,7 +63,7 @@ def _defaults(op: Any) -> dict[str, Any]:
 
 
 def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments in the order of the op's schema. Raises KeyError if the schema has one that is missing."""
+    """Return the arguments in the order of the op's schema. Raises KeyError if an argument of the schema is missing."""
     return tuple(arguments[each.name] for each in op._schema.arguments)
 
 
@@ -77,9 +77,9 @@ def is_call(node: object, *targets: Callable[..., Any]) -> bool:
 
 
 def through_cast(node: Any) -> Any:
-    """Return the input of a dtype conversion; a node that is no dtype conversion is returned itself.
+    """Return the input of a `_to_copy` that changes the dtype alone; any other node is returned itself.
 
-    Matchers skip conversions with it, since bf16 graphs have conversions that fp32 graphs lack.
+    Matchers use it to skip conversions, since bf16 graphs have conversions that fp32 graphs lack.
     """
     return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
 

@@ -92,7 +92,7 @@ def define_op(
     reference: Callable[..., Any] | None = None,
     linear: LinearArguments | None = None,
 ) -> OpOverload:
-    """Register the functional op compiled_engine::<schema>, declare it as direct, and return it.
+    """Register the functional op compiled_engine::<schema>, declare it as `direct`, and return it.
 
     cpu, cuda: the op's implementations per device. fake: returns tensors of the results' shapes and dtypes, for
     tracing. reference, linear: see OpDeclaration. The op is registered directly in torch's dispatcher, where a call

@@ -83,13 +83,13 @@ class Parameter:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the weight that the codes stand for: for codes packed two per byte, twice the columns."""
+        """The weight's shape: twice the columns of `shape` if codes are packed two per byte, otherwise `shape`."""
         *leading, columns = self.shape
         return (*leading, columns * self._per_element)
 
     @property
     def weight_shard(self) -> Shard | None:
-        """The shard of the weight that the codes stand for: it counts codes, also where a byte holds two of them."""
+        """The weight's shard: twice the columns of `shard` if codes are packed two per byte, otherwise `shard`."""
         shard, count = self.shard, self._per_element
         if shard is None or count == 1:
             return shard
@@ -167,8 +167,8 @@ def compute(
 ) -> torch.Tensor:
     """Compute the value of a parameter: concatenate its members' values and apply its steps.
 
-    leaf: returns the value of a parameter without members. scales: known ones, to which new ones are added, so that a
-    weight's codes and scales need one computation of them.
+    leaf: returns the value of a parameter without members. scales: a cache, read and filled, so that a weight's scales
+    are computed once for its codes and its scales.
     """
     if not parameter.members:
         return leaf(parameter)

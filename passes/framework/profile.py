@@ -28,7 +28,7 @@ EARLIER_BUCKETS = (128, 256, 288, 352, 384, 1024, 1152, 2048, 4096)
 
 @dataclass(frozen=True)
 class MeasuredProduct:
-    """The fastest tile sizes of Hopper's kernel for `first` to `last` tokens and a weight [num_rows, k]."""
+    """The fastest tile sizes of Hopper's kernel for many tokens, for a range of token counts and a weight's shape."""
 
     first: int
     last: int
@@ -52,7 +52,7 @@ class DeviceProfile:
     products: tuple[MeasuredProduct, ...] = ()  # where Hopper's kernel for many tokens is fastest
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
-        """Return why a pass is not worth running in the range, as text: it was measured to be slower.
+        """Return why a pass should not run in the range, as text: it was measured to be slower.
 
         Returns None if the pass is faster at some token count in the range, if it is slower only within the noise, or
         if it was not measured in the range.

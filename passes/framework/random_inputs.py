@@ -78,7 +78,7 @@ class RandomInputs:
     def parameter(self, parameter: Parameter) -> torch.Tensor:
         """Return the value of a tensor of the model, drawn at the first call. parameter: without members.
 
-        Norm weights are around 1. With scale 1, a product with a matrix preserves the magnitude of its input.
+        Norm weights are around 1. With scale 1, multiplying by a matrix preserves the magnitude of the input.
         """
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:

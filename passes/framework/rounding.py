@@ -1,4 +1,4 @@
-"""Quantises matrices to codes with one scale per tile, and dequantises them; loader, references and kernels share it.
+"""Quantises matrices to codes with one scale per tile, and dequantises them, for the loader and reference functions.
 
 Shapes: values [N, K], divided into R x C tiles; scales [R, C]; E experts. Codes of four bits are packed two per byte,
 in B = K / 2 bytes per row.
@@ -49,7 +49,7 @@ def _tiles(values_NK: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _searched(tiles_RrCc: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the scale [R, C] with the smallest squared error for each tile. SEARCHED has the factors that are tried.
+    """Return for each tile the scale with the smallest squared error, [R, C]. SEARCHED has the factors that are tried.
 
     Scales are rounded to bfloat16, since stored scales are.
     """
@@ -215,7 +215,7 @@ def spread(scales_RC: torch.Tensor, rounding: Rounding, num_rows: int, num_colum
 
 
 def retile(scales: torch.Tensor, stored: Rounding, kept: Rounding, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Convert scales of the tiles of `stored` to smaller tiles: repeat each for the tiles of `kept` within its tile.
+    """Convert scales of the tiles of `stored` to the smaller tiles of `kept`: repeat a scale for each tile in its tile.
 
     scales: one per stored tile, in any shape. Returns one per kept tile, [R, C].
     """
@@ -257,7 +257,7 @@ def weight_scales(weight: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 def the_same(values: torch.Tensor, names: str) -> torch.Tensor:
-    """Return the first of S equal values, [1, ...] of [S, ...]; raise ValueError if they differ.
+    """Return the first of S equal values [S, ...], as [1, ...]. Raises ValueError if they differ.
 
     values: a value for each of S linears that are merged into one: input scales [S] or column orders [S, K]. names: the
     linears' parameters, for the error.

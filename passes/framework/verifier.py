@@ -52,7 +52,7 @@ class VerificationError(RuntimeError):
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of the graph whose nodes keep their names, which `verify_rewrites` matches nodes by."""
+    """Return a copy of the graph whose nodes keep their names. `verify_rewrites` matches nodes by name."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -207,7 +207,7 @@ def run_call(node: fx.Node, values: Values) -> Any:
 
 
 def mutated(node: fx.Node) -> dict[str, fx.Node]:
-    """Return the argument nodes that a call writes to, by their names in the op's schema. Empty if it is functional."""
+    """Return the argument nodes that a call writes to, by the arguments' names in the op's schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
     arguments = node.target._schema.arguments
@@ -224,8 +224,8 @@ def _results(
     """Return (description, old node, new node) for each pair of tensors to compare.
 
     One pair is the nodes' own values, unless the old node is a call that writes to its arguments. The others are the
-    tensors from outside the regions that both regions write to. Raises VerificationError if they write to different
-    arguments.
+    tensors from outside the regions that both regions write to. Raises VerificationError if the regions write to
+    different arguments.
     """
     written, rewritten = (
         {name: node for call in inner for name, node in mutated(call).items() if node not in inner}
@@ -246,9 +246,9 @@ def _widened(value: Any) -> Any:
 
 
 def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
-    """Return None if in each row `found` is about as close to the oracle as `expected`; otherwise the problem, as text.
+    """Return None if `found` is about as close to the oracle as `expected`, row by row; otherwise the problem, as text.
 
-    Tensors of other dtypes than floating-point must be equal. A different shape or dtype is a problem too.
+    Shapes and dtypes must be equal, and so must the elements of tensors that are not floating-point.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"

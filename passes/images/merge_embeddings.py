@@ -1,10 +1,10 @@
-"""Puts the embeddings of images in the place of those of their tokens.
+"""Replaces the embeddings of image tokens by those that the vision tower has computed.
 
-Embeddings are rows of a kept parameter, which the vision tower fills before the step. The step tensor IMAGE_INDEX has
-the row of each token, -1 for tokens of text. The value that enters the first layer gets the rows at these tokens: it is
-what transformers' models call inputs_embeds, so a family's own factor on embeddings, such as Gemma's, applies to tokens
-of text alone. With further levels (deepstack, Qwen3-VL), the rows have further parts, each added to the value that
-leaves one of the first layers.
+The tower's embeddings are rows of a kept parameter, which is filled before the step. The step tensor IMAGE_INDEX has
+the row of each token, -1 for tokens of text. The rows replace elements of the value that enters the first layer, which
+transformers' models call inputs_embeds. So a family's own factor on embeddings, such as Gemma's, applies to tokens of
+text alone. With further levels (deepstack, Qwen3-VL), the rows have further parts, each added to the value that leaves
+one of the first layers.
 
 The pass only runs in a separate variant of the forward (graphs/compiler/signature.py), so steps without images run
 unchanged code.
@@ -86,7 +86,7 @@ def _merged(
     level: int,
     hidden_size: int,
 ) -> fx.Node:
-    """Insert a level of the embeddings into a value; returns what users of the value read then."""
+    """Insert a level of the embeddings into a value. Return the node that users of the value read from then on."""
     users, before = list(value.users), _residual(value) if level else None
     with graph.inserting_before(value if before is not None else value.next):
         part = emit(graph, aten.slice.Tensor, embeddings, 1, level * hidden_size, (level + 1) * hidden_size)
@@ -105,9 +105,9 @@ def _merged(
 
 
 def _residual(value: fx.Node) -> fx.Node | None:
-    """Return the other operand of a sum with an all-reduce; None for any other value.
+    """Return the operand that is added to an all-reduce; None if the value is no such sum.
 
-    A kernel may make the all-reduce, the sum and the norm behind it in one, so nothing may come between them.
+    One kernel may compute the all-reduce, the sum and the norm after it, so no op may be inserted between them.
     """
     if not is_call(value, aten.add.Tensor):
         return None

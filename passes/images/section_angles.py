@@ -1,8 +1,8 @@
 """Rotary angles of positions in three dimensions: time, height and width (M-RoPE, Qwen2-VL).
 
-Each pair of rotated elements turns by one of a token's three positions; `sections` has the number of pairs of each. In
-text the three are equal, so the usual forward has one position for each token. The step tensor POSITION_DELTAS has
-the differences between the three positions and the usual one, which are zero outside of prompts with images.
+Each pair of elements is rotated by one of a token's three positions; `sections` has the number of pairs of each. In
+text the three are equal, so the usual forward has one position for each token. The step tensor POSITION_DELTAS has the
+differences between the three positions and the usual one, which are zero outside of prompts with images.
 
 The pass only runs in the variant of the forward for steps with images.
 """
@@ -30,11 +30,11 @@ POSITION_DELTAS = StepTensor("position_deltas_T3", ("tokens", 3), torch.int32, v
 def angles_of_sections(
     positions_T: torch.Tensor, deltas_T3: torch.Tensor, inv_freq_p: torch.Tensor, sections: Sequence[int], mixed: bool
 ) -> torch.Tensor:
-    """Return the angles of pairs, fp32 [T, p]: positions plus deltas times inverse frequencies.
+    """Return the angles of p pairs, fp32 [T, p]: (position + delta) * inverse frequency.
 
-    sections: number of pairs that turn by each of the three positions. mixed: pairs take turns (time, height, width,
-    time, ...) as long as a section lasts, and the rest turns by time, as in Qwen3-VL; otherwise sections follow each
-    other.
+    sections: number of pairs that are rotated by time, by height and by width. mixed: pairs alternate between time,
+    height and width while the sections of height and width last, and the others are rotated by time, as in Qwen3-VL;
+    otherwise the sections follow each other.
     """
     positions_T3 = (positions_T[:, None] + deltas_T3).float()
     time_Tp, height_Tp, width_Tp = (positions_T3[:, axis, None] * inv_freq_p for axis in range(3))
@@ -65,7 +65,7 @@ section_angles = define_op(
 
 
 class SectionAngles(GraphPass):
-    """Replaces angles of one position per token by those of three. sections, mixed: see `angles_of_sections`."""
+    """Replaces angles of one position per token by angles of three. sections, mixed: see `angles_of_sections`."""
 
     name = "section_angles"
     required = True  # without it, tokens of images have wrong positions
@@ -98,7 +98,7 @@ class SectionAngles(GraphPass):
 
 
 def _are_positions(rows: fx.Node, positions_T: fx.Node) -> bool:
-    """Return whether a vector of a number for each token is that of positions, which transformers' code repeats."""
+    """Return whether a value is `positions_T`, maybe repeated three times and selected as in transformers' code."""
     while is_call(rows, *_REPEATING):
         rows = arg(rows, 0)
     return rows is positions_T

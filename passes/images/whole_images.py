@@ -1,7 +1,7 @@
-"""Lets the tokens of an image see each other, as Gemma 3 does: each sees the keys up to the image's last one too.
+"""Lets the tokens of an image attend to each other, as in Gemma 3: each also sees the keys up to the image's last one.
 
-The step tensor KEYS_AHEAD has the number of later keys that a token sees, which attention reads. All tokens of an image
-are in the step, and windows of attention are at least as long as an image.
+The step tensor KEYS_AHEAD tells attention how many later keys a token sees. All tokens of an image are in the step, and
+windows of attention are at least as long as an image.
 
 The pass only runs in the variant of the forward for steps with images.
 """

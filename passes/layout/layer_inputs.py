@@ -1,6 +1,6 @@
 """Finds a model's layers in its parameter names and its graph, and the hidden states that enter a layer.
 
-A layer's first op with a parameter is a norm, or a linear in post-norm models. The op's input is the layer's.
+A layer's first op with a parameter is a norm, or a linear in post-norm models. Its input is the layer's input.
 """
 
 from __future__ import annotations

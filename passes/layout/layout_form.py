@@ -59,7 +59,7 @@ def unsqueezed(form: Form, dim: int) -> Form:
 
 
 def squeezed(form: Form, dim: int) -> Form | None:
-    """Return the form without the value's dimension `dim` of size one; None if that is a dimension of the core."""
+    """Return the form without the value's dimension `dim`, of size one; None if the core has this dimension."""
     dim %= form.rank
     return Form(form.core, (*form.dims[:dim], *form.dims[dim + 1 :])) if form.dims[dim] is None else None
 

@@ -180,9 +180,9 @@ def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
 
 
 def _says_nothing(node: fx.Node, name: str) -> bool:
-    """Return whether `name` is a keyword without effect that `type_as` gives a conversion (`_to_copy`).
+    """Return whether the node is a conversion (`_to_copy`) and `name` a keyword of it without effect.
 
-    These are a layout, and the device that the input is on.
+    Such keywords, which `type_as` adds, are a layout and the device that the input is on.
     """
     if not is_call(node, aten._to_copy.default):
         return False

@@ -103,7 +103,7 @@ class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of KV caches, whose layers attend once each, and of attentions without a KV cache."""
+        """Return the number of KV caches, with one attention each, plus the number of attentions without a KV cache."""
         inputs = graph.find_nodes(op="placeholder")
         caches = sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
         return caches + len(graph.find_nodes(op="call_function", target=ATTEND_PACKED_VALUE))
@@ -128,7 +128,7 @@ class Recurrences(GraphPass):
     name = "recurrences"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of recurrences' states: parameters, of which a delta rule may have others beside it."""
+        """Return the number of states of convolutions and delta rules, without a delta rule's tensors for drafts."""
         inputs = [node for node in graph.find_nodes(op="placeholder") if node.users and is_parameter(node)]
         kept = [parameter.name for parameter in map(parameter_of, inputs) if parameter.role == KEPT]
         return sum(name.rpartition(".")[2] in (CONV_STATE, RULE_STATE) for name in kept)

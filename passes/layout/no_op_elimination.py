@@ -1,4 +1,4 @@
-"""Removes ops whose result equals an input: multiplications by one, and casts, views and copies that change nothing.
+"""Removes ops whose result equals an input, such as multiplications by one, and casts, views and copies without effect.
 
 Why: model code is general (a RoPE scaling factor that is 1, a cast to the dtype that the value has), and the no-ops
 that it leaves in the graph hide patterns from later passes. Inductor would fuse most of them.
@@ -36,7 +36,7 @@ class NoOpElimination(GraphPass):
 
 
 def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
-    """Return the input whose value, shape, strides and dtype the node's result has; None if the node is no no-op."""
+    """Return the input that the node's result equals, in shape, strides and dtype too; None if the node is no no-op."""
     if is_call(node, aten.cat.default):
         full = [part for part in arg(node, 0) if 0 not in part.meta["val"].shape]
         return full[0] if len(full) == 1 and _alike(full[0].meta["val"], node.meta["val"]) else None

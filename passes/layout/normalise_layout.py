@@ -1,10 +1,9 @@
 """Converts graphs of transformers' code to the layout of textbook models: no batch dimension, tokens before heads.
 
 Why: transformers computes hidden states [1, T, D] and attends over [1, H, T, d]; the other passes and the kernels use
-[T, D] and [T, H, d]. The pass describes each value as a view of another tensor, its core, which has no dimensions of
-size one (layout_form.py). Ops are rewritten to compute cores, so that views and transpositions disappear. An op that
-the pass does not know gets its inputs in their original layout: the result is correct, but other passes do not
-recognise the op.
+[T, D] and [T, H, d]. The pass describes each value as a view of another tensor, its core, which has no batch dimension
+(layout_form.py). Ops are rewritten to compute cores, so that views and transpositions disappear. An op that the pass
+does not know gets its inputs in their original layout: the result is correct, but other passes do not recognise the op.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Norm:
 
 
 def norm_of(value: object) -> Norm | None:
-    """Return the norm whose result this value is; None if it is no result of a norm that is recognised."""
+    """Return the norm that computes this value; None if none is recognised."""
     found = _match(value)
     return found if isinstance(found, Norm) else None
 
@@ -71,7 +71,7 @@ def _match(value: Any) -> Norm | str | None:
 def _rms_norm(
     value: fx.Node, product: fx.Node, weight: fx.Node, scaled: fx.Node, wide: fx.Node, rsqrt: fx.Node
 ) -> Norm | str:
-    """Match an RMSNorm: product = weight * scaled and scaled = wide * rsqrt; return it, or why it does not match.
+    """Match an RMSNorm: `product` = weight * scaled and `scaled` = wide * rsqrt; return it, or why it does not match.
 
     Operands may be cast before they are multiplied. value: `product`, maybe after a cast. wide: x, maybe after a cast.
     """
@@ -132,7 +132,7 @@ def _native(norm: fx.Node) -> Norm | str:
 
 
 def rounded(product: fx.Node) -> fx.Node:
-    """Return the product's dtype conversion, if that is its only user; otherwise the product itself."""
+    """Return the dtype conversion of `product`, if that is its only user; otherwise `product` itself."""
     user = only_user(product)
     return user if user is not None and through_cast(user) is product else product
 
@@ -177,7 +177,7 @@ def is_deviation(value: Any) -> bool:
 
 
 def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
-    """Yield, for each norm over hidden states [T, D], the value that it multiplies by its rsqrt, before a cast to fp32.
+    """Yield for each norm over hidden states [T, D] the value that is multiplied by the rsqrt, before a cast to fp32.
 
     Passes count these values in their contracts. Every rsqrt of a 2-D value counts as a norm, whether `norm_of`
     recognises the norm or not. None is yielded for an rsqrt that multiplies nothing.
@@ -189,7 +189,7 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
 
 
 def is_scaled_by_root(value: Any) -> bool:
-    """Return whether the value, before a cast, is a multiplication by an rsqrt, as in a norm."""
+    """Return whether the value, maybe cast, is a multiplication by an rsqrt, as in a norm."""
     return any(is_call(root, aten.rsqrt.default) for _, root in factors(through_cast(value)))
 
 

@@ -144,7 +144,7 @@ class RMSNorm(GraphPass):
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """Return the number of RMSNorms over hidden states [T, D] that residual_rms_norm does not fuse.
 
-        Not counted are norms of a sum, and norms of an addend of such a sum.
+        Norms of a sum, and norms of an addend of such a sum, are not counted.
         """
         scaled = list(scaled_by_roots(graph))
         sums = list(filter(is_sum, scaled))

@@ -45,7 +45,7 @@ def verify_ranks(
 ) -> int:
     """Check every call of the sharded graph `divided` on every rank, and return the number of all-reduces compared.
 
-    whole: the undivided model's graph. result: of the pass. shards: by parameter name. Token counts are the low and the
+    whole: the undivided model's graph. result: the pass's. shards: by parameter name. Token counts are the low and the
     high end of the range, but at most MOST_TOKENS at the high end. Raises VerificationError that names the first
     differing value, the number of tokens and the error.
     """

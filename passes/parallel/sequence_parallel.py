@@ -3,8 +3,8 @@
 Why: an all-reduce moves as many bytes as a reduce-scatter and an all-gather. Between these two each rank has the sums
 of its own tokens only, so the residual add and the norm read and write a part of the rows (Korthikanti et al., 2022,
 arXiv:2205.05198). The residual stays sharded from one norm to the next: its tensor has a row for each token, but only
-the rows of the rank's own tokens are valid. A norm is left unchanged if another op than such a norm reads its sum with
-the residual.
+the rows of the rank's own tokens are valid. A norm is therefore left unchanged if any op but a divided norm reads its
+sum with the residual.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SequenceParallel(GraphPass):
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of norms whose input is a sum of two hidden states [T, D]."""
+        """Return the number of RMSNorms whose input is a sum of two hidden states [T, D]."""
         return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -82,7 +82,7 @@ def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
-    """Return whether only norms in `found` read the norm's second result, the sum, and all of them as their residual.
+    """Return whether only norms in `found` read the norm's second result, the sum, and each of them as its residual.
 
     found: the norms to divide among the ranks -> (x, residual), see `_parts`.
     """

@@ -84,8 +84,8 @@ class TensorParallel(GraphPass):
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         """Return the node whose value must be all-reduced if `node` is a sharded linear or embedding; otherwise None.
 
-        For a linear with a sharded input it is `node`; for one of experts, the sum over experts after it. A sharded
-        embedding is replaced by a lookup in this rank's rows, and that lookup is returned.
+        For a linear with a sharded input it is `node`; for a linear of experts, the sum over experts after it. A
+        sharded embedding is replaced by a lookup in this rank's rows, and the lookup is returned.
         """
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
@@ -111,7 +111,7 @@ class TensorParallel(GraphPass):
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:
-    """Return the weighted sum over experts that follows `product`, the experts' second linear; None if there is none.
+    """Return the weighted sum over experts that follows `product`, their second linear; None if there is none.
 
     A rank computes only its summand, so this sum must be all-reduced.
     """

@@ -1,12 +1,12 @@
-"""Replaces the linears that the model's rules name by quantised ones.
+"""Replaces the linears that the model's quantisation rules name by quantised ones.
 
 Why: with few tokens a linear costs the read of its weight, which is half in FP8 and a quarter in four bits; with many,
-FP8 products are twice as fast. Model files need no change, and their weights never exist on the device: codes and
-scales are parameters, read from the checkpoint or made from its weight while loading.
+FP8 matrix products are twice as fast. Model files need no change: codes and scales take the place of their weights as
+parameters, read from the checkpoint or made from its weight while loading.
 
 The pass changes what the graph computes, so it runs before the fusing passes, which see an ordinary linear, and cannot
-be disabled. It runs after tensor_parallel and sees a rank's share. Tiles that share a scale are cut smaller if the
-share does not end with one, which changes no value.
+be disabled. It runs after tensor_parallel and sees a rank's part of each weight. Tiles, whose elements share a scale,
+are cut smaller if the part does not end with a tile. This changes no value of a checkpoint that is quantised already.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Quantise(GraphPass):
         self._quantisation, self._num_ranks, self._before = quantisation, num_ranks, before
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each weight matrix that the rules name and tokens are multiplied by, except embeddings."""
+        """Expect a match for each weight matrix that the rules name, except matrices that are embeddings too."""
         inputs = graph.find_nodes(op="placeholder")
         weights = [node for node in inputs if scheme_of(self._quantisation, node) is not None]
         return sum(not is_looked_up(weight) for weight in weights)
@@ -78,8 +78,7 @@ class Quantise(GraphPass):
         return f"{module}: {scheme}{alone}; {source}; {nbytes:,} bytes; {kernels}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare each quantised linear on each rank with what a random checkpoint states for it, see
-        quantise_verifier.
+        """Compare each quantised linear, on each rank, with the values of a random checkpoint; see quantise_verifier.
 
         Returns the number of linears compared.
         """
@@ -90,8 +89,10 @@ class Quantise(GraphPass):
 
 
 def scheme_of(quantisation: Quantisation, node: fx.Node) -> LinearScheme | None:
-    """Return the scheme that the rules give a graph input; None if it is not a linear's matrix, is not named, or cannot
-    be stored."""
+    """Return the scheme that the rules give a graph input, a linear's weight matrix.
+
+    Returns None for another input, for a matrix that no rule names, and for one that cannot stay quantised.
+    """
     if not is_parameter(node) or node.meta["val"].dim() != 2 or not parameter_of(node).name.endswith(".weight"):
         return None
     scheme = quantisation.scheme_of(parameter_of(node).name.removesuffix(".weight"))
@@ -109,7 +110,7 @@ def _obstacle(scheme: LinearScheme, weight: Parameter) -> str | None:
 
 
 def is_looked_up(weight: fx.Node) -> bool:
-    """Return whether a parameter is also an embedding."""
+    """Return whether an embedding reads the parameter, as it does if embeddings are tied."""
     return any(user.target in _EMBEDDINGS for user in weight.users)
 
 
@@ -117,7 +118,7 @@ _EMBEDDINGS = (torch.ops.aten.embedding.default, vocabulary_part)
 
 
 def _sizes(weight: Parameter) -> tuple[int, int]:
-    """Return the numbers of rows and of columns that the rows and columns of a tile must divide; 0: no condition.
+    """Return (rows, columns) that the rows and columns of a tile must divide; 0: no condition.
 
     A tile must not cross the end of a rank's part of a section of rows, since linears are merged, or the end of a
     rank's columns.

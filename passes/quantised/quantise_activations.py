@@ -1,7 +1,7 @@
-"""Rounds the inputs of quantised linears in the kernel that computes them, once for all linears that read them.
+"""Rounds the inputs of quantised linears once for all linears that read them, if possible in the kernel before.
 
 Why: a linear that rounds its own inputs reads 16-bit values that another kernel has just written. A norm or silu(gate)
-* up has the row in registers, so only 8 bits pass between the two, with a launch less. The pass runs last, as it
+* up has the row in registers, so only 8 bits pass between the two, with one launch less. The pass runs last, as it
 absorbs other passes' ops, and only in ranges without small_batch_linear, which moves norms into the linears.
 """
 
@@ -44,7 +44,7 @@ class QuantiseActivations(GraphPass):
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each input of matrices whose inputs the rules round."""
+        """Expect a match for each value that is multiplied by matrices whose inputs are rounded by the rules."""
         return len(multiplied_values(graph, self._rounds))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -81,7 +81,7 @@ def _rounded(
     linears: list[fx.Node],
     replacements: list[Replacement],
 ) -> tuple[fx.Node, fx.Node, str]:
-    """Emit the rounding of a value that these linears read. Return (codes, scales, where they are computed).
+    """Emit the rounding of the value `x`, which `linears` read. Return (codes, scales, where they are computed).
 
     If the rounding is in the norm of a sum, appends the replacement of the sum to `replacements`.
     """

@@ -1,9 +1,9 @@
-"""Keeps the expert matrices that the model's rules name as codes and scales, which the experts' kernels decode.
+"""Keeps the expert matrices that the model's quantisation rules name as codes and scales, decoded in experts' kernels.
 
 Why: with few tokens a mixture of experts costs the read of the experts in use. It is half in FP8 and a quarter in four
 bits, and two or four times as many experts fit into memory. The matrices become calls of experts_weight; the pass
 `experts` then passes codes and scales to its own op. As in checkpoints, rules name each projection of each expert. As
-in `quantise`, the pass sees a rank's share and cuts tiles smaller if the share does not end with one.
+in `quantise`, the pass sees a rank's part of a matrix, and cuts tiles smaller if the part does not end with a tile.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class QuantiseExperts(GraphPass):
         return "made while it is loaded" if self._quantisation.is_online else self._quantisation.method
 
     def _rounding(self, node: fx.Node) -> Rounding | str:
-        """Return the rounding of an expert matrix [E, N, K], or why it has none; "" for any other input."""
+        """Return the rounding of an expert matrix [E, N, K], or why it stays in 16 bits; "" for any other input."""
         if not is_parameter(node) or node.meta["val"].dim() != 3 or not projections_of(parameter_of(node).name):
             return ""
         weight, projections = by_rows(node), projections_of(parameter_of(node).name)
@@ -85,7 +85,7 @@ class QuantiseExperts(GraphPass):
         return scheme.weight if reason is None else f"stays in 16 bits: {reason}"
 
     def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
-        """Compare each matrix, on each rank, with the checkpoint's own layout; see experts_verifier."""
+        """Compare each matrix, on each rank, with the values of a random checkpoint; see experts_verifier."""
         from compiled_engine.passes.quantised.experts_verifier import verify_experts
 
         assert self._before is not None

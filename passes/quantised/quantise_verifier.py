@@ -156,7 +156,7 @@ def random_zeros(name: str, shape: tuple[int, ...], rounding: Rounding, device: 
 
 
 def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return stored scales in fp32. Scales of one byte are exponents of two."""
+    """Return stored scales in fp32. Scales of one byte are exponents of powers of two, plus 127."""
     if rounding.format.scales != torch.uint8:
         return scales
     return torch.tensor([2.0 ** (power - 127) for power in range(255)], device=scales.device)[scales.long()]
@@ -165,7 +165,7 @@ def scale_of_each(scales: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 def values_of_codes(
     codes: torch.Tensor, zeros: torch.Tensor, rounding: Rounding, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return the values of codes before the scales multiply them, by each element's position."""
+    """Return the values of codes before they are multiplied by scales, computed from each element's position."""
     if rounding.dtype != torch.uint8:
         return codes.float()
     columns = torch.arange(shape[1], device=codes.device)
@@ -233,7 +233,7 @@ def _ending_with_the_share(rounding: Rounding, weight: Parameter) -> Rounding:
 
 
 def nearest_integers(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return the values that integer codes stand for, with the scale of each tile that has the smallest error."""
+    """Return the values rounded to integer codes, with the scale of the smallest squared error for each tile."""
     rows, columns = rounding.grid(*values.shape)
     tiles = torch.arange(rows * columns, device=values.device).view(rows, columns)
     place = at_each_element(tiles, rounding, *values.shape).flatten()
@@ -269,7 +269,7 @@ def at_each_element(scales: torch.Tensor, rounding: Rounding, num_rows: int, num
 
 
 def rounded(values: torch.Tensor, rounding: Rounding, static: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes, and the scale of each element."""
+    """Quantise values. Return the codes, and the scale of each element, both of the shape of `values`."""
     rows, columns = rounding.grid(*values.shape)
     if static is None:
         place = at_each_element(

@@ -1,8 +1,8 @@
-"""Stores four-bit codes in the order that Hopper's kernel reads, and their scales and zero points by columns.
+"""Stores four-bit codes in the order that Hopper's kernel reads, and their scales and zero points transposed.
 
-Why: a thread of the kernel then finds its operands of the tensor cores' products in the words that it reads, and a
-step's scales are neighbours in memory. The loader reorders them on the device, once. The pass runs last, since other
-passes merge linears by stacking rows.
+Why: a thread of the kernel then finds its tensor core operands in the words that it reads, and a step's scales are
+neighbours in memory. The loader reorders them on the device, once. The pass runs last, since other passes merge linears
+by stacking rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReorderCodes(GraphPass):
         return None if device_type == "cuda" else "only a kernel of Hopper reads another order"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect no match: which linears fit is known only after merging. Notes name the linears that do not fit."""
+        """Require no match: which linears fit is known only after merging. Notes name the linears that do not fit."""
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -1,10 +1,10 @@
-"""Moves the products around a short convolution into its op.
+"""Moves the multiplications around a short convolution into its op.
 
-The products are those of its input with a factor, and of its result with a gate.
+These multiply its input by a factor and its result by a gate, element by element.
 
-Why: each product would be a kernel that reads and writes the whole activation for a few multiplications. In a decode
-step such a kernel takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without
-the products, pieces have no pointwise op left and need no compilation.
+Why: each multiplication would be a kernel that reads and writes the whole activation. In a decode step such a kernel
+takes as long to start as a small linear, and the linear after it cannot prefetch its weight. Without them, pieces have
+no pointwise op left and need no compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GatedConvolution(GraphPass):
     name = "gated_convolution"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Expect a match for each convolution with a product that can move into it."""
+        """Expect a match for each convolution with a multiplication that can move into it."""
         return sum(isinstance(_match(call), _Match) for call in graph.find_nodes(op="call_function", target=CONV_STATE))
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -30,15 +30,15 @@ class GatedConvolution(GraphPass):
 
 
 class _Match(NamedTuple):
-    """The products before and after a convolution that can move into its op."""
+    """The multiplications before and after a convolution that can move into its op."""
 
-    operands: tuple[fx.Node, ...]  # of the input's product; empty without one
-    product: fx.Node | None  # of the result with its gate, or None
+    operands: tuple[fx.Node, ...]  # of the input's multiplication; empty without one
+    product: fx.Node | None  # the multiplication of the result by its gate, or None
     gate: fx.Node | None
 
 
 def _match(call: fx.Node) -> _Match | str | None:
-    """Return the products around a convolution, or why they cannot move into its op; None if there are none."""
+    """Return the multiplications around a convolution, or why they cannot move into its op; None without any."""
     arguments = named(call)
     x, out = arguments["x_TD"], arguments["out_TD"]
     operands = next(iter(factors(x)), ())

@@ -18,7 +18,7 @@ from compiled_engine.passes.rope import rope_attend, rope_kv_write
 
 
 def expand_references(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of an ATen graph in which every fused op is replaced by the ops of its reference function.
+    """Return a copy of an ATen graph in which each fused op with a reference function is replaced by its ops.
 
     The placeholders keep their sources.
     """
@@ -37,8 +37,8 @@ def expand_references(module: fx.GraphModule) -> fx.GraphModule:
 def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
     """Return a copy of the graph in which rope_kv_write and rope_attend are undone.
 
-    The rotation is a functional op again, and the attention op writes k and v to the KV cache. A decomposition table
-    cannot do this, since rope_kv_write and the `attend` after it must be replaced together.
+    A call of rope_kv_write.reference rotates again, and the attention op writes k and v to the KV cache. A
+    decomposition table cannot do this, since rope_kv_write and the `attend` after it must be replaced together.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
@@ -61,9 +61,9 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 
 
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
-    """Emit a call of the reference that norms and rotates q and k, and return [rotated q, rotated k].
+    """Emit a call of rope_kv_write.reference, which norms and rotates q and k, and return [rotated q, rotated k].
 
-    arguments: those of the fused op, by name.
+    arguments: the fused op's, by name.
     """
     rotation = [arguments[name] for name in Rotation._fields]
     both = graph.call_function(rope_kv_write.reference, (arguments["q_THd"], arguments["k_TKd"], *rotation))

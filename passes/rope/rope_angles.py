@@ -76,7 +76,7 @@ def rope_angles_kernel(
 def reference(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (scale * cos, scale * sin) of the angles, positions times the p frequencies inv_freq, in `dtype`.
+    """Return (scale * cos, scale * sin) of the angles, positions times the p frequencies of inv_freq_p, in `dtype`.
 
     layout: the order of the results in the last dimension. "halves": all p angles, then all again, [T, 1, 2 p].
     "pairs": each angle twice in a row, [T, 1, 2 p]. "once": each angle once, [T, 1, p].
@@ -196,7 +196,7 @@ def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
 
 
 def column_of(column: Any) -> fx.Node | None:
-    """Return the positions [T] if the value is a cast and an unsqueeze of them to [T, 1] in either order, else None."""
+    """Return the vector [T] if the value is its cast and unsqueeze to [T, 1], in either order; otherwise None."""
     steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
         steps.append(column.target)

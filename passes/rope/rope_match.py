@@ -124,7 +124,8 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
 def _as_sum(value: Any) -> Iterator[_Turn]:
     """Yield matches of x * cos + turned(x) * sin.
 
-    turned(x) is (-second, first), where first and second are the halves of x, or the two elements of each pair.
+    turned(x), rotate_half in transformers, is (-second, first). first and second are the halves of x, or the two
+    elements of each pair of neighbours.
     """
     if not is_call(value, aten.add.Tensor) or value.kwargs:
         return
@@ -140,7 +141,7 @@ def _as_sum(value: Any) -> Iterator[_Turn]:
 def _before_widening(value: fx.Node) -> fx.Node:
     """Return the input of a cast to fp32; any other value is returned itself.
 
-    It is applied before and after the elements are swapped, since the cast may be in either place.
+    Matchers call it before and after the swap of the elements, since the cast may be on either side.
     """
     return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
 
@@ -219,7 +220,7 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
 def _of_pairs(angles: Any) -> fx.Node:
     """Return cos or sin per pair, [T, 1, r / 2], if `angles` has each value twice in a row; otherwise `angles`.
 
-    An unsqueeze of the values without repetition is added to the graph if it has none.
+    If the graph has no unsqueeze of the values before their repetition, one is added.
     """
     view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
     clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
@@ -248,7 +249,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 def rotary_attentions(graph: fx.Graph) -> int:
     """Return the number of attention calls whose query is computed from cosines without a linear in between.
 
-    Passes on rotary attention expect as many matches in their contracts.
+    It is the contract of the passes that fuse rotary attention.
     """
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 

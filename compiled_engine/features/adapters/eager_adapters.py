@@ -33,9 +33,9 @@ def adapted_parameters(config: EngineConfig, model: nn.Module) -> tuple[Paramete
 
 
 class EagerAdapters:
-    """The `EagerFeature` of adapters. It adds variants of the forward in which hooks add adapters.
+    """The `EagerFeature` of adapters. It adds variants of the forward and of the logits in which hooks add adapters.
 
-    In other variants, the hooks add nothing.
+    In the variants without adapters, the hooks add nothing.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -57,7 +57,7 @@ class EagerAdapters:
         return {**callables, **adapted}
 
     def _adapted(self, call: Forward) -> Callable[..., Any]:
-        """Return `call` with an additional last argument, the adapter slot of each token or row."""
+        """Return `call` with an additional last argument: the adapter slot of each token, or of each row of logits."""
 
         def with_slots(*arguments: Any) -> Any:
             *others, self._slots_T = arguments
@@ -81,7 +81,7 @@ class EagerAdapters:
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the name and module of each linear that processes tokens.
 
-    The linears of a pooler's head are left out, since they process pooled values.
+    The linears of a pooler's head are left out, since they process pooled vectors.
     """
     heads = [model.pooler] if isinstance(getattr(model, "pooler", None), nn.Module) else getattr(model, "heads", [])
     of_heads = {id(module) for head in heads for module in head.modules()}

@@ -10,7 +10,7 @@ LONGEST_NAME, LONGEST_PATH = 256, 4096  # characters
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter of a request. Raises TypeError or ValueError with the field, its value and what is allowed."""
+    """Names the adapter of a request. Raises TypeError or ValueError for an invalid field, with what is allowed."""
 
     lora_name: str  # for metrics and the server
     lora_int_id: int  # at least 1; only checked, since the adapter's content identifies it

@@ -24,7 +24,7 @@ class Overtaking:
         self._newest = max(self._newest, request.order[1])
 
     def may_overtake(self, request: Request) -> bool:
-        """Return whether a request with an adapter may run before the skipped requests."""
+        """Return whether a request with an adapter may run before the skipped requests; True if there are none."""
         first = self._first_skipped
         return first is None or request.order < first or request.order[1] <= self._last[first]
 

@@ -1,7 +1,7 @@
 """Plans LoRA adapters: loads them when users name them, and gives them slots while their requests run.
 
-In the extras, a new request has the slot of its adapter. A step has the digests of the adapters that must be placed
-before it, by slot.
+The extras of a NewRequest hold the slot of its adapter. The extras of a SchedulerOutput map slots to the digests of the
+adapters that must be placed there before the step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adapters(PlanFeature):
         self._overtaking = Overtaking()
 
     def begin_load_adapter(self, path: str, digest: str) -> None:
-        """Let the ranks read an adapter in the background.
+        """Let the ranks read an adapter in the background, unless they have it.
 
         `load_adapter` should follow once `has_read_adapter` returns True.
         """
@@ -44,7 +44,7 @@ class Adapters(PlanFeature):
             self._call_ranks(ControlCall(f"{NAME}.begin_load", {"path": path, "digest": digest}))
 
     def has_read_adapter(self, digest: str) -> bool:
-        """Return whether `load_adapter` would return without waiting for a file."""
+        """Return False while a rank still reads the adapter, as `begin_load_adapter` asked; otherwise True."""
         return self._table.is_loaded(digest) or all(
             self._call_ranks(ControlCall(f"{NAME}.has_read", {"digest": digest}))
         )
@@ -53,7 +53,7 @@ class Adapters(PlanFeature):
         """Let the ranks load an adapter into host memory, unless they have it.
 
         Returns the digests of the adapters that were dropped for it. `digest` must be the digest of the files in the
-        folder. Raises ControlError if the adapter does not fit.
+        folder. Raises ControlError if it is not, or if the adapter does not fit.
         """
         if self._table.is_loaded(digest):
             return []
@@ -72,7 +72,7 @@ class Adapters(PlanFeature):
         return (self._table,)
 
     def check(self, request: EngineRequest) -> None:
-        """Load the request's adapter, which may have been dropped since the user named it."""
+        """Load the request's adapter if it was dropped since the user named it. Raises ValueError if that fails."""
         if (adapter := adapter_of(request)) is None:
             return
         try:

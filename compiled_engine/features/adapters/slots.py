@@ -96,11 +96,11 @@ class AdapterSlots:
             threading.Thread(target=self._read_for, args=(reading, path, digest), daemon=True).start()
 
     def has_read(self, digest: str) -> bool:
-        """Return whether `load` need not wait for a thread."""
+        """Return False while the thread that `begin_load` has started still reads the adapter."""
         return digest not in self._reading or self._reading[digest].done()
 
     def load(self, path: str, digest: str) -> None:
-        """Read an adapter into host memory, unless it is there.
+        """Read an adapter into host memory, or take it from `begin_load`'s thread, unless it is loaded.
 
         Raises ValueError, in one line, if it does not fit the model or the slots, or if its files have another digest.
         """
@@ -127,9 +127,9 @@ class AdapterSlots:
             copy.site.ranks_S[slot] = rank
 
     def _forget_unclaimed(self) -> None:
-        """Drop adapters that were read but not loaded, since their requests may be over.
+        """Keep only the newest max_cpu_loras adapters that were read but not loaded.
 
-        At most max_cpu_loras such adapters are kept; the oldest are dropped first.
+        The requests of the others may be over.
         """
         read = [digest for digest, reading in self._reading.items() if reading.done()]
         for digest in read[: max(0, len(read) - self._config.max_cpu_loras)]:
@@ -166,7 +166,10 @@ class AdapterSlots:
         ]
 
     def _check_base(self, place: str, base: torch.Tensor, site: _Site) -> None:
-        """Raise ValueError unless the base weight saved with an adapter equals the model's."""
+        """Raise ValueError if the base weight saved with an adapter differs from the model's by more than rounding.
+
+        Also raised if the model's weight is quantised, since the two cannot be compared.
+        """
         if site.weight is None:
             raise ValueError(
                 f"{place} has the weight that it was trained on, and the base model's is quantised, so they cannot be "
@@ -193,8 +196,8 @@ class AdapterSlots:
 def _most_bytes(config: AdapterConfig, shapes: Sequence[Sequence[int]]) -> int:
     """Return the size in bytes of the largest valid adapter file for linears of these shapes.
 
-    Such a file has fp32 matrices of the largest rank for each linear, and the weight of one linear, the output
-    projection.
+    The file has fp32 matrices of rank max_lora_rank for each linear, and the largest weight, since PEFT may save that
+    of the output projection too.
     """
     matrices = sum(sum(shape) for shape in shapes) * config.max_lora_rank
     return LONGEST_HEADER + 4 * (matrices + max((math.prod(shape) for shape in shapes), default=0))
@@ -211,7 +214,7 @@ def _are_close(stored: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _HostMemory:
-    """Allocates many host tensors in one allocation, which is pinned if `pinned`."""
+    """Allocates host tensors from blocks of at least PINNED_BYTES, which are pinned if `pinned`."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned

@@ -90,15 +90,16 @@ class AdapterTable:
         return placed
 
     def forget_slots(self) -> None:
-        """Consider all slots empty. Called after a step that may have placed adapters failed and its requests ended."""
+        """Consider all slots empty, after a failed step. The step may not have placed its adapters."""
         self._slots.clear()
         self._placed.clear()
         self._changed = True
 
     def metrics(self) -> dict[str, Any]:
-        """Return COUNTERS, which count since the start, GAUGES, which have current numbers, and max_adapters.
+        """Return COUNTERS (since the start), GAUGES (current numbers) and max_adapters.
 
-        Numbers of requests are by adapter name. adapter_requests has the MOST_COUNTED names that were used last.
+        Numbers of requests are dicts by adapter name. adapter_requests only has the MOST_COUNTED names used most
+        recently.
         """
         running = Counter(self._holders.values())
         return {
@@ -132,7 +133,7 @@ class AdapterTable:
         return len(set(self._holders.values())) < self._num_slots
 
     def takes_changes(self) -> bool:
-        """Return whether the answers of `has_slot` may have changed since the last call."""
+        """Return whether results of `has_slot` may have changed since the last call of this method."""
         changed, self._changed = self._changed, False
         return changed
 

@@ -19,8 +19,8 @@ class MicroBatches(PlanFeature):
     """Chooses the micro-batch of each step.
 
     `count` is the number of micro-batches, and `most_requests` the most requests of a step. `steps_in_flight` is
-    `count`, or one more with async scheduling, which schedules the next step of a micro-batch before the tokens of its
-    last step are known.
+    `count`, or one more with async scheduling, which schedules the next step of a micro-batch before the tokens of the
+    micro-batch's previous step are known.
     """
 
     def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:

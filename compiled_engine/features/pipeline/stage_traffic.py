@@ -40,9 +40,10 @@ class StageTraffic(StepFeature):
         self._expected: deque[_ExpectedTokens] = deque()
 
     def begin(self, step: SchedulerOutput) -> None:
-        """In the first stage, receive the tokens that the step depends on.
+        """In the first stage, receive the sampled tokens that the step depends on.
 
-        Also receives tokens of earlier steps, until the steps whose tokens are expected are no more than the stages.
+        Also receives the oldest outstanding tokens, so that they are outstanding for no more steps than there are
+        stages.
         """
         needed = 0
         for number, expected in enumerate(self._expected, 1):
@@ -64,14 +65,17 @@ class StageTraffic(StepFeature):
             self._link.receive(into)
 
     def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """Send a step's activations, `packed`, to the next stage. On a GPU, the next step may overwrite `packed`."""
+        """Send a step's activations, `packed`, to the next stage. The first stage also notes the tokens to receive.
+
+        On a GPU, later kernels may overwrite `packed`; on a CPU it must not be written to.
+        """
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
             sampled = frozenset(compress(batch.request_of_row, batch.samples.tolist()))
             self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
 
     def after_sample(self, batch: InputBatch) -> None:
-        """Send the tokens that the last stage has sampled to the first stage."""
+        """In the last stage, send the sampled tokens to the first stage."""
         if batch.samples.any():
             self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
 

@@ -1,8 +1,9 @@
 """Pools the hidden states of steps into one vector per request, or into one per token.
 
 Pooling by the last token takes a row of the step that computes it. Every other kind is a weighted sum or a maximum over
-all tokens of a prompt, whose length is known from the start. It is accumulated in a row field, so that a prompt may be
-computed in chunks. A request that asks for a vector per token gets the vectors of each step's tokens.
+all tokens of a prompt, whose length is known from the start. For causal models it is accumulated in a row field, so
+that a prompt may be computed in chunks. A request that asks for a vector per token gets the vectors of each step's
+tokens.
 
 Nothing waits for the device: results are copied to pinned memory, and read when the step has ended.
 """
@@ -94,7 +95,7 @@ class TokenTypes(StepFeature):
 
 
 class StepPooling:
-    """The `Tail` of a model that pools. Row fields are only used if a prompt may take several steps."""
+    """The `Tail` of a model that pools. Only causal models use row fields: their prompts may take several steps."""
 
     def __init__(self, pooling: Pooling, parts: RunnerParts, by_token: ByToken, advance: Advance) -> None:
         model = parts.config.model
@@ -150,9 +151,9 @@ class StepPooling:
         return PooledRows(request_ids, firsts, counts, download(result_ML))
 
     def _pooled(self, batch: InputBatch, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Return the pooled tokens of each request up to the end of this step, fp32 [R, W]: R requests, W values.
+        """Return the tokens of each of R requests up to the end of this step, pooled to W values: fp32 [R, W].
 
-        If a prompt may take several steps, the result is also stored in row fields.
+        For causal models, the result is also stored in row fields.
         """
         count, num_tokens = batch.num_real_rows, batch.num_tokens
         buffers = self._buffers

@@ -22,7 +22,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows that are being copied to the host, as a Deferred."""
+    """A step's rows of prompt log-probabilities, which are being copied to the host, as a Deferred."""
 
     # By request: the position of the first row, and the rows in chunks, see logprob_rows.
     chunks: dict[str, tuple[int, list[torch.Tensor]]]

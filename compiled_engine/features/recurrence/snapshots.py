@@ -32,8 +32,9 @@ LEAST_GAIN = 64
 class StateSnapshots(PlanFeature):
     """Plans snapshots, as a FindableResource. A request holds no snapshot: its state is copied from one at admission.
 
-    `num_slots` is the number of snapshots; the least recently used one is evicted. In the extras, a new request has the
-    slot of the state that it begins with, and a step has the slots that states are copied to after it, by request.
+    `num_slots` is the number of snapshots; the least recently used one is evicted. The extras of a NewRequest hold the
+    slot of the snapshot that it begins with. The extras of a SchedulerOutput map request ids to the slots that their
+    states are copied to after the step.
     """
 
     kind = "snapshots"
@@ -65,9 +66,9 @@ class StateSnapshots(PlanFeature):
         return True
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Choose where the request takes snapshots.
+        """Choose where the request takes snapshots, and mark the one that it begins with as used.
 
-        The request takes its blocks only after this call, since that may evict the cached prefix.
+        Must be called before the request takes its blocks, since taking them may evict its cached prefix.
         """
         if num_cached:
             self._slots.move_to_end(self._hash(request, num_cached))
@@ -93,7 +94,7 @@ class StateSnapshots(PlanFeature):
     def reached_end(self, request: Request, num_tokens: int) -> None:
         """Plan to save the request's state after the step, in a snapshot.
 
-        Nothing is saved if the prefix already has a snapshot, or if the step already writes all slots.
+        Nothing is saved if the prefix has a snapshot already, or if the step already writes all slots.
         """
         key = self._hash(request, num_tokens)
         if key in self._slots:

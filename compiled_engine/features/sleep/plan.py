@@ -1,4 +1,4 @@
-"""The planning part of sleep: which memory is given back, and that no step runs meanwhile."""
+"""The planning part of sleep: gives memory back to the system, and holds all steps until the engine wakes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Sleep(PlanFeature):
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`; no step runs meanwhile. Requests wait, and are then computed again.
 
-        level: 1 for the KV cache; 2 also for the weights, after which a whole update must follow. 0 gives nothing back.
-        Raises ControlError for another level.
+        level: 1 for the KV cache; 2 also for the weights, after which a whole update must follow. 0 gives nothing back,
+        so requests are not computed again. Raises ControlError for another level.
         """
         if level not in LEVELS:
             raise ControlError(f"level is {level!r}; allowed: 0, 1, 2")
@@ -45,7 +45,7 @@ class Sleep(PlanFeature):
             self._updates.lose_weights("sleep(level=2) has dropped the weights; a whole update brings new ones")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Wake these parts, None for all; returns whether all are awake. Memory comes back when it is used.
+        """Wake the parts `tags`, None for all; return whether all are awake. Memory is allocated when it is next used.
 
         Raises ControlError for an unknown tag.
         """

@@ -17,7 +17,8 @@ from compiled_engine.features.sleep.plan import KV_CACHE, NAME, WEIGHTS
 class StepSleep(StepFeature):
     """Gives back the KV cache and the weights of a rank on a CPU.
 
-    Tensors stay at their addresses and read as zeros. Buffers, and whatever an update does not fill, are kept.
+    Tensors stay at their addresses; the pages given back read as zeros. Buffers, and parameters that a weight update
+    does not fill, are kept.
     """
 
     name = NAME
@@ -27,7 +28,7 @@ class StepSleep(StepFeature):
         self._weights, self._model = weights, model
 
     def give_back(self, tags: Sequence[str]) -> None:
-        """Give back the memory of these parts, see TAGS."""
+        """Give back the memory of the parts `tags`, see TAGS."""
         if KV_CACHE in tags:
             give_back(self._model.kv_caches)
         if WEIGHTS in tags:
@@ -38,7 +39,7 @@ class StepSleep(StepFeature):
 
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the whole pages of tensors in anonymous memory back to the system. Raises OSError if it refuses."""
+    """Give the whole pages of tensors in anonymous memory back to the system. Raises OSError if the system refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     for tensor in tensors:
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

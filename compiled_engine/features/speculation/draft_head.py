@@ -2,7 +2,7 @@
 
 After each step, `prefill_head` computes the head's KV cache for the step's tokens, from the model's hidden states.
 Before each step, `draft` makes the drafts that the step verifies. Neither needs a value from the host, which does not
-know the tokens. For batches of decodes, each is in a CUDA graph.
+know the tokens. For batches of decodes on a GPU, each may be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class DraftHead(Drafter):
     def after_step(self, batch: InputBatch) -> None:
         """Prefill the head with the tokens of a step, unless the step skips the head.
 
-        After decodes, this replays one graph.
+        If the batch has a graph for this, which only batches of decodes have, it is replayed.
         """
         if not batch.has_offsets:
             return
@@ -451,7 +451,7 @@ class DraftHead(Drafter):
             self._draft(num_requests // query_len, max(self._lengths), longest, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch all kernels of the passes over padding, except for the head's."""
+        """Launch the kernels around the head, over padding. The head itself does not run."""
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = self._fill_step(num_tokens, 1, host_3)
             following_tokens(self._states, batch, self._steps, self._token_ids_T)

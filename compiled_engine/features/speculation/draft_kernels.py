@@ -48,9 +48,9 @@ def verify_kernel(
 ) -> None:
     """Store each request's accepted drafts and the sampled token after them, see verification.DraftAdvance.
 
-    A single program handles all R rows of the batch, since they share the step's number. S: rows of request states.
+    A single program handles all R rows of the batch, since they share the step's number.
 
-    rows_ptr: int32 [R], the state row of each row's request, -1 for padding. offsets_ptr: int32 [R], the place of a row
+    rows_ptr: int32 [R], the state row of each row's request, -1 for padding. offsets_ptr: int32 [R], the index of a row
         among its request's rows: 0 for the newest token, 1 for the first draft.
     ends_ptr: int64 [R], positions of the sampled tokens, 0 for padding and for drafts that do not exist; token_ids_ptr:
         int64 [R], the sampled tokens.

@@ -92,16 +92,16 @@ class _Times:
 class DraftLength:
     """Chooses 0 to `most` drafts for each step, see `draft_lengths`.
 
-    The expected tokens of a step with K drafts are 1 + a_1 + a_1 a_2 + ... up to K factors, where a_i is the share of
-    drafts at position i that are right if all drafts before them are (Leviathan, Kalman and Matias, 2023, with a share
-    for each position). A draft that a request had room for but that was not found counts as wrong. Times are kept by
-    the number of requests, rounded up to a power of 2.
+    The expected tokens of a step with K drafts are 1 + a_1 + a_1 a_2 + ... up to K factors, where a_i is the acceptance
+    rate at position i: how often the i-th draft is right if all drafts before it are (Leviathan, Kalman and Matias,
+    2023, with a rate for each position). A draft that a request had room for but that was not found counts as wrong.
+    Times are kept by the number of requests, rounded up to a power of 2.
 
     Changing the number of drafts has a cost: the host lays out the step's rows anew, and if it is slower than the
-    device, the previous step seems to take longer. So only consecutive steps are timed: the steps before and after have
-    the same requests, each with the same number of tokens. A lone probe only measures shares. A promising number is
-    timed again in a few consecutive steps instead of probes. If they are faster, their time replaces the old one, so a
-    wrong or outdated time does not persist.
+    device, the previous step seems to take longer. So consecutive steps are timed: the steps before and after have the
+    same requests, each with the same number of tokens. The times of other steps only count until there is such a time.
+    A lone probe only measures acceptance. A promising number is timed again in a few consecutive steps instead of
+    probes. If they are faster, their time replaces the old one, so a wrong or outdated time does not persist.
 
     With `skips_head`, steps without drafts may skip the draft head. The requests of such a step stop drafting, so 0
     drafts are not chosen for single steps. If 0 is best, requests stop one after the other, and new requests make the
@@ -165,7 +165,10 @@ class DraftLength:
             times.current = best
 
     def _promising(self, times: _Times) -> list[int]:
-        """Return the promising numbers of drafts, the largest first. There are none while only probes use the head."""
+        """Return the promising numbers of drafts, see PROMISING, the largest first.
+
+        There are none if steps may skip the head and 0 drafts are best.
+        """
         if self.skips_head and times.current == 0:
             return []
         lengths = self._lengths[1:] if self.skips_head else self._lengths  # 0 would let requests rest
@@ -192,8 +195,8 @@ class DraftLength:
     ) -> None:
         """Record the time of a step of decodes with at most num_drafts drafts per request.
 
-        The steps before and after it had the same num_drafts. head_rested: the step skipped the draft head. in_a_row:
-        these steps also had the same requests. A time without `in_a_row` is ignored once there is one with it.
+        The steps before and after it must have had the same num_drafts. head_rested: the step skipped the draft head.
+        in_a_row: the three steps had the same requests. A time without `in_a_row` is ignored once there is one with it.
         """
         self._of(num_requests).took(AT_REST if head_rested else num_drafts, seconds, in_a_row=in_a_row)
 
@@ -210,7 +213,7 @@ class DraftLength:
     def _fewer_requests(self, num_requests: int) -> _Times | None:
         """Return the times of the nearest smaller number of requests, or None.
 
-        Only numbers of requests count for which the times of all numbers of drafts are known.
+        Numbers of requests without a known time for every number of drafts are passed over.
         """
         for size in sorted((size for size in self._times if size < _size(num_requests)), reverse=True):
             if all(map(self._times[size].knows, self._lengths)):
@@ -218,7 +221,7 @@ class DraftLength:
         return None
 
     def _rate(self, seconds: dict[int, float], length: int, share: float = 1.0) -> float:
-        """Return the expected tokens per request and second. `share` is the part of the requests that has drafts."""
+        """Return the expected tokens per request and second. `share` is the fraction of requests that have drafts."""
         tokens, all_right = 1.0, share
         for right in self._shares[:length]:
             all_right *= right
@@ -226,7 +229,7 @@ class DraftLength:
         return tokens / max(seconds[length], 1e-9)
 
     def metrics(self) -> dict[str, Any]:
-        """Return counts of steps by number of drafts, the shares a_i, and times and the best number by requests.
+        """Return counts of steps by number of drafts, the acceptance rates a_i, and times and best numbers by requests.
 
         draft_step_ms: mean time of a step, by number of requests (rounded up to a power of 2) and number of drafts; for
         0 drafts, of a step that skips the head if one was measured.

@@ -258,7 +258,7 @@ class DraftModel(Drafter):
         self.model.forward(batch, self.prompts, hidden_wanted=True, distinct=distinct)
 
     def launch_inputs(self) -> None:
-        """Launch all kernels of the passes over padding, except for the model's."""
+        """Launch the kernels around the draft model, over padding. The model itself does not run."""
         self._fill(1, 1)
         for num_tokens, host_3 in ((1, (1, 1, 1)), (2, (0, 2, 2))):
             batch = empty_batch(self.prompts, num_tokens, 1, host_3)

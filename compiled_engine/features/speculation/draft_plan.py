@@ -64,7 +64,7 @@ class TimedStep:
 
     @property
     def rows(self) -> tuple[int | None, bool, list[str], list[int]]:
-        """A key of the step's rows. The runner reuses the previous step's rows if the keys are equal."""
+        """Key of the step's rows. The runner reuses the previous step's rows if the two steps have equal keys."""
         output = self.step.output
         return self.num_drafts, output.single, output.request_ids, output.counts
 
@@ -125,7 +125,7 @@ class DraftPlan(PlanFeature):
     def _skip_head(self, builder: StepBuilder) -> None:
         """Decide whether the step skips the head. If it does, its requests stop drafting.
 
-        A step without drafts also skips the head if all its requests have stopped drafting before.
+        The step does so if `_drafts` says it, or if it has no drafts and all its requests have stopped drafting before.
         """
         requests = (*builder.decodes, *builder.others.requests)
         reading = [request for request in requests if request.max_new_tokens_per_step > 1]
@@ -164,8 +164,8 @@ class DraftPlan(PlanFeature):
     def _time(self, timed: TimedStep, length: DraftLength) -> None:
         """Report the duration of a step of decodes to `length`.
 
-        The steps before and after it must have been in flight with it and have the same number of drafts, because the
-        host works on them while the step runs. Otherwise nothing is reported.
+        The host works on the neighbouring steps while the step runs. So nothing is reported unless the steps after it
+        are in flight already, and they and the step before it have the same number of drafts.
         """
         before, begun_s = self._updated, max(timed.begun_s, self._updated_s)
         self._updated, self._updated_s = timed, time.perf_counter()

@@ -63,9 +63,8 @@ class StepRows:
     def of(cls, step: SchedulerOutput, states: RequestStates, *, known: bool, query_lens: Sequence[int]) -> StepRows:
         """Return the rows of a step.
 
-        `known` tells whether the host knows the drafts; otherwise there is a row for each draft that a request may
-        have. `query_lens` are the allowed numbers of rows per request in a step of decodes, ascending; used unless
-        `known`.
+        `known`: the host knows the drafts; otherwise there is a row for each draft that a request may have, and
+        `query_lens` are the allowed numbers of rows per request in a step of decodes, ascending.
         """
         assert states.ahead_SK is not None
         rows_R, counts_R = states.rows(step.request_ids), np.array(step.counts, np.int32)
@@ -131,11 +130,9 @@ class DraftedSteps:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """Combines the results of a batch's rows into those of requests (CombineRows).
+    """Combines the results of a batch's rows into results of requests, as a CombineRows.
 
-    A request has a row for its newest token and one for each draft after it.
-
-    All arrays are in the step's order.
+    A request has a row for its newest token and one for each draft after it. Requests are in the step's order.
     """
 
     places: np.ndarray  # int [rows], batch rows in the order of the step's requests
@@ -149,7 +146,10 @@ class DraftedRows:
         logprobs: BatchLogprobs | None,
         extras: dict[str, dict[str, Any]],
     ) -> RunnerOutput:
-        """See CombineRows. tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist."""
+        """Return the requests' results from those of the rows, see CombineRows.
+
+        tokens_R: NOT_TAKEN after a wrong draft, NO_ROW if the row's draft does not exist.
+        """
         tokens_R = tokens_R[self.places]
         taken_R = (tokens_R != NOT_TAKEN) & (tokens_R != NO_ROW)
         num_real = np.add.reduceat(tokens_R != NO_ROW, self.starts, dtype=np.int64)[self.samples]
@@ -174,7 +174,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The requests of a step and how many tokens each computes. Equal shares allow reusing rows."""
+    """The requests of a step and how many tokens each computes. A step may reuse the rows of one with equal shares."""
 
     request_ids: list[str]
     counts: list[int]

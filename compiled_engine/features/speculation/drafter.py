@@ -58,7 +58,7 @@ class Drafter(StepFeature, ABC):
         return (FeatureModel("draft ", self.compiled, self.model),)
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:
-        """Make the step's drafts, and compute its prompts in the draft model."""
+        """Make the step's drafts, with a graph if there is one. A draft model then also computes the step's prompts."""
         drafting, self._drafting = self._drafting, None
         if drafting is None:
             return
@@ -73,11 +73,11 @@ class Drafter(StepFeature, ABC):
         """Launch the passes that make the drafts, without a graph."""
 
     def read_prompts(self, drafting: Drafting) -> None:
-        """Launch a pass over the step's prompts, if the draft model computes prompts in these passes."""
+        """Launch a pass over the step's prompts. A draft head has none, since it reads prompts after the step."""
 
     @abstractmethod
     def launch_inputs(self) -> None:
-        """Launch the kernels of the passes over padding, except for the model's."""
+        """Launch the passes' kernels outside the draft model or head, over padding."""
 
     @abstractmethod
     def run_empty(self, num_tokens: int, num_requests: int, host_3: tuple[int, int, int], *, distinct: bool) -> None:

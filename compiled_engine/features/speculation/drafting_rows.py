@@ -34,7 +34,7 @@ class DraftingRows:
 
     @cached_property
     def num_drafting(self) -> Sequence[int]:
-        """The number of requests with room for each draft, up to the last draft that any request has room for."""
+        """For each draft that any request has room for, the number of requests with room for it."""
         most = int(self.room_R.max(initial=0))
         return [int((self.room_R > draft).sum()) for draft in range(most)]
 

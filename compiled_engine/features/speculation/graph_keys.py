@@ -13,7 +13,7 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class StepKeys:
-    """The keys of graphs of steps, by the dispatcher's key. The two mappings differ if steps may skip the head."""
+    """Maps the dispatcher's keys to the keys of steps' graphs. The two mappings differ if steps may skip the head."""
 
     unread: Mapping[GraphKey, GraphKey]  # for steps that skip the head
     read: Mapping[GraphKey, GraphKey]  # for all other steps

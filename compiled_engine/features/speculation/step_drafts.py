@@ -41,8 +41,8 @@ def drafting(parts: RunnerParts) -> list[StepFeature]:
 class StepDrafts(StepFeature):
     """Lays out steps with drafts: a request has a row for its newest token and one for each draft.
 
-    `known` tells whether the host knows the drafts when it makes a batch; otherwise there is a row for each draft that
-    a request may have.
+    `known`: the host knows the drafts when it makes a batch; otherwise there is a row for each draft that a request may
+    have.
     """
 
     def __init__(self, parts: RunnerParts, *, known: bool) -> None:

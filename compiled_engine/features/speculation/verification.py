@@ -159,7 +159,7 @@ def verify_reference(
 
 
 def accepted_at_random(seeds_R: np.ndarray, positions_R: np.ndarray, rates: tuple[float, ...]) -> np.ndarray:
-    """Return how many drafts of each request are accepted, int [R], drawn with SpeculationConfig.acceptance_rates.
+    """Return how many drafts of each request are accepted, int [R], drawn at random with the acceptance rates `rates`.
 
     A draw is a function of the request's seed and the position of its first draft. It is independent of the sampling
     noise, because it is hashed with an id that no token has.

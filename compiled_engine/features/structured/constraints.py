@@ -37,7 +37,7 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """Compiles grammars, and releases requests in the order in which their grammars are ready."""
+    """Compiles grammars, and holds each request until its grammar is ready."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
@@ -63,7 +63,7 @@ class GrammarQueue:
     def remove(self, request_id: str) -> bool:
         """Remove a request. Return whether it was waiting.
 
-        Its compilation is cancelled if no other request needs it.
+        The compilation of its grammar is cancelled if it has not begun and no other request waits for it.
         """
         if request_id not in self.waiting:
             return False
@@ -87,7 +87,8 @@ class GrammarQueue:
     ) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
         """Remove and return the requests with ready grammars, and the final outputs of requests with failed grammars.
 
-        `patience_s` is the longest time to wait if none is ready.
+        A grammar that is not ready LONGEST_COMPILE_S after `add` has failed. `patience_s` is the longest time to wait
+        if no grammar is ready.
         """
         if patience_s > 0:
             wait([each.compiled for each in self.waiting.values()], patience_s, FIRST_COMPLETED)
@@ -136,7 +137,7 @@ class Constrained:
 
 
 class MaskMaker:
-    """Computes the masks of steps in a thread, into an array with a row for each request of the largest step."""
+    """Computes the masks of steps, those of grammars in threads, into an array with a row per request of a step."""
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._shape = (max_num_requests, num_words(vocab_size))
@@ -162,7 +163,7 @@ class MaskMaker:
     def finish(self) -> TokenMasks:
         """Wait for the masks of the last `begin`, and return them. They are valid until the next `begin`.
 
-        Sets the `failure` of a request whose constraint fails. Raises RuntimeError without a `begin`.
+        A request whose constraint failed is left out, and its `failure` is set. Raises RuntimeError without a `begin`.
         """
         if self._failures is None or self._words_NW is None:
             raise RuntimeError("no masks are being made: begin must be called first")

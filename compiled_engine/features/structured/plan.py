@@ -1,4 +1,4 @@
-"""Plans requests with a grammar or a token mask: holds them back until it is ready, and masks them in each step."""
+"""Plans requests with a grammar or a token mask: waits for grammars to be compiled, and masks tokens in each step."""
 
 from __future__ import annotations
 

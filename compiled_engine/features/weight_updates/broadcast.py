@@ -18,9 +18,10 @@ Announced = tuple[str, torch.dtype, Sequence[int]]
 
 
 class Broadcasts:
-    """A process group of the trainer, rank 0, and the engine's ranks. The trainer has its store at this address.
+    """A process group of a trainer, which is rank 0, and the engine's ranks.
 
-    packed: tensors come in messages of several. Raises RuntimeError if the trainer does not answer.
+    address, port: of the trainer's store. packed: a message has several tensors. Raises RuntimeError if the trainer
+    does not answer.
     """
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, *, packed: bool) -> None:
@@ -29,7 +30,7 @@ class Broadcasts:
         self._packed_bytes = PACKED_BYTES if packed else 0
 
     def receive(self, announced: Sequence[Announced]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the announced tensors, which the trainer sends in this order. Raises RuntimeError if it ends."""
+        """Yield the announced tensors, sent by the trainer in this order. Raises RuntimeError if the trainer ends."""
         for message in _messages(announced, self._packed_bytes):
             sizes = [_bytes_of(each) for each in message]
             data = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -44,7 +45,7 @@ def _bytes_of(announced: Announced) -> int:
 
 
 def _messages(announced: Sequence[Announced], most: int) -> Iterator[list[Announced]]:
-    """Divide tensors into messages: each ends with the tensor that brings it above `most` bytes."""
+    """Divide tensors into messages: each but the last ends with the tensor that brings it above `most` bytes."""
     message: list[Announced] = []
     for each in announced:
         message.append(each)

@@ -1,8 +1,8 @@
-"""The planning part of weight updates: the states of an update, the version, and what becomes stale with it.
+"""The planning part of weight updates: receives updates, puts them into place and keeps the version of the weights.
 
-An update is received in any number of parts, and the ranks only keep these: steps use the weights as they are. When it
-is finished, every rank checks all of it, then every rank copies it into place, between two steps. So an update that is
-wrong, or whose sender has gone, changes nothing.
+An update is received in any number of parts, which the ranks store beside the weights in use. When it is finished,
+every rank checks all of it, then every rank copies it into place, between two steps. So an update that fails its check,
+or whose sender has gone, changes nothing.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class WeightUpdates(PlanFeature):
         self._lost = ""  # why there are no weights; "" if there are
 
     def start_weight_update(self) -> None:
-        """Begin an update. One under way is dropped: its sender has gone."""
+        """Begin an update. An unfinished earlier one is dropped, since its sender must have gone."""
         self._call(NAME, "drop")
         self._num_received = 0
 
     def receive_weights(self, **arguments: Any) -> int:
-        """Add tensors to the update; returns their number so far. arguments: see StepWeightUpdates.take.
+        """Add tensors to the update; return how many it has. arguments: see StepWeightUpdates.take.
 
-        Raises ControlError if none is under way, or if the tensors cannot be read; the update then lacks all of them.
+        Raises ControlError if no update is under way, or if a tensor cannot be read; then none of these is added.
         """
         self._require_started()
         self._num_received = self._call(NAME, "take", **arguments)[0]
@@ -61,7 +61,7 @@ class WeightUpdates(PlanFeature):
         self._call(NAME, "connect", **arguments)
 
     def receive_weight_broadcast(self, **arguments: Any) -> int:
-        """Add tensors that the trainer broadcasts to the update; returns their number so far. No step runs meanwhile.
+        """Add tensors that the trainer broadcasts to the update; return how many it has. No step runs meanwhile.
 
         arguments, errors: see StepWeightUpdates.take_broadcast. Raises ControlError if no update is under way.
         """
@@ -70,12 +70,14 @@ class WeightUpdates(PlanFeature):
         return self._num_received
 
     def finish_weight_update(self, version: str | None = None, recompute: bool = True) -> str:
-        """Check the update, put it into place and return its version. None: the number of updates so far.
+        """Check the update, put it into place and return its version.
 
-        recompute: running requests are computed again from their tokens, with the new weights; otherwise they keep the
-        keys and values that the old ones gave them. Either way the prefix cache is emptied.
+        version: None for the number of updates so far. recompute: running requests are computed again from their
+        tokens, with the new weights; otherwise they keep the keys and values of the old weights. Either way the prefix
+        cache is emptied.
 
-        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay.
+        Raises ControlError if the update does not fit; it is then dropped, and the old weights stay. Also raised if
+        putting it into place fails; then no step runs until another update is finished.
         """
         self._require_started()
         try:
@@ -101,7 +103,10 @@ class WeightUpdates(PlanFeature):
         self._num_received = None
 
     def weight_update_state(self) -> dict[str, Any]:
-        """Return the version, the number of updates, and the tensors received of the one under way (None: none is)."""
+        """Return the version, the number of finished updates, and how many tensors the update under way has received.
+
+        The last is None if no update is under way.
+        """
         return {"version": self._version, "updates": self._num_updates, "received": self._num_received}
 
     def _require_started(self) -> None:

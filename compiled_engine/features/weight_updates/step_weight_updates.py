@@ -23,9 +23,9 @@ SEVERAL = Path("the update")  # names an update that does not come from one fold
 
 
 class StepWeightUpdates(StepFeature):
-    """Fills a rank's parameters again, at their addresses, by the code that filled them first.
+    """Fills a rank's parameters again, at the same addresses, with the code that loads checkpoints.
 
-    The tensors of an update have the checkpoint's names, and are the checkpoint's whole, not this rank's part.
+    The tensors of an update have the names and shapes of the checkpoint's: they are whole, not this rank's part.
     """
 
     name = NAME
@@ -34,7 +34,7 @@ class StepWeightUpdates(StepFeature):
     def __init__(self, weights: RankWeights, rank: int, num_ranks: int, others: Sequence[CheckTensors] = ()) -> None:
         """Make the feature of a rank. rank, num_ranks: among the ranks of all stages.
 
-        others: the checks of models beside the text model, whose tensors an update may lack.
+        others: checks of further models, such as a vision tower, whose tensors an update may lack.
         """
         self.weights = weights
         self._others = tuple(others)
@@ -47,19 +47,19 @@ class StepWeightUpdates(StepFeature):
     def take(
         self, path: str | None = None, tensors: Iterable[tuple[str, torch.Tensor]] = (), temporary: bool = False
     ) -> int:
-        """Keep tensors of an update; returns the number kept so far.
+        """Store tensors of an update; return the number stored so far.
 
-        path: a folder with safetensors files, which are mapped, so that they may be deleted afterwards. tensors: kept
-        by reference. temporary: the folder's name means nothing to the user.
+        path: a folder with safetensors files, which are mapped, so that they may be deleted afterwards. tensors: stored
+        by reference, if there is no path. temporary: errors do not name the folder.
 
-        Raises ControlError, and keeps none of them, if files are missing or damaged, or a name comes twice.
+        Raises ControlError, and stores none of them, if files are missing or damaged, or a name comes twice.
         """
         found = tensors if path is None else _mapped(path).items()
         self._source = SEVERAL if path is None or temporary or self._tensors else Path(path)
         return self._keep(found)
 
     def connect(self, address: str, port: int, rank_offset: int, world_size: int, packed: bool = False) -> None:
-        """Join the process group of a trainer, see Broadcasts. An earlier group is left.
+        """Join the process group of a trainer, see Broadcasts, and leave an earlier group.
 
         rank_offset: the first rank of the engine in the group. Raises ControlError if the group has another size than
         trainer and engine together, or if the trainer does not answer.
@@ -73,10 +73,10 @@ class StepWeightUpdates(StepFeature):
             raise ControlError(f"no trainer at {address}, port {port}: {error}") from error
 
     def take_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> int:
-        """Keep tensors that the trainer broadcasts; returns the number kept so far.
+        """Store tensors that the trainer broadcasts; return the number stored so far.
 
-        Raises ControlError, and keeps none of them, if there is no group, the trainer ends meanwhile, or a name comes
-        twice.
+        Raises ControlError, and stores none of them, if there is no group, a dtype is not allowed, the trainer ends
+        meanwhile, or a name comes twice.
         """
         if self._broadcasts is None:
             raise ControlError("no trainer is connected; initialise the weight transfer first")

@@ -56,7 +56,7 @@ class AdapterRequests(RequestFeature):
             await self.load(adapter, core)
 
     async def load(self, adapter: AdapterRef, core: AsyncCore) -> None:
-        """Let the core load an adapter. The core serves other requests meanwhile.
+        """Let the core load an adapter, unless it is known to be loaded. The core serves other requests meanwhile.
 
         Raises ValueError if the core refuses the adapter.
         """
@@ -73,7 +73,7 @@ class AdapterRequests(RequestFeature):
         self._loaded.add(adapter.digest)
 
     async def unload(self, digest: str, core: AsyncCore) -> None:
-        """Drop an adapter from host memory, or if a request uses it, when other adapters need its memory."""
+        """Drop an adapter from host memory: now, or if a request uses it, when others need its memory."""
         self._loaded.discard(digest)
         await core.call("unload_adapter", digest=digest)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PoolingOutput(msgspec.Struct, frozen=True):
-    """A request's values, fp32: a vector, or [tokens, values] for a task by token."""
+    """A request's result, fp32: a vector, or for a per-token task one vector per token, [tokens, values]."""
 
     values: np.ndarray
 
@@ -60,12 +60,12 @@ class PoolingRequestOutput(msgspec.Struct, Generic[Output], frozen=True):
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput], frozen=True):
-    """A result of `embed`."""
+    """The result of `embed` for one prompt."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput], frozen=True):
-    """A result of `classify`."""
+    """The result of `classify` for one prompt."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput], frozen=True):
-    """A result of `score`."""
+    """The result of `score` for one pair."""

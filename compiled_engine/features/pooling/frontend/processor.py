@@ -57,9 +57,9 @@ class Scoring:
     compared: list[tuple[int, int]] | None
 
     def scores(self, ended: Sequence[RunningPooling]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair: the model's, or the cosine similarity of its embeddings.
+        """Return the score of each pair: the model's, or the cosine similarity of the pair's embeddings.
 
-        Raises RuntimeError if a request has no result.
+        `ended` are the ended `requests`, in the same order. Raises RuntimeError if a request has no result.
         """
         rows_ML = finished_rows(ended)
         if self.compared is None:
@@ -212,7 +212,7 @@ class PoolingProcessor:
         return Scoring(self._prepare(prompts, token_ids, wanted, priority, parts, places), None)
 
     def num_characters_of_pairs(self, queries: Any, documents: Any, instruction: Any) -> int:
-        """Return how many characters `score` tokenises. With a template, the texts of a pair count in each pair."""
+        """Return how many characters `score` tokenises. With a template, instruction and query count in each pair."""
         once = num_characters([queries, documents])
         if not self.pooling.template or not isinstance(documents, list | tuple):
             return once
@@ -249,7 +249,7 @@ class PoolingProcessor:
     def _in_parts(
         self, texts: Sequence[str], is_stopped: Stopped, *, add_special_tokens: bool = True
     ) -> Iterator[list[int]]:
-        """Yield the token ids of each text, tokenised in parts so that the work can be stopped."""
+        """Yield the token ids of each text, tokenised in parts. Raises WorkStopped once `is_stopped` returns True."""
         assert self._tokenizer is not None
         start = done = 0
         while start < len(texts):
@@ -265,7 +265,7 @@ class PoolingProcessor:
             return_free_memory()
 
     def _encoded(self, texts: list[str], params: PoolingParams, is_stopped: Stopped) -> list[list[int]]:
-        """Return the token ids of each text, with special tokens. Truncation removes only tokens of the text."""
+        """Return the token ids of each text with special tokens, truncated by `_truncated` if `params` ask for it."""
         if not texts:
             return []
         encoded = list(self._in_parts(texts, is_stopped))
@@ -336,14 +336,15 @@ class PoolingProcessor:
 
 @cache
 def _one_step() -> SamplingParams:
-    """Return parameters with which a request ends after the step that computes its last token."""
+    """Return parameters with which a request ends after the step that computes its last prompt token."""
     return SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False, ignore_eos=True)
 
 
 def _truncated(with_special: list[int], bare: list[int], most: int) -> list[int]:
     """Return a text's first tokens with the special tokens around them, `most` tokens in all.
 
-    `with_special` and `bare` are the text's token ids with and without special tokens.
+    `with_special` and `bare` are the text's token ids with and without special tokens. If the special tokens do not
+    surround the text, or leave it no room, the first `most` of `with_special` are returned.
     """
     around = len(with_special) - len(bare)
     places = (i for i in range(around + 1) if with_special[i : i + len(bare)] == bare)
@@ -363,7 +364,7 @@ def _texts(name: str, given: Any) -> list[str]:
 
 
 def make_pooling_processor(model: ModelConfig, inputs: InputProcessor) -> PoolingProcessor | None:
-    """Return the processor, or None for a generative model. `inputs` is the engine's processor of other requests."""
+    """Return the processor, None for a generative model. It shares the tokenizer, limits and features of `inputs`."""
     if model.pooling is None:
         return None
     pooling, hidden_size = model.pooling, model.hidden_size

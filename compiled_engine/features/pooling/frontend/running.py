@@ -109,7 +109,7 @@ def classifications(ended: Sequence[RunningPooling]) -> list[ClassificationReque
 def result_of_each(
     kind: type[Result], make: Callable[[Any], Any], ended: Iterable[RunningPooling], values: Iterable[Any]
 ) -> list[Result]:
-    """Return a `kind` for each request that has ended. `make` makes its outputs from its entry in `values`."""
+    """Return a result of type `kind` for each ended request. `make` converts its entry of `values` to `outputs`."""
     return [
         kind(each.request_id, make(value), list(each.request.prompt_token_ids), True, each.num_cached_tokens)
         for each, value in zip(ended, values, strict=True)

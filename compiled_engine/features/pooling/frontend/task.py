@@ -71,7 +71,10 @@ class PoolingTask:
         return self.name in BY_TOKEN
 
     def finish(self, rows_ML: np.ndarray) -> np.ndarray:
-        """Return the results for M vectors of L values: cut to the dimensions, then normalised or activated."""
+        """Return the results for M vectors of L values: cut to the dimensions, then normalised or activated.
+
+        For a reranker with logits of "no" and "yes", a result is the score of "yes" alone.
+        """
         pooling, asked = self.pooling, self.params.activates
         rows_ML = rows_ML[:, : self.params.dimensions or pooling.dimensions]
         activation = pooling.activation if (pooling.activates if asked is None else asked) else NONE

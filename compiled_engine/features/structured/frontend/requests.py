@@ -22,8 +22,8 @@ from compiled_engine.sampling.params import SamplingParams
 class StructuredRequests(RequestFeature):
     """Converts structured_outputs to grammars, and gives the core the vocabulary before the first grammar.
 
-    If this engine cannot take objects such as token masks, `objects_allowed` is the condition under which it could, for
-    errors. It is "" if the engine takes them.
+    `objects_allowed` is "" if the engine takes objects such as token masks; otherwise it is the condition under which
+    it would take them, for errors.
     """
 
     def __init__(

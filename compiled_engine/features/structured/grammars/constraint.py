@@ -60,7 +60,7 @@ def is_complete(constraint: Constraint | None) -> bool:
 
 
 def failure_text(matcher: LLMatcher) -> str:
-    """Return a failed matcher's error, as the error of the user's request."""
+    """Return a failed matcher's error, in the form of an error of the user's request."""
     return f"structured_outputs: {error_of(matcher)}"
 
 

@@ -91,7 +91,7 @@ def _may_hold_text(schema: dict[str, Any]) -> bool:
 
 
 def _is_narrow(pattern: str) -> bool:
-    """Return whether the pattern only matches ASCII."""
+    """Return True if the pattern is simple enough to see that it only matches ASCII."""
     if not _NARROW.fullmatch(pattern):
         return False
     depth = 0
@@ -128,7 +128,7 @@ class StringTokens:
         self._within: dict[int, np.ndarray] = {}
 
     def within(self, room: int) -> np.ndarray:
-        """Return a mask of the tokens that use at most this many characters of the string in which they begin."""
+        """Return a mask of the tokens that add at most `room` characters to the string in which they begin."""
         room = min(room, self.longest)
         if room not in self._within:
             self._within[room] = np.packbits(self._taken_V <= room, bitorder="little").view(np.int32)
@@ -157,7 +157,7 @@ class StringMasks:
 
     @classmethod
     def of(cls, tokens: StringTokens, probe: str | None) -> StringMasks | None:
-        """Return the object for a request; None without a probe, or if the vocabulary cannot write the probe."""
+        """Return the masks of a request; None without a probe, or if the vocabulary cannot write the probe."""
         if probe is None:
             return None
         written = [tokens.tokenizer.greedy_tokenize(text) for text in (probe, '"')]

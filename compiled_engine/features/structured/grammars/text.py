@@ -35,14 +35,15 @@ MOST_GBNF_RULES = 1000
 
 
 def mask_threads() -> int:
-    """Return the number of threads that fill masks. Few masks take long, so more threads would wait for each other."""
+    """Return the number of threads that fill masks. Most masks take so little time that more threads would wait."""
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def grammar_text(given: StructuredOutputs, *, hurried: bool = False) -> str:
     """Return the structured outputs as text in llguidance's format.
 
-    Raises ValueError if the text cannot be compiled within the limits, and TakesLong like GrammarTrials.error.
+    Raises ValueError if the text cannot be compiled within the limits. With `hurried`, the first try of a text may
+    raise TakesLong, see GrammarTrials.error.
     """
     text = _text(given)
     if error := _trials().error(text, hurried=hurried):
@@ -110,7 +111,7 @@ def _character(match: re.Match[str]) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """Return the schema without keywords that require nothing, which the compiler would refuse."""
+    """Return the schema without keywords that restrict nothing but that the compiler would refuse."""
     if isinstance(schema, list):
         return [_without_notes(each) for each in schema]
     if not isinstance(schema, dict):

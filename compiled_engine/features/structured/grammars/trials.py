@@ -63,7 +63,8 @@ class GrammarTrials:
     def error(self, grammar: str, *, hurried: bool = False) -> str:
         """Return the error of a grammar; empty without one.
 
-        With `hurried`, raise TakesLong if it takes more than `quick_s`; the next call allows `longest_s`.
+        With `hurried`, the first call for a grammar raises TakesLong if the trial exceeds `quick_s` or the memory
+        limit; the next call allows `longest_s`.
         """
         with self._lock:
             is_known, error = grammar in self._errors, self._errors.get(grammar)

@@ -49,12 +49,13 @@ STATE = ControlCall("weight_update_state")
 def update(
     weights: Any, parallel: ParallelConfig, version: str | None, *, recompute: bool, in_this_process: bool
 ) -> Calls:
-    """Add weights to the update under way; if there is none, make a whole one. Raises ControlError, TypeError and
-    ValueError; a whole update is then dropped.
+    """Add weights to the update under way; if there is none, start one, add the weights and finish it.
 
     weights: a folder with safetensors files, or tensors by the checkpoint's names, on any device. in_this_process: the
-    core is in this process, behind no socket. version, recompute: of a whole update, see
-    WeightUpdates.finish_weight_update.
+    core is in this process, behind no socket. version, recompute: see WeightUpdates.finish_weight_update; not used for
+    an update under way.
+
+    Raises ControlError, TypeError or ValueError; an update that was started here is then dropped.
     """
     if (yield STATE)["received"] is not None:
         yield from _received(weights, parallel, in_this_process=in_this_process)
@@ -80,7 +81,10 @@ def finish(version: str | None, *, recompute: bool) -> ControlCall:
 
 
 def served(calls: Calls, serve: Callable[[ControlCall], Any]) -> Any:
-    """Have each call served and return the result. Errors of a call are raised where it was made."""
+    """Serve each call of `calls` with `serve`, and return the generator's result.
+
+    A ControlError of a call is raised inside the generator, where the call was yielded.
+    """
     try:
         call = next(calls)
         while True:
@@ -95,7 +99,7 @@ def served(calls: Calls, serve: Callable[[ControlCall], Any]) -> Any:
 
 
 async def served_async(calls: Calls, serve: Callable[[ControlCall], Awaitable[Any]]) -> Any:
-    """Do the same as `served`, on an event loop. `calls` runs in threads, since it may write tensors to files."""
+    """Serve calls as `served` does, on an event loop. `calls` runs in threads, since it may write tensors to files."""
     step: Callable[[], ControlCall] = partial(next, calls)
     while True:
         call = await asyncio.to_thread(_next_call, step)
@@ -110,7 +114,7 @@ async def served_async(calls: Calls, serve: Callable[[ControlCall], Awaitable[An
 
 
 def _next_call(step: Callable[[], ControlCall]) -> ControlCall | StopIteration:
-    """Return the next call, or the end, which cannot be raised into a coroutine."""
+    """Return the next call. Return a StopIteration instead of raising it, since a coroutine cannot receive it."""
     try:
         return step()
     except StopIteration as end:
@@ -118,7 +122,7 @@ def _next_call(step: Callable[[], ControlCall]) -> ControlCall | StopIteration:
 
 
 def _received(weights: Any, parallel: ParallelConfig, *, in_this_process: bool) -> Calls:
-    """Hand over weights to the core, in one call or several."""
+    """Yield the calls that give the weights to the core."""
     if isinstance(weights, str | os.PathLike):
         yield _receive(path=str(Path(weights).absolute()))
         return
@@ -155,7 +159,10 @@ def _named(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _buckets(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Divide tensors into buckets of at most BUCKET_BYTES, or of one tensor. Raises ValueError for a name twice."""
+    """Divide tensors into buckets of at most BUCKET_BYTES, or of one larger tensor.
+
+    Raises ValueError if a bucket gets two tensors of the same name.
+    """
     bucket: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in named:
@@ -173,7 +180,7 @@ def _buckets(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, to
 
 @contextmanager
 def _written(bucket: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """Write tensors to a temporary folder, in memory if there is room, which is deleted at the end."""
+    """Write tensors to a temporary folder, in memory if there is room. It is deleted when the block ends."""
     from safetensors.torch import save_file
 
     needed = sum(tensor.nbytes for tensor in bucket.values()) + (1 << 20)
