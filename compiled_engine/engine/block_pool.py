@@ -3,9 +3,9 @@
 A group consists of layers with caches of the same block size, dtype and window; all of them use the same tables.
 
 Equal hashes mean equal keys and values in the KV cache. Hashes form a chain of SHA-256: a root
-(`messages.prefix_root`), then a hash per full block of tokens. The root covers everything besides token ids that keys
-and values depend on, or that requests must share for another reason. Nothing is seeded, so hashes are equal in all
-processes and no two prefixes can be made to collide.
+(`messages.prefix_root`), then a hash per full block of tokens. A block's hash covers its token ids and contents such as
+images. The root covers everything else that keys and values depend on, or that requests must have in common to share
+blocks. Nothing is seeded, so hashes are equal in all processes and no two prefixes can be made to collide.
 
 Prefix caching by chained hashes follows vLLM's automatic prefix caching; block tables follow PagedAttention (Kwon et
 al., 2023, arXiv:2309.06180).
@@ -53,9 +53,9 @@ def hash_blocks(
 
 
 def _contents_within(contents: Sequence[Content], start: int, stop: int) -> bytes:
-    """Return a digest of each of the `contents` that reach into the block of positions `start` to `stop` - 1.
+    """Return the joined digests of the `contents` that reach into the block of positions `start` to `stop` - 1.
 
-    A digest covers the content's key and length, and where it begins relative to `start`.
+    A digest covers the content's key, its length, and its offset from `start`.
     """
     return b"".join(
         hashlib.sha256(b"%d %d %s" % (each.first - start, each.count, each.key.encode())).digest()
@@ -119,7 +119,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, block: int) -> None:
-        """Add a reference to a block that was found."""
+        """Add a reference to a block that `find` has returned."""
         if self._references[block] == 0:
             del self._free[block]
         self._references[block] += 1

@@ -150,7 +150,7 @@ class EngineCore:
 
         A step whose requests have all ended may remain pending; a later call processes it, without outputs. If a
         feature fails a request, the request ends with finish_reason "error", and the others continue. If a step fails,
-        the error is raised, and the requests that run or have a token in flight are aborted; other waiting requests
+        the error is raised, and the requests that run or are part of a step in flight are aborted; waiting requests
         continue.
         """
         if self._held_back:

@@ -30,7 +30,8 @@ ROOT = bytes(32)
 def prefix_root(**parts: str | None) -> bytes:
     """Return the root of a request's block hashes: only requests with the same parts share blocks.
 
-    parts: everything besides token ids that the request's keys and values depend on, by name. None counts as absent.
+    parts: everything besides token ids and contents (see EngineRequest) that the request's keys and values depend on,
+    by name. None counts as absent.
     """
     digest = None
     for name, content in parts.items():
@@ -183,7 +184,7 @@ class StepOutputs:
             first += length
 
     def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
-        """Return the outputs of some requests. places: their indices in the columns, ascending. others: all others."""
+        """Return outputs of the requests at the indices `places` of the columns, ascending, and with these `others`."""
         if self.token_ids and len(places) == len(self.request_ids):
             return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
         tokens: Sequence[int] = places

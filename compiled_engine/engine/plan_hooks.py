@@ -5,7 +5,7 @@ A feature overrides the methods of `PlanFeature` that it needs. The scheduler co
 run describes them as CacheResources. Data for its part on the device (StepFeature) goes into the `extras` of messages,
 under the StepFeature's name. The features of an engine are listed in features/registry.py.
 
-The order of the hooks of a request:
+The order of the hooks of a request, with the state in which each is called:
 
     check, holds_back            it arrives
     take_ready, check            only if it was held back; `withdrawn` if it will not be added
@@ -21,7 +21,7 @@ The order of the hooks of a request:
 Between `admitted` and `ended` a request may be preempted. A feature sees its resources freed (CacheResource.free), and
 later `may_start` and `admitted` again.
 
-The order of the hooks of a step:
+The order of the hooks of a step, with the state in which each is called:
 
     divide, decode_tokens        nothing is scheduled yet
     limit_share                  a running request's share is chosen; its blocks and the next request's share follow

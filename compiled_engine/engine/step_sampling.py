@@ -350,7 +350,7 @@ class LateStep:
 
 
 class Deferred(Protocol):
-    """Interface of a feature's result of a step that is being copied to the host."""
+    """Interface of a feature's result for a step, which is being copied to the host."""
 
     def by_request(self) -> dict[str, Any]:
         """Return each request's result, as plain data by request id. Called once the step has ended on the device."""

@@ -1,4 +1,4 @@
-"""Watch the workers: receive their messages, and detect immediately when one ends, fails or hangs."""
+"""Watch the workers: receive their messages, and detect when one ends or fails, at once, or hangs, after a while."""
 
 from __future__ import annotations
 
