@@ -300,16 +300,15 @@ class EngineCore:
         return self._pause is not None and bool(self.held) and not self._submitted
 
     def _note_held(self) -> None:
-        """Set `held` anew: why no step is planned. Call it after anything that may change this."""
+        """Update `held`, the reason why no step is planned. Call it after anything that may change the reason."""
         waits = self._pause is not None and self._pause.mode == "wait" and self._scheduler.has_begun()
         reasons = (PAUSED if self._pause is not None and not waits else "", *(why() for why in self._hooks.holds_steps))
         self.held = next(filter(None, reasons), "")
 
     def can_step(self) -> bool:
-        """Return whether `step` has work to do.
+        """Return whether `step` has work to do: whether a request is unfinished.
 
-        It has if a request is unfinished; while no step may be planned (`held`), only if a step is in flight or an
-        output is left to return.
+        While no step may be planned (`held`), it only has work if a step is in flight or an output is left to return.
         """
         return self.has_unfinished() and (not self.held or bool(self._submitted or self._ended_apart))
 

@@ -42,7 +42,7 @@ def prefix_root(**parts: str | None) -> bytes:
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """Content, such as an image, that decides the embeddings at consecutive positions of a prompt, not token ids."""
+    """Content, such as an image, on which embeddings at consecutive positions of a prompt depend besides token ids."""
 
     first: int  # position
     count: int  # number of positions
@@ -160,8 +160,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs:
     """Core to API: what one step added to requests. Iterates over an EngineOutput per request.
 
-    Nearly all requests only get tokens and log-probabilities. These requests are in columns (`request_ids` and the
-    fields after `others`), which are cheaper than an EngineOutput each. All other requests are in `others`.
+    Nearly all requests only get tokens and log-probabilities. They are in columns (all fields but
+    `others`), which are cheaper than an EngineOutput each. All other requests are in `others`.
     """
 
     request_ids: Sequence[str] = ()
@@ -184,7 +184,7 @@ class StepOutputs:
             first += length
 
     def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
-        """Return outputs of the requests at the indices `places` of the columns, ascending, and with these `others`."""
+        """Return the entries of the columns at the indices `places`, ascending, together with `others`."""
         if self.token_ids and len(places) == len(self.request_ids):
             return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
         tokens: Sequence[int] = places

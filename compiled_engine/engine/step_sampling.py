@@ -49,7 +49,7 @@ class StepSampling:
         *,
         processed: bool = False,
     ):
-        """Make the tail. processed: compute log-probabilities from the processed logits, not from the model's."""
+        """Make the tail. processed: log-probabilities are of the processed logits, from which tokens are drawn."""
         self._processed = processed
         self._model, self.sampler, self._buffers = model, sampler, buffers
         self._ring, self.advance = ring, advance
