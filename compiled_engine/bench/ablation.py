@@ -1,7 +1,8 @@
 """Measure the gain of each part of the engine: run one workload on variants of the engine, each in fresh processes.
 
-Everything is checked before the first process starts. Each variant that compiles is started once, unmeasured, to fill
-the compile cache. The repeats are then interleaved, so that drift (clocks, other users) affects all variants alike.
+Everything is checked before the first process starts. Each variant with something to compile is started once,
+unmeasured, to fill the compile cache. The repeats are then interleaved, so that drift (clocks, other users) affects all
+variants alike.
 """
 
 from __future__ import annotations
@@ -270,8 +271,8 @@ def measure(
     """Measure the variants and return a record for each, in order.
 
     A record has name, options, and either figures or an error; both if a repeat failed. Ctrl-C ends the measurement,
-    and records then have the figures of the completed repeats. shared: engine options common to all variants, as JSON.
-    run: starts a worker.
+    and records then have the figures of the completed repeats; KeyboardInterrupt is raised only if there are none.
+    shared: engine options common to all variants, as JSON. run: starts a worker.
 
     Figures are {"median", "spread": [min, max]} over the repeats, or None if not measured: tpot_ms and step_ms (by
     batch size), mixed_step_ms, prefill_tokens_per_s, start_up_s (process start to first token, measured from outside),
@@ -311,7 +312,7 @@ def measure(
 def _prepare(
     chosen: Sequence[Variant], shared: Mapping[str, Any], preparation: Preparation, progress: Progress, run: Run
 ) -> dict[str, str]:
-    """Start each variant that has something to compile once, and return the errors by variant name."""
+    """Start once each variant that has something to compile, and return the errors by variant name."""
     compiled = [variant for variant in chosen if variant.compiles or preparation.eager]
     errors: dict[str, str] = {}
 
@@ -364,9 +365,9 @@ def _seconds(result: Mapping[str, Any], stage: str) -> float:
 
 
 def prepare_with(config: EngineConfig, sizes: ModelSizes) -> Preparation:
-    """Return a preparation with as many concurrent processes as the cores and half of the memory allow.
+    """Return a preparation with as many concurrent processes as the cores and half of the device's memory allow.
 
-    Each process's KV cache has room for one request of the full context length.
+    There is at least one. Each process's KV cache has room for one request of the full context length.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.device.type == "cuda":

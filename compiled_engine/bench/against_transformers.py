@@ -60,8 +60,9 @@ def compare(
 
     Returns results with "one" and "many". Both have engine (tokens per second with median and spread), transformers (a
     list of way, threads, tokens_per_s), fastest (the entry of that list with the highest median), and ratio (the
-    engine's median divided by that median). Both also have bandwidth_share: the bytes that the engine's steps must read
-    per second, as a share of the copy bandwidth. The result also has rates: the copy and product rates of the device.
+    engine's median divided by that median). If the list is empty, fastest is None and there is no ratio. Both also have
+    bandwidth_share: the bytes that the engine's steps must read per second, as a share of the copy bandwidth. The
+    result also has rates, see `Rates`.
 
     Raises ValueError for an unknown way, RuntimeError if a contender generates a wrong number of tokens.
     """
@@ -172,7 +173,7 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
 
 
 def _thread_counts(device: torch.device) -> list[int]:
-    """Return the thread counts to measure. On a CPU they are one and all: which is faster depends on the batch."""
+    """Return the thread counts to measure: on a CPU one and all, as the best depends on the batch, else the default."""
     threads = torch.get_num_threads()
     return sorted({1, threads}) if device.type == "cpu" else [threads]
 

@@ -145,7 +145,7 @@ def _flops_of(state: RowState) -> int:
 
 
 def with_tower(sizes: ModelSizes, images: ImagesConfig) -> ModelSizes:
-    """Return the sizes with those of the model's vision tower."""
+    """Return `sizes` with the sizes of the model's vision tower added."""
     vision = images.vision
     from compiled_engine.models.vision.tower import build_tower  # imports transformers
 
@@ -166,8 +166,10 @@ def with_tower(sizes: ModelSizes, images: ImagesConfig) -> ModelSizes:
 
 
 def tower_seconds(sizes: ModelSizes, rates: Rates, images: Sequence[int]) -> float:
-    """Return the least time of the tower's products. images: embeddings of each image, all patches of which attend to
-    each other."""
+    """Return the lower bound of the vision tower's time in seconds, from its multiplications alone.
+
+    images: number of embeddings of each image. All patches of an image attend to each other.
+    """
     flops = 0
     for embeddings in images:
         patches = embeddings * sizes.merged_patches
@@ -185,7 +187,7 @@ def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
-    """Return the expected bytes of all experts that num_tokens tokens select, uniformly and independently."""
+    """Return the expected bytes of all experts that num_tokens tokens select, if they select uniformly at random."""
     if not sizes.num_experts:
         return 0.0
     left = (1 - sizes.experts_per_token / sizes.num_experts) ** num_tokens
@@ -193,7 +195,10 @@ def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
 
 
 def _context_bytes(sizes: ModelSizes, context: float) -> float:
-    """Return the bytes of a request's keys and values in all layers. A window includes the query's own key."""
+    """Return the bytes of earlier keys and values, in all layers, that a request's next token attends to.
+
+    context: number of earlier tokens. A window includes the query's own key, which is not an earlier one.
+    """
     seen = sum(context if window is None else min(context, window - 1) for window in sizes.windows)
     return seen * sizes.kv_bytes_per_token
 
@@ -221,7 +226,7 @@ def _common_bytes(sizes: ModelSizes, context: float) -> float:
 
 
 def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
-    """Return the multiplications and additions of a step: linears, logits of sampling rows, attention."""
+    """Return the multiplications and additions of a step: linears, logits of sampling rows, attention, recurrences."""
     flops = 0.0
     for chunk in step:
         flops += 2.0 * (chunk.new * sizes.linear_params + chunk.samples * sizes.head_params)
@@ -264,7 +269,8 @@ def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_n
 
     All prompts begin with `common` tokens, in addition to their own tokens; these are computed once. Each decode reads
     its context, but a step reads a prompt with several completions once. Weights are read once per step, for the
-    smallest number of steps. Steps that overlap prefill's products with decode's reading are not modelled.
+    smallest number of steps. The bound does not hold for steps that overlap a prefill's multiplications with the reads
+    of decodes.
     """
     lengths = [length for job in jobs for length in job.outputs]
     steps = max(max(lengths) - 1, -(-sum(length - 1 for length in lengths) // max_num_seqs))
@@ -292,7 +298,7 @@ ATTEMPTS = 5
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the device's rates, for products in dtype: known ones, or measured ones, which takes about a second."""
+    """Return the device's rates, for matrix products in dtype: known ones, else measured ones, in about a second."""
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         if name in KNOWN:
@@ -301,7 +307,7 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure the device's rates: the best of a few large copies and of a few square products in `dtype`."""
+    """Measure the device's rates: the best of a few large copies and of a few square matrix products in `dtype`."""
     num_bytes = COPY_BYTES[device.type]
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)

@@ -28,8 +28,8 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
     """Return the option speculative_config for a draft method.
 
     N-gram drafts are verified as usual; random prompts yield few of them. Draft models and heads have random weights,
-    so their drafts are accepted at random with RATES. Their config.json is written to `folder`, for load_format
-    "dummy".
+    so their drafts are accepted at random with RATES. The config.json of the draft model or head is written to
+    `folder`, for load_format "dummy".
     """
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     if method == NGRAM:
@@ -47,7 +47,7 @@ def drafts_of(method: str, model: ModelConfig, folder: Path) -> dict[str, Any]:
 def head_of(model: ModelConfig) -> dict[str, Any]:
     """Return the content of config.json of a typical EAGLE-3 head for this model: one layer of the model's shape.
 
-    Usual values stand in for those that a model of transformers' code does not state.
+    Values that the configuration of a model of transformers' code lacks are replaced by usual ones.
     """
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

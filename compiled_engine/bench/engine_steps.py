@@ -136,7 +136,7 @@ def _request(request_id: str, prompt: Sequence[int], output_len: int) -> EngineR
 def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
     """Return the wall time of `work` in seconds, until the device is idle.
 
-    With worker processes the device is not waited for, so steps before and after may overlap with it.
+    With worker processes the device is not waited for, so earlier and later steps may overlap with `work`.
     """
     if _runs_on_gpu(config):
         torch.cuda.synchronize(config.device)

@@ -1,7 +1,7 @@
 """Workloads of the performance table whose prompts have images, and the files of the processor that they need.
 
-Images are noise, in the form that a user has them: the time of the checkpoint's processor counts. The shape's tower has
-an embedding for each square of 32 x 32 pixels.
+Images are noise and are passed as pixels, so that the time of the checkpoint's processor counts. The vision tower of
+the shape has an embedding for each square of 32 x 32 pixels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROCESSOR: Mapping[str, Any] = {
 
 
 def write_processor(folder: Path) -> None:
-    """Write the files of Qwen3-VL's processor and of a tokenizer with its special tokens to `folder`."""
+    """Write to `folder` the files of Qwen3-VL's processor, and of a tokenizer with Qwen3-VL's special tokens."""
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR, indent=1))
     names = (*_TOKENS, *_TOKENS_OF_IMAGES)
     write_tokenizer(folder, special_tokens=(*SPECIAL_TOKENS, *(f"<|{name}|>" for name in names)))

@@ -65,10 +65,11 @@ def _save_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 def measure(folder: Path, device: torch.device, progress: Progress, repeats: int = 3) -> dict[str, Any]:
-    """Read and load the checkpoint in turn, `repeats` times, in this process. Returns rates in GB/s.
+    """Read and load the checkpoint in turn, `repeats` times, in this process.
 
-    The page cache is left as it is. `host_peak_bytes` is the peak of anonymous and shared memory that a load adds,
-    without mapped files.
+    The page cache is left as it is. Returns a dict: `read_gb_per_s` and `load_gb_per_s` are the rates of all repeats,
+    ascending; `load_over_read` is the ratio of their medians; `host_peak_bytes` is the peak of anonymous and shared
+    memory that a load adds, without mapped files.
     """
     files = sorted(folder.glob("*.safetensors"))
     total = sum(path.stat().st_size for path in files)

@@ -60,7 +60,7 @@ def _rendered(page: str, result: Mapping[str, Any], **more: Any) -> str:
 
 
 def facts(result: Mapping[str, Any], names: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
-    """Return (heading, fields with values as text) for each of the parts `names` of a result that is not empty."""
+    """Return (heading, fields with values as text) for each part of a result in `names`, except empty parts."""
     return [
         (name.capitalize(), {key: _shown(value) for key, value in result[name].items()})
         for name in names

@@ -106,7 +106,10 @@ WITHOUT = " without "
 
 
 def whole_name(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the name of the whole engine's variant: the last without disabled passes or quantisation."""
+    """Return the name of the last variant without disabled passes or quantised weights, as the whole engine's name.
+
+    Returns None if there is none.
+    """
     plain = [record for record in records if "quantization" not in record.get("options", ())]
     names = [record["name"] for record in plain if WITHOUT not in record["name"]]
     return names[-1] if names else None
@@ -287,7 +290,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str, bool]]) -> Non
 
 
 def apart(places: Sequence[float]) -> list[float]:
-    """Move ascending places in [0, 1] apart as little as possible, so that each is LABEL_GAP above the one below."""
+    """Return ascending positions in [0, 1] moved apart, so that each is at least LABEL_GAP above the one below."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + LABEL_GAP) if moved else place)
@@ -343,7 +346,7 @@ def _draw_curve(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) ->
 
 
 def _converted(row: Row, convert: Any) -> tuple[int, float, list[float], float]:
-    """Return a row's place, median, spread and bound, the figures converted by `convert`."""
+    """Return a row's x value (`place`), median, spread and bound. `convert` is applied to the last three."""
     measured = row["measured"]
     spread = sorted(convert(row, value) for value in measured["spread"])
     return row["place"], convert(row, measured["median"]), spread, convert(row, row["bound"])

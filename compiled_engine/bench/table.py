@@ -107,7 +107,8 @@ def _options(
 ) -> dict[str, Any]:
     """Return complete engine options for rows of this subject and these limits.
 
-    given: the user's options, which take precedence over the limits.
+    given: the user's options. They take precedence over the limits, but starts ignore OF_A_START, and rows with drafts
+    set load_format and speculative_config themselves.
     """
     options = {name: value for name, value in asdict(limits).items() if value is not None and name != "drafts"}
     if subject.shape is not None:
@@ -134,9 +135,9 @@ def _options(
 
 
 def _check(row: Row, config: EngineConfig, *, asked: bool, notes: list[str]) -> bool:
-    """Return whether an engine with this configuration can run the row; otherwise add the reason to `notes`.
+    """Return whether an engine with this configuration can run the row; if not, add the reason to `notes`.
 
-    Raises ValueError instead if the user has selected rows, `asked`.
+    asked: the user has selected rows, so raise ValueError with the reason instead.
     """
     if isinstance(row.workload, Start):
         return True
@@ -203,10 +204,11 @@ def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> di
 
     rows are objects of id, model, what, unit, better (lower or higher), options, workload, bound (None for a failed
     start), and either measured (median, spread [min, max], n, values) with share_of_bound, or error; seconds that the
-    row took with its warm-up; and curve and place for a point of a plot. Further keys are date, machine, versions,
-    models, options (the user's), rates, notes and seconds.
+    row took with its warm-up, if an engine ran it; and curve and place for a point of a plot. Further keys are date,
+    machine, versions, models, options (the user's), rates, notes and seconds.
 
-    repeats: number of repeats of each row; None: by the rules of this module. After a failed row, measuring continues.
+    repeats: number of repeats of each row; None: LEAST_REPEATS to MOST_REPEATS, or START_REPEATS for starts. After a
+    failed row, measuring continues.
     """
     rows = _Rows(plan, say, [], time.perf_counter())
     for engine in plan.engines:

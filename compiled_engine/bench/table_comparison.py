@@ -24,11 +24,11 @@ CONDITIONS = (
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[str, Any]:
     """Compare table B with table A, row by row.
 
-    rows have id, what, unit, a and b (the measured figures), gain (how many times better B's median is), overlap
-    (whether the spreads overlap) and verdict. The verdict is same if the spreads overlap or the medians differ by at
-    most the share `noise`, otherwise faster or slower. It is failed if only B's row has an error, and repaired if only
-    A's has. notes name rows that are in only one table or have different definitions, and conditions that differ.
-    counts has the number of each verdict.
+    rows have id, model, what, unit and verdict. If the row was measured in both tables, they also have a and b (the
+    figures), gain (how many times better B's median is) and overlap (whether the spreads overlap). The verdict is same
+    if the spreads overlap or the medians differ by at most the share `noise`, otherwise faster or slower. It is failed
+    if only B's row has an error, and repaired if only A's has. notes name rows that are in only one table, have
+    different definitions or failed in both, and conditions that differ. counts has the number of each verdict.
     """
     ours, theirs = ({row["id"]: row for row in result["rows"]} for result in (a, b))
     notes = [f"{group} {name}: {one} and {other}" for group, name, one, other in _differences(a, b)]
@@ -49,7 +49,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[st
 
 
 def is_slower(comparison: Mapping[str, Any]) -> bool:
-    """Return whether any row of a comparison is slower by more than noise, or failed."""
+    """Return whether any row of a comparison has the verdict slower or failed."""
     return any(row["verdict"] in (SLOWER, FAILED) for row in comparison["rows"])
 
 
@@ -106,8 +106,8 @@ def read_peers(path: Path) -> Peers:
 def with_peers(row: Mapping[str, Any], peers: Peers) -> dict[str, Any]:
     """Return the row with the peers' figures of the same row, if there are any, as the field `peers`.
 
-    The field maps each engine's name to its figure and a ratio: how many times better the row's median is than the
-    engine's best figure.
+    The field maps each peer's name to its figure and a ratio: how many times better the row's median is than the peer's
+    best figure. The ratio is None if the row was not measured.
     """
     found = dict(row)
     if row["id"] in peers:

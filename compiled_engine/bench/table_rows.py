@@ -41,7 +41,10 @@ WARM_UP_REQUESTS = 8
 
 
 class Workload(Protocol):
-    """A workload, as a dataclass, that measures one figure. better: LOWER or HIGHER. what: describes the workload."""
+    """A workload, as a dataclass. `once` runs it and returns one figure in `unit`; `what` describes it in words.
+
+    better: LOWER or HIGHER.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     unit: ClassVar[str]

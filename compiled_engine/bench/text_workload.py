@@ -51,7 +51,7 @@ class TextWorkload:
 
 
 def most_windows(vocab_size: int) -> int:
-    """Return how many windows to score: as many as have distributions of MOST_BYTES together, 1 to MOST_WINDOWS."""
+    """Return how many windows to score, 1 to MOST_WINDOWS: as many as have at most MOST_BYTES of distributions."""
     return max(1, min(MOST_WINDOWS, MOST_BYTES // (4 * vocab_size * WINDOW)))
 
 

@@ -73,8 +73,9 @@ def variants(
 ) -> list[Variant]:
     """Return the variants for a device type: the parts of the engine added one by one, then passes disabled one by one.
 
-    passes: the enabled passes. left_out: passes to disable in turn; None: all. alone: add variants without any pass,
-    and with each pass of `left_out` alone. records: on a CPU, calls of decodes can be recorded.
+    passes: the enabled passes. left_out: passes to disable in turn; None: all. alone: add a variant without any pass,
+    and one with each pass of `left_out` alone. records: on a CPU, add a variant that records and replays the kernel
+    calls of decodes.
     """
     whole = whole_engine(device_type)
     if device_type != "cuda":
@@ -140,8 +141,8 @@ def quantised_variants(config: EngineConfig) -> list[Variant]:
 def drafting_variants(config: EngineConfig, options: Mapping[str, Any]) -> list[Variant]:
     """Return variants of the whole engine with another use of drafts. options: the user's engine options.
 
-    If the engine drafts, one variant has no drafts, and one an adaptive number of them. If it does not draft, a variant
-    has n-gram drafts.
+    If the engine drafts, one variant has no drafts, and one an adaptive number of drafts unless the engine has that
+    itself. If it does not draft, a variant has n-gram drafts.
     """
     whole = whole_engine(config.device.type)
     given = options.get("speculative_config")

@@ -3,9 +3,9 @@
 A group consists of layers with caches of the same block size, dtype and window; all of them use the same tables.
 
 Equal hashes mean equal keys and values in the KV cache. Hashes form a chain of SHA-256: a root
-(`messages.prefix_root`), then a hash per full block of tokens. The root covers everything besides token ids that keys
-and values depend on, or that requests must share for another reason. Nothing is seeded, so hashes are equal in all
-processes and no two prefixes can be made to collide.
+(`messages.prefix_root`), then a hash per full block of tokens. A block's hash covers its token ids and contents such as
+images. The root covers everything else that keys and values depend on, or that requests must have in common to share
+blocks. Nothing is seeded, so hashes are equal in all processes and no two prefixes can be made to collide.
 
 Prefix caching by chained hashes follows vLLM's automatic prefix caching; block tables follow PagedAttention (Kwon et
 al., 2023, arXiv:2309.06180).
@@ -42,9 +42,9 @@ def hash_blocks(
     count: int | None = None,
     contents: Sequence[Content] = (),
 ) -> None:
-    """Extend the hashes of a sequence's leading blocks to `count` blocks; None: to all full ones.
+    """Append to `hashes` until it has the hashes of a sequence's first `count` blocks; None: of all full blocks.
 
-    contents: see EngineRequest.
+    token_ids: the whole sequence. contents: see EngineRequest.
     """
     count = len(token_ids) // block_size if count is None else count
     for start in range(len(hashes) * block_size, count * block_size, block_size):
@@ -53,7 +53,10 @@ def hash_blocks(
 
 
 def _contents_within(contents: Sequence[Content], start: int, stop: int) -> bytes:
-    """Return what identifies the contents at positions from `start` to `stop`, and where in the block each begins."""
+    """Return the joined digests of the `contents` that reach into the block of positions `start` to `stop` - 1.
+
+    A digest covers the content's key, its length, and its offset from `start`.
+    """
     return b"".join(
         hashlib.sha256(b"%d %d %s" % (each.first - start, each.count, each.key.encode())).digest()
         for each in contents[
@@ -65,7 +68,7 @@ def _contents_within(contents: Sequence[Content], start: int, stop: int) -> byte
 
 
 def leading_hashes(request: Request, block_size: int, count: int) -> list[bytes]:
-    """Return the hashes of the request's leading blocks, `count` or more of them. They are kept in the request."""
+    """Return the hashes of at least the request's first `count` blocks, which are kept in the request."""
     hashes = request.block_hashes.setdefault(block_size, [])
     if len(hashes) < count:
         hash_blocks(hashes, request.prefix_root, request.token_ids, block_size, count, request.asked.contents)
@@ -116,7 +119,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, block: int) -> None:
-        """Add a reference to a block that was found."""
+        """Add a reference to a block that `find` has returned."""
         if self._references[block] == 0:
             del self._free[block]
         self._references[block] += 1
@@ -186,7 +189,7 @@ class BlockTable:
 class BlockGroup:
     """The blocks of a KV group, a FindableResource, with the block tables of requests.
 
-    Unlike other resources, a running request may take more blocks.
+    A running request may take more blocks, but no more of other resources.
     """
 
     kind = "blocks"
@@ -201,14 +204,14 @@ class BlockGroup:
 
     @property
     def num_slots(self) -> int:
-        """The number of tokens that all blocks hold together."""
+        """The number of tokens that all blocks together can hold."""
         return self.pool.num_blocks * self.block_size
 
     def block_ids(self, request: Request) -> Sequence[int]:
         return self._tables[request].block_ids
 
     def slots_of(self, request: Request) -> int:
-        """Return how many tokens the request's blocks hold."""
+        """Return how many tokens the request's blocks can hold."""
         return len(self._tables[request].block_ids) * self.block_size
 
     def longest_prefix(self, request: Request, most: int) -> int:
@@ -256,7 +259,7 @@ class BlockGroup:
             self.pool.release(block)
 
     def register(self, request: Request, num_tokens: int) -> int:
-        """Add the blocks that the request's first `num_tokens` tokens fill to the prefix cache. The tokens are known.
+        """Add the blocks that the request's first `num_tokens` tokens fill, all of them known, to the prefix cache.
 
         Returns how many tokens must be known before another block can be added.
         """

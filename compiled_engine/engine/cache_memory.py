@@ -31,8 +31,8 @@ class CacheSize:
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
         """Return two metrics in bytes: the cache's size, and the memory that would be available for it.
 
-        The latter takes graph_bytes_used, the actual memory of the CUDA graphs, instead of the predicted one. It is
-        None without CUDA.
+        The available memory is computed with graph_bytes_used, the actual memory of the CUDA graphs, instead of the
+        predicted one. It is None without CUDA.
         """
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
@@ -104,7 +104,7 @@ def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
 
 
 def blocks_wanted(config: EngineConfig) -> int:
-    """Return the number of blocks with which the most running requests can all reach max_model_len.
+    """Return the number of blocks with which config.max_running requests can all reach max_model_len.
 
     More blocks only help the prefix cache.
     """

@@ -69,7 +69,7 @@ class FindableResource(CacheResource, Protocol):
 
 
 def check_holders(what: str, holding: Collection[Request], holders: Collection[Request]) -> None:
-    """Raise RuntimeError unless the requests `holding` a resource are exactly those that should, `holders`.
+    """Raise RuntimeError unless the requests `holding` a resource are exactly `holders`, which should hold it.
 
     what: the resource's name in the error.
     """

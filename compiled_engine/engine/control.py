@@ -58,10 +58,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def as_exception(self, place: str, prefix: str = "") -> Exception:
-        """Return an exception to raise in this process. It has the original's type if KINDS has it, else RuntimeError.
+        """Return an exception to raise in this process, with the original's traceback in a note.
 
-        A note has the original's traceback. place: name of the other process, for the note. prefix: put before the
-        message.
+        It has the original's type if that is a builtin one within KINDS but no UnicodeError; otherwise it is a
+        RuntimeError. place: name of the other process, for the note. prefix: put before the message.
         """
         kind = getattr(builtins, self.kind, None)
         error: Exception

@@ -48,7 +48,7 @@ PAUSED = "the engine is paused"
 
 
 class Pause(NamedTuple):
-    """How steps are paused, see EngineCore.pause."""
+    """The arguments of `EngineCore.pause`, kept until `resume`."""
 
     mode: str
     clear_cache: bool
@@ -106,7 +106,7 @@ class EngineCore:
         self._pause: Pause | None = None  # since `pause`, until `resume`
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
-        """Queue a request. given: the part of it that is not plain data, such as a token mask object.
+        """Queue a request. given: the part of the request that is not plain data, such as a token mask object.
 
         A feature may hold a request back, for example until its grammar is compiled. A later step then queues it, or
         ends it with finish_reason "error" if its preparation failed. A request without a seed gets one here, so that
@@ -128,7 +128,9 @@ class EngineCore:
         self._scheduler.add(request)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
-        """End a request now, and return its last output, with finish_reason "abort"; None if it has already ended.
+        """End a request now, and return its last output, with finish_reason "abort".
+
+        Returns None if the request has already ended or is unknown.
 
         stopped: a stop string has completed the request's output, so the metrics count it as finished, not as aborted.
         """
@@ -141,13 +143,15 @@ class EngineCore:
         """Launch as many steps as possible, then process the oldest one and return its outputs.
 
         With async scheduling, the device already has the next step while a step's result is processed; with pipeline
-        stages it has one more step per further stage. If requests of the newest step sample late, their late inputs are
-        computed as soon as all earlier tokens are known, while the device still computes the logits. Meanwhile, outputs
-        are returned and the next step is scheduled. Then the sampling is launched, and after it the next step.
+        stages it has one more step per further stage. If requests of the newest step sample late (see scheduler.py),
+        their late inputs are computed as soon as all earlier tokens are known, while the device still computes the
+        logits. Meanwhile, outputs are returned and the next step is scheduled. Then the sampling is launched, and after
+        it the next step.
 
         A step whose requests have all ended may remain pending; a later call processes it, without outputs. If a
         feature fails a request, the request ends with finish_reason "error", and the others continue. If a step fails,
-        running requests are aborted and the error is raised; waiting requests continue.
+        the error is raised, and the requests that run or are part of a step in flight are aborted; waiting requests
+        continue.
         """
         if self._held_back:
             self._add_ready()
@@ -198,7 +202,7 @@ class EngineCore:
         self.clock.lap("late")
 
     def _add_ready(self) -> None:
-        """Queue held-back requests that are ready. The outputs of those that failed are kept for `_take_failed`."""
+        """Queue held-back requests that are ready. Keep the outputs of failed ones for `_take_ended_apart`."""
         assert self._hooks.take_ready is not None
         busy = self._submitted or self._ended_apart or self._scheduler.has_unfinished()
         ready, failed = self._hooks.take_ready(0 if busy else PATIENCE_S)
@@ -248,9 +252,9 @@ class EngineCore:
             self._scheduler.forget_stale(of_running=self._pause is None or self._pause.clear_cache)
 
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
-        """Serve a control call whose caller awaits no answer. An error is logged.
+        """Serve a control call whose caller awaits no answer. A ControlError is logged.
 
-        request_ids: the requests that need the call, for an engine of several cores.
+        request_ids: ignored; only an engine of several cores chooses by it which cores serve the call.
         """
         try:
             self.call(call)
@@ -258,7 +262,7 @@ class EngineCore:
             log.warning("a control call has failed: %s", error)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless requests, rows and KV blocks are consistent. Takes time for each block."""
+        """Raise RuntimeError unless requests, rows and KV blocks are consistent. Checks every block."""
         self._scheduler.check_integrity()
 
     def reset_prefix_cache(self, of_running: bool = False) -> None:
@@ -266,12 +270,12 @@ class EngineCore:
         self._scheduler.reset_prefix_cache(of_running=of_running)
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Run no steps from now on, until `resume`. Requests that come meanwhile wait.
+        """Launch no steps until `resume`; with mode "wait", only those of requests that have begun.
 
-        mode: "abort" ends all requests with finish_reason "abort"; "keep" stops them where they are; "wait" lets those
-        that have begun run to their end, and `is_paused` says when.
-        clear_cache: `resume` empties the prefix cache, and computes requests that were kept again; otherwise these
-        keep their keys and values, even if the weights change meanwhile.
+        Requests that come meanwhile wait. mode: "abort" ends all requests with finish_reason "abort"; "keep" stops
+        them where they are; "wait" lets those that have begun run to their end, after which `is_paused` returns True.
+        clear_cache: `resume` empties the prefix cache, and recomputes the kept requests' keys and values; otherwise
+        these are used further, even if the weights change meanwhile.
 
         Raises ValueError for another mode.
         """
@@ -292,11 +296,11 @@ class EngineCore:
             self._scheduler.reset_prefix_cache(of_running=True)
 
     def is_paused(self) -> bool:
-        """Return whether steps are paused: none is run, and none is in flight."""
+        """Return whether `pause` is in effect: no step is in flight, and none will be launched until `resume`."""
         return self._pause is not None and bool(self.held) and not self._submitted
 
     def _note_held(self) -> None:
-        """Note whether steps are held, after what may have changed it."""
+        """Update `held`, the reason why no step is planned. Call it after anything that may change the reason."""
         waits = self._pause is not None and self._pause.mode == "wait" and self._scheduler.has_begun()
         reasons = (PAUSED if self._pause is not None and not waits else "", *(why() for why in self._hooks.holds_steps))
         self.held = next(filter(None, reasons), "")
@@ -304,8 +308,7 @@ class EngineCore:
     def can_step(self) -> bool:
         """Return whether `step` has work to do: whether a request is unfinished.
 
-        A core can while a request is unfinished, unless steps are held; replicas, which have the same methods, only if
-        a message has come.
+        While no step may be planned (`held`), it only has work if a step is in flight or an output is left to return.
         """
         return self.has_unfinished() and (not self.held or bool(self._submitted or self._ended_apart))
 

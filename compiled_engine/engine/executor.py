@@ -119,9 +119,9 @@ class InProcessExecutor:
             self.runner.close()
 
     def _own_context(self) -> AbstractContextManager[object]:
-        """Return a context, already entered, in which the engine's device is current and autocast is off.
+        """Make the engine's device current and switch autocast off; return a context whose exit undoes both.
 
-        Use it in a `with` statement, which leaves it.
+        Use the result in a `with` statement.
         """
         kind = self._device.type
         with ExitStack() as contexts:

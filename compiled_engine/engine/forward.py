@@ -39,7 +39,7 @@ LEAST_WORK = 2_500_000
 
 @contextmanager
 def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device) -> Iterator[None]:
-    """Limit PyTorch's CPU threads within a block, for a step of `num_tokens` tokens; then restore their number.
+    """Limit the number of PyTorch's CPU threads within a block, for a step of `num_tokens` tokens; then restore it.
 
     A small step gets few threads, see LEAST_WORK. Does nothing on a GPU.
     """
@@ -87,8 +87,9 @@ class ModelForward:
     on_attention: called in place of attention ops by `run(..., around_attention=True)`; None if that is never used.
     layers: the layers of the model that this rank has; None: all.
 
-    kv_caches: a tensor per layer, of one block until `allocate`. ends: the callables that run after a forward, by name:
-    logits, and those that features call. variants: the names of the forward's variants, the usual one, "", first.
+    Attributes: kv_caches: a tensor per layer, of one block until `allocate`. ends: the callables that run after a
+    forward, by name: logits, and those that features call. variants: the names of the forward's variants, the usual
+    one, "", first.
     """
 
     def __init__(
@@ -199,9 +200,10 @@ class ModelForward:
         return logits
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
-        """Return the uint8 tensor into which values of the previous pipeline stage must be written before `run`.
+        """Return the uint8 tensor into which the previous pipeline stage's activations must be written before `run`.
 
-        It has the bytes of `num_tokens` tokens. hidden_wanted: see `run`. None if there is no previous stage.
+        It is as long as the activations of `num_tokens` tokens. hidden_wanted: see `run`. Returns None if there is no
+        previous stage.
         """
         if self._received is None:
             return None

@@ -98,9 +98,9 @@ class CombineRows(Protocol):
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """Return the batch of a step, padded to the size of the graph `key` (None: not padded), and stage its rows.
 
-    Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If attention
-    is not captured, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes, rows are
-    ordered by descending context, so that the longest attention does not start last.
+    Padding tokens have no slot and belong to rows with an empty context, so they write and read nothing. If no CUDA
+    graph holds the attention, it gets no padding rows, and padding tokens follow the last row. In a batch of decodes,
+    rows are ordered by descending context, so that the longest attention does not start last.
     """
     count, lens = len(step.request_ids), step.counts
     request_of_row, order = step.request_ids, None
@@ -151,7 +151,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
 
 
 def host_of(key: GraphKey | None, num_decodes: int, longest_query: int, longest_context: int) -> tuple[int, int, int]:
-    """Return a batch's AttentionInputs.host_3: the given values, or those of the capture if attention is captured."""
+    """Return a batch's AttentionInputs.host_3: the given values, or `key`'s if a CUDA graph holds the attention."""
     if key is not None and key.kind is GraphKind.FULL:
         return key.num_decodes, key.max_query_len, key.max_seq_len
     return num_decodes, longest_query, longest_context
@@ -191,7 +191,8 @@ def empty_batch(
 ) -> InputBatch:
     """Return a batch that consists of padding, so that running it has no side effects. See `stage_empty`.
 
-    num_rows, num_tokens: of padding. host: AttentionInputs.host_3. variant: of the forward, unless `key` has one.
+    num_rows, num_tokens: size of the padding. host: AttentionInputs.host_3. variant: the forward's variant, unless
+    `key` names one.
     """
     nothing = np.empty(0, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
@@ -322,7 +323,7 @@ class InputBuffers:
         self._rows.stage(0, padded_rows_R)
 
     def stage_batch(self, rows_R: np.ndarray, query_starts_R1: np.ndarray, offsets_R: np.ndarray | None = None) -> None:
-        """Stage the rows of a batch, padding included. offsets_R: the row's offsets, for a batch that has them."""
+        """Stage the rows of a batch, padding included. offsets_R: the offset of each row; None if rows have none."""
         self.decodes, there = None, self.staged_offsets
         self.staged_offsets = None
         if offsets_R is not None:

@@ -31,8 +31,8 @@ BlockIds = tuple[tuple[int, ...], ...]
 class KVCacheManager:
     """Gives a request its part of every resource, or of none. The resources are the KV groups and `others`.
 
-    The others are taken first, because taking blocks may evict cached blocks. Only blocks are added to a running
-    request later. A prefix is cached if every resource has it.
+    `others` are taken first, because taking blocks may evict cached blocks. Only blocks are added to a running request
+    later. A prefix counts as cached only if every resource has it.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """The number of tokens that the cache can hold if one request has all blocks; NO_CACHE without KV groups."""
+        """The number of tokens that the cache can hold if one request has all blocks.
+
+        Without KV groups it is NO_CACHE, a number larger than any request needs.
+        """
         return min((group.num_slots for group in self.groups), default=NO_CACHE)
 
     @property
@@ -149,14 +152,14 @@ class KVCacheManager:
             findable.unregister_all()
 
     def keep_apart(self, request: Request) -> None:
-        """Offer no more blocks of a running request to the prefix cache, until it is admitted again."""
+        """Add no more blocks of a running request to the prefix cache until the request is admitted again."""
         request.next_block_end, request.step_ends = sys.maxsize, ()
 
     def free(self, request: Request) -> None:
         """Release everything that the request holds. Raises RuntimeError if it holds nothing.
 
-        Sets `num_computed_tokens` to 0, because a preempted request is computed again. `register` then adds none of its
-        blocks when its tokens in flight arrive.
+        Sets `num_computed_tokens` to 0, because a preempted request is computed again. As a result, `register` adds no
+        block of the request when its tokens in flight arrive.
         """
         for resource in self.resources:
             resource.free(request)

@@ -37,7 +37,7 @@ EVERY_BATCH = CompileRange(1, 1 << 31)
 
 
 class EagerFeature(Protocol):
-    """The part of a feature in an eager model. It changes the model by module hooks, as passes do in a compiled one."""
+    """The part of a feature in an eager model, which it changes by module hooks; in a compiled model, passes do so."""
 
     def parameters(self, model: nn.Module) -> tuple[Parameter, ...]:
         """Return descriptions of the tensors to allocate for the feature. Tensors of the model may be among them."""
@@ -77,10 +77,10 @@ class EagerModel:
         *,
         distinct: bool = False,
     ) -> tuple[BoundRange, ...]:
-        """Return the callable `name` as a single range for every batch.
+        """Return the callable `name` as a single BoundRange, which serves batches of every size.
 
-        on_attention: called in place of attention ops. parameters, distinct: ignored; the callable has its parameters
-        and always runs all layers.
+        on_attention: called in place of attention ops. parameters, distinct: ignored, since the callable has its
+        parameters and always runs all layers.
         """
         call = self.callables[name]
         return (BoundRange(EVERY_BATCH, call if on_attention is None else _in_parts(call, on_attention)),)

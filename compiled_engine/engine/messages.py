@@ -30,7 +30,8 @@ ROOT = bytes(32)
 def prefix_root(**parts: str | None) -> bytes:
     """Return the root of a request's block hashes: only requests with the same parts share blocks.
 
-    parts: everything besides token ids that the request's keys and values depend on, by name. None counts as absent.
+    parts: everything besides token ids and contents (see EngineRequest) that the request's keys and values depend on,
+    by name. None counts as absent.
     """
     digest = None
     for name, content in parts.items():
@@ -41,7 +42,7 @@ def prefix_root(**parts: str | None) -> bytes:
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """Something other than their tokens that stands at consecutive positions of a prompt."""
+    """Content, such as an image, on which embeddings at consecutive positions of a prompt depend besides token ids."""
 
     first: int  # position
     count: int  # number of positions
@@ -90,7 +91,7 @@ class RequestLimits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens of prompt and output together; without output tokens, the result counts as one."""
+        """Most tokens of prompt and output together. Without output tokens, a request's result counts as one token."""
         return min(self.max_model_len + (not self.yields_tokens), self.num_slots + 1)
 
     @property
@@ -105,9 +106,10 @@ class RequestLimits:
         return min(self.longest_prompt, self.num_slots)
 
     def check_length(self, name: str, num_tokens: int, min_tokens: int = 0, *, at_least: bool = False) -> None:
-        """Raise ValueError unless a prompt of num_tokens fits, with room for min_tokens, and at least one, of output.
+        """Raise ValueError unless a prompt of num_tokens tokens fits and leaves room for min_tokens of output.
 
-        name: the prompt's name in errors. at_least: the prompt may have more tokens than counted.
+        There must be room for at least one output token, if requests get any. name: the prompt's name in errors.
+        at_least: num_tokens is a lower bound.
         """
         got = f"at least {num_tokens}" if at_least else f"{num_tokens}"
         longest, of_params = self.longest_prompt, "SamplingParams" if self.yields_tokens else "PoolingParams"
@@ -158,8 +160,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs:
     """Core to API: what one step added to requests. Iterates over an EngineOutput per request.
 
-    Nearly all requests only get tokens and log-probabilities. They are in columns, which are cheaper than an
-    EngineOutput each; `others` has the rest.
+    Nearly all requests only get tokens and log-probabilities. They are in columns (all fields but
+    `others`), which are cheaper than an EngineOutput each. All other requests are in `others`.
     """
 
     request_ids: Sequence[str] = ()
@@ -175,14 +177,14 @@ class StepOutputs:
         return len(self.request_ids) + len(self.others)
 
     def rows(self) -> Iterator[tuple[str, slice]]:
-        """Yield the id of each request in the columns, with the range of its tokens."""
+        """Yield the id of each request in the columns, with the slice of `token_ids` that has its tokens."""
         first, lengths = 0, repeat(1) if self.lengths is None else self.lengths
         for request_id, length in zip(self.request_ids, lengths, strict=False):
             yield request_id, slice(first, first + length)
             first += length
 
     def part(self, places: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
-        """Return the requests at these places in the columns, ascending, together with these others."""
+        """Return the entries of the columns at the indices `places`, ascending, together with `others`."""
         if self.token_ids and len(places) == len(self.request_ids):
             return StepOutputs(self.request_ids, self.token_ids, others, self.logprobs, self.lengths, self.columns)
         tokens: Sequence[int] = places
@@ -273,9 +275,9 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class LateInputs:
-    """Scheduler to runner: data that the sampling of the step that was sent last awaits.
+    """Scheduler to runner: data that the sampling of the newest step awaits, such as the tokens that grammars allow.
 
-    Valid until the next step's late inputs.
+    Valid until the next step's late inputs are sent.
     """
 
     extras: dict[str, Any] = field(default_factory=dict)  # features' plain data, by feature name

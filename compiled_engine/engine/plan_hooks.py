@@ -5,7 +5,7 @@ A feature overrides the methods of `PlanFeature` that it needs. The scheduler co
 run describes them as CacheResources. Data for its part on the device (StepFeature) goes into the `extras` of messages,
 under the StepFeature's name. The features of an engine are listed in features/registry.py.
 
-The order of the hooks of a request:
+The order of the hooks of a request, with the state in which each is called:
 
     check, holds_back            it arrives
     take_ready, check            only if it was held back; `withdrawn` if it will not be added
@@ -21,9 +21,9 @@ The order of the hooks of a request:
 Between `admitted` and `ended` a request may be preempted. A feature sees its resources freed (CacheResource.free), and
 later `may_start` and `admitted` again.
 
-The order of the hooks of a step:
+The order of the hooks of a step, with the state in which each is called:
 
-    divide, decode_tokens        nothing is scheduled
+    divide, decode_tokens        nothing is scheduled yet
     limit_share                  a running request's share is chosen; its blocks and the next request's share follow
     reconsiders                  running requests are scheduled; `may_start`, `limit_share` and `admitted` of waiting
                                  ones follow
@@ -82,7 +82,9 @@ class PlanFeature:
         """
 
     def holds_back(self, request: EngineRequest, given: Any) -> bool:
-        """Return whether to hold a request back until `take_ready` returns it. At most one feature overrides the two.
+        """Return whether to hold a request back until `take_ready` returns it.
+
+        At most one feature overrides `holds_back` and `take_ready`.
 
         given: see EngineCore.add; None if nothing came with the request. Raises ValueError if `given` does not match
         the request.
@@ -103,7 +105,10 @@ class PlanFeature:
         """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
 
     def may_start(self, request: Request) -> bool:
-        """Return whether the first waiting request may be admitted. If not, it is skipped until `reconsiders`."""
+        """Return whether the first waiting request may be admitted.
+
+        If not, it is skipped until a feature's `reconsiders` returns True.
+        """
         return True
 
     def reconsiders(self) -> bool:
@@ -111,14 +116,14 @@ class PlanFeature:
         return False
 
     def holds_steps(self) -> str:
-        """Return why no step may be planned from now on, "" if steps may. Called after each control call.
+        """Return why no step may be planned from now on; "" if steps may be planned. Called after each control call.
 
         Requests wait meanwhile, and steps in flight are processed.
         """
         return ""
 
     def takes_stale(self) -> Stale:
-        """Return which keys and values have become stale since the last call, because the model has changed.
+        """Return which keys and values have become stale since the previous `takes_stale`, as the model has changed.
 
         Called after each control call.
         """
@@ -130,23 +135,23 @@ class PlanFeature:
         """Yield (part of the running requests, number of waiting requests that may join it), in the order to try.
 
         The next step takes the first part with something to compute. num_in_flight: number of steps in flight. At most
-        one feature overrides this; otherwise a step may have all requests.
+        one feature overrides this; if none does, a step may have all requests.
         """
         return ()
 
     def decode_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
         """Return the number of tokens per decode in the next step, at most max_new_tokens_per_step.
 
-        running: the requests that the step may have. At most one feature overrides this; otherwise the number is
+        running: the requests that the step may have. At most one feature overrides this; if none does, the number is
         max_new_tokens_per_step.
         """
         raise NotImplementedError
 
     def limit_share(self, request: Request, num_tokens: int) -> int:
-        """Return how many of the request's next `num_tokens` tokens the step computes; 0: none, and a later step does.
+        """Return how many of the request's next `num_tokens` tokens the step computes; later steps compute the others.
 
-        Not called for steady decodes. The request holds its resources; it may still be preempted. A waiting request
-        that gets none is skipped until `reconsiders`.
+        Not called for ordinary decodes, see Request.set_steady_limits. The request holds its resources; it may still
+        be preempted. A waiting request that gets 0 is skipped until a feature's `reconsiders` returns True.
         """
         return num_tokens
 
@@ -169,9 +174,10 @@ class PlanFeature:
         """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
     def begin_late(self, requests: Sequence[Request]) -> None:
-        """Start computing the late inputs of requests that sample late, whichever feature they need.
+        """Start computing the feature's late inputs for a step.
 
-        Their tokens are known; some may have ended.
+        requests: all requests of the step that sample late, also for other features. Their tokens before the step are
+        known. Some of the requests may have ended.
         """
 
     def finish_late(self) -> dict[str, Any]:

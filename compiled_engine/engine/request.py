@@ -48,7 +48,7 @@ class StopRule(msgspec.Struct, frozen=True):
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
     """Return how a request ends with its newest output token, `token_id`; None if it continues.
 
-    Before `min_tokens` output tokens, a stop token does not end it. The limit on length always does.
+    A stop token does not end a request of fewer than `min_tokens` output tokens. The limit on length always does.
     """
     if num_output_tokens >= rule.min_tokens:
         if token_id in rule.eos_token_ids:
@@ -215,11 +215,11 @@ class Request:
 
     @property
     def awaits_token(self) -> bool:
-        """Whether a step in flight samples one of its tokens."""
+        """Whether a step in flight samples a token of the request."""
         return self.num_tokens > len(self.token_ids)
 
     def as_new(self, block_ids: tuple[tuple[int, ...], ...], extras: dict[str, Any]) -> NewRequest:
-        """Return the message that tells the runner of the request. block_ids: its block table in each KV group.
+        """Return the message with which the runner gets the request. block_ids: its block table in each KV group.
 
         extras: see NewRequest.
         """

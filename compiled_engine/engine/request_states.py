@@ -20,7 +20,7 @@ class RequestStates:
     """Assigns rows to requests, and holds the state of each row. Other modules may declare further `fields`.
 
     In an engine whose steps may yield several tokens per request, a row has up to `num_ahead` guesses of the tokens
-    *ahead* of its newest token, which are the tokens that follow it. has_history: keep each row's tokens on the device,
+    that follow its newest token, called the tokens *ahead* of it. has_history: keep each row's tokens on the device,
     see history_SL. S in names of tensors: rows.
     """
 
@@ -120,7 +120,10 @@ class RequestStates:
         return row
 
     def all_token_ids(self, row: int) -> np.ndarray:
-        """Return the known tokens of the row's request, int32 [max_model_len + 1]; arbitrary values follow them."""
+        """Return the tokens of the row's request that were known at its admission, int32 [max_model_len + 1].
+
+        Arbitrary values follow them, or the tokens sampled since, see `all_token_ids_KL`.
+        """
         all_token_ids_L: np.ndarray = self._all_token_ids_KL[self._token_rows[row]]
         return all_token_ids_L
 

@@ -96,7 +96,7 @@ class RequestTable:
         return request
 
     def retire(self, requests: Sequence[Request]) -> None:
-        """Free the resources of requests whose last token is in flight; those that no longer run are ignored."""
+        """Free the resources of requests whose last token is in flight. Requests that no longer run are ignored."""
         retired = [request for request in requests if request.status is RequestStatus.RUNNING]
         for request in retired:
             self._release(request, RequestStatus.ENDING)
@@ -104,7 +104,7 @@ class RequestTable:
             self.sweep()
 
     def drop(self, request: Request) -> None:
-        """End a request in any state, and remove it from its queue."""
+        """End a request in any state: free its resources, and remove it from the running or waiting ones."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         self.end(request)

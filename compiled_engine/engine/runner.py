@@ -331,9 +331,9 @@ class Runner:
     def run(self, batch: InputBatch, hidden_wanted: bool, *, samples_late: bool = False) -> PendingStep | LateStep:
         """Launch a step's work on the device: staged writes, forward and sampling. Returns the pending step.
 
-        Every row is sampled by temperature and seed. Rows with further parameters are then sampled again
-        (step_sampling.py), so that the same decode graphs serve all requests. samples_late: do not sample again; return
-        a LateStep, whose sampling `sample` launches.
+        If any row samples, each row first gets a token by temperature and seed. Rows with further parameters are then
+        sampled again (step_sampling.py), so that the same decode graphs serve all requests. samples_late: do not sample
+        again; return a LateStep, which `sample` then samples.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -424,7 +424,7 @@ class Runner:
         }
 
     def close(self) -> None:
-        """Wait for the device, and free all of its memory that the runner uses."""
+        """Wait for the device, and free the device memory that the runner uses."""
         for feature in self._hooks.features:
             feature.close()
         if self.step_graphs.graphs:
@@ -485,7 +485,7 @@ def _add_row(request: NewRequest, num_computed: int, states: RequestStates, samp
 
 
 def _pass_counts(model: FeatureModel) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched and had to match: {compiled range: {pass: {"matches", "contract"}}}.
+    """Return how often each pass matched, and how often it must: {compiled range: {pass: {"matches", "contract"}}}.
 
     The range's name is prefixed by that of the model.
     """

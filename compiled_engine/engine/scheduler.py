@@ -2,8 +2,9 @@
 
 Prefill and decode are treated alike: every request has known tokens that are not computed, and each step divides a
 token budget among requests (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests
-come first, then waiting ones are admitted in order; only a request that a feature does not let start, or gives no share
-of the step, is overtaken. If blocks run out, the last request in order is preempted and recomputed later.
+come first, then waiting ones are admitted in order. A request is only overtaken if a feature does not let it start or
+gives it no share of the step, or if a pause holds it back. If blocks run out, the last request in order is preempted
+and recomputed later.
 
 With several steps in flight, a step is scheduled before the tokens of the previous one are known. Scheduling only needs
 their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
@@ -68,8 +69,8 @@ class Scheduler:
 
     max_new_tokens_per_step: most tokens that a step yields per request; if 1, every request that samples gets exactly
     one. yields_tokens: requests get output tokens; otherwise a request ends with its first token (max_tokens is 1),
-    which means nothing. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features: see
-    plan_hooks.py.
+    whose id is meaningless. whole: each prompt is computed in one step and holds no blocks (num_blocks is 0). features:
+    see plan_hooks.py.
     """
 
     def __init__(
@@ -131,9 +132,9 @@ class Scheduler:
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request and return its last output; None if it is unknown or has ended.
 
-        Its blocks are free at once, see `RequestTable.end`, and its results of steps in flight are ignored.
-
-        stopped: count it as finished, as the caller found its output complete.
+        Its blocks are freed at once, even if steps in flight write to them: kv_cache.py explains why this is safe. The
+        results of these steps are ignored. stopped: the caller found the output complete, so count the request as
+        finished, not as aborted.
         """
         request = self._requests.by_id.get(request_id)
         if request is None:
@@ -155,12 +156,12 @@ class Scheduler:
         return [*self._requests.by_id]
 
     def admit_new(self, admits: bool) -> None:
-        """Set whether steps may admit requests for the first time. Requests that have begun go on in any case."""
+        """Set whether steps may admit requests for the first time. Requests that have begun continue in any case."""
         self._admits_new = admits
         self._requests.waiting.restore()
 
     def schedule(self) -> SchedulerOutput | None:
-        """Return the next step, or None if there is nothing to compute until tokens in flight are known.
+        """Return the next step; None if nothing can be computed now, for example until tokens in flight are known.
 
         Raises RuntimeError if the maximum number of steps is in flight.
         """
@@ -197,8 +198,8 @@ class Scheduler:
     def _build_step(self, of_step: Sequence[Request], room: int, preemptions_before: int) -> StepBuilder:
         """Build a step of the running requests `of_step` and at most `room` waiting ones. The step may be empty.
 
-        preemptions_before: the number of preemptions before this step was planned. If it has grown, blocks have run
-        out, and no request is admitted, as it would be preempted next.
+        preemptions_before: the number of preemptions before this step was planned. If the number has grown, blocks have
+        run out, and no request is admitted, since it would be preempted next.
         """
         num_waiting, decode_tokens = len(self._requests.waiting), self._max_new_tokens_per_step
         if self.hooks.decode_tokens is not None:
@@ -329,7 +330,7 @@ class Scheduler:
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
         """Return whether the host has all earlier tokens of the requests that sample late in this step.
 
-        It lacks them while an earlier step in flight still samples one of these requests.
+        It lacks some while an earlier step in flight samples any of these requests.
         """
         # One unknown token is the step's own.
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).late)
@@ -465,9 +466,9 @@ class Scheduler:
         return output if output.new_token_ids or extras or finish is not None else None
 
     def fail_step(self) -> None:
-        """Drop the steps in flight after a failure, and end all running requests.
+        """Drop the steps in flight after a failure, and end all requests that run or are in a dropped step.
 
-        The next step frees the rows of all requests that ended, also of those that a dropped step was to free.
+        The next step frees the rows of these requests, and the rows that the dropped steps were to free.
         """
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
@@ -496,9 +497,10 @@ class Scheduler:
             self._requests.preempt_last()
 
     def forget_stale(self, *, of_running: bool) -> None:
-        """Empty the prefix cache of what features call stale. Blocks that requests keep are shared with no other.
+        """Empty the prefix cache if a feature reports stale keys and values.
 
-        of_running: running requests may lose their blocks.
+        Running requests then keep their blocks but add none to the prefix cache. If all keys and values are stale and
+        of_running is True, they are preempted instead, and computed again.
         """
         for takes_stale in self.hooks.takes_stale:
             if stale := takes_stale():
@@ -520,8 +522,9 @@ class Scheduler:
     def _waiting_by_reason(self) -> dict[str, int]:
         """Return the numbers of waiting requests by the reason why they wait.
 
-        "feature": a feature does not let them start. All others wait in order, and have the reason of the first one:
-        the kind of resource that it lacked when it was tried last, or else "turn".
+        "feature": the request is skipped, because a feature or a pause does not let it start. All others wait in order
+        and count under one reason: the kind of resource that the first one lacked when it was last tried, or else
+        "turn".
         """
         found = dict.fromkeys(("feature", *(each.kind for each in self._kv_cache.resources), "turn"), 0)
         found["feature"] = self._requests.waiting.num_skipped

@@ -55,7 +55,7 @@ class ModelStep:
     def run(self, key: GraphKey) -> torch.Tensor:
         """Run the part of a step that the key's graph holds, see the module's docstring, and return its result.
 
-        Unless the key is FULL, the inputs must have been prepared.
+        Unless the graph is a full one, the inputs must have been prepared.
         """
         return self._run(key, distinct=False)
 
@@ -110,11 +110,11 @@ class ModelStep:
 def affordable(
     config: EngineConfig, activation_bytes: int, left_bytes: int | None, all_reduce_min: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Return the sizes of config.graph.token_sizes for which every rank has the memory to capture a graph.
+    """Return the sizes of config.graph.token_sizes whose graphs take at most POOL_SHARE of the KV cache's memory.
 
-    A graph's memory is assumed to be proportional to its tokens. activation_bytes: peak memory of a step of
-    max_num_batched_tokens. left_bytes: memory for activations and KV cache, without graphs; None: no limit.
-    all_reduce_min: returns the minimum of a number over all ranks.
+    This holds on every rank. A graph's memory is assumed to be proportional to its tokens. activation_bytes: peak
+    memory of a step of max_num_batched_tokens. left_bytes: memory for activations and KV cache, without graphs; None:
+    no limit. all_reduce_min: returns the minimum of a number over all ranks.
     """
     sizes = config.graph.token_sizes
     if left_bytes is None:

@@ -177,7 +177,10 @@ class StepFeature:
         return False
 
     def lay_out(self, step: SchedulerOutput) -> StepLayout:
-        """Return the batch rows of a step. At most one feature overrides this; otherwise each request has one row."""
+        """Return the batch rows of a step.
+
+        At most one feature overrides this; if none does, each request has one row.
+        """
         raise NotImplementedError
 
     def receive(self, batch: InputBatch, hidden_wanted: bool) -> None:

@@ -49,7 +49,7 @@ class StepSampling:
         *,
         processed: bool = False,
     ):
-        """Make the tail. processed: log-probabilities are those of the logits that tokens are drawn from."""
+        """Make the tail. processed: log-probabilities are of the processed logits, from which tokens are drawn."""
         self._processed = processed
         self._model, self.sampler, self._buffers = model, sampler, buffers
         self._ring, self.advance = ring, advance
@@ -253,8 +253,7 @@ class TokenRing:
     """The host's side of the ring buffer of tokens: knows in which entry a step's tokens will be.
 
     The device numbers its writes to the ring buffer, and the host counts the launches that write. A step that is
-    sampled again writes a second entry; its tokens are in the last one. The ring has room for two entries per pending
-    step.
+    sampled again writes a second entry, which has its final tokens. The ring has room for two entries per pending step.
     """
 
     def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):
@@ -351,7 +350,7 @@ class LateStep:
 
 
 class Deferred(Protocol):
-    """Interface of a feature's result of a step that is being copied to the host."""
+    """Interface of a feature's result for a step, which is being copied to the host."""
 
     def by_request(self) -> dict[str, Any]:
         """Return each request's result, as plain data by request id. Called once the step has ended on the device."""

@@ -191,7 +191,7 @@ def extra_outputs(step: StepInFlight, result: RunnerOutput, hooks: Sequence[Outp
 def tokens_output(
     request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput, extras: dict[str, Any]
 ) -> EngineOutput:
-    """Return the output of a request for a step. tokens: its part of `result.token_ids`.
+    """Return the output of a request for a step. tokens: the request's part of `result.token_ids`.
 
     finish: how the request ends; None if it continues. extras: see EngineOutput.
     """

@@ -169,9 +169,9 @@ def start_up_batches(config: EngineConfig, query_lens: Sequence[int] = ()) -> li
 def not_captured(config: EngineConfig, shapes: Sequence[BatchShape]) -> list[BatchShape]:
     """Return the batches that the warm-up must run, since the capture of graphs does not.
 
-    Left out are decodes that have a graph and either several rows per request or short contexts. Other decodes are
-    warmed up although they have graphs, because a step with prompts computes the logits of as many rows without a
-    graph.
+    Decodes with a graph are left out if they have several rows per request or a bound of the contexts below
+    max_model_len. Other decodes are warmed up even if they have graphs, because a step with prompts computes the logits
+    of as many rows without a graph.
     """
     longest = config.scheduler.max_model_len
     dispatcher = Dispatcher(config.graph, config.scheduler, (), config.query_lens, config.rare_query_lens)
@@ -194,9 +194,9 @@ def compile_kernels(
     progress: Progress,
     features: Sequence[StepFeature] = (),
 ) -> None:
-    """Compile the kernels of every part of a step in parallel, by dry runs. Raises errors of the parts.
+    """Compile the kernels of every part of a step in parallel, by dry runs. Raises the errors of these runs.
 
-    features: those whose kernels are compiled too.
+    Sampling is not dry-run but run. features: the features whose kernels are compiled too.
     """
     with _asked(config, workers) as kernels:
         tail = step.tail
@@ -216,7 +216,10 @@ def compile_kernels(
 
 
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
-    """Compile the kernels of sampling and attention, in a thread beside the trace of the model. Raises their errors."""
+    """Compile the kernels of sampling and attention. For a thread that runs while the model is traced.
+
+    Raises the errors of compilations.
+    """
     _prepare_thread(config)
     with _asked(config, workers) as kernels:
         sampling = []

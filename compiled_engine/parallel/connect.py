@@ -82,9 +82,10 @@ class RankLayout:
 
 
 def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
-    """Make this process rank `rank` of `size`, and wait for all ranks. folder: an empty folder for the ranks alone.
+    """Make this process rank `rank` of `size`, and wait for all ranks.
 
-    device: "cuda" initialises the GPU if one is available, and lets the ranks use NCCL.
+    folder: an empty folder, through which the ranks find each other. device: "cuda" initialises the GPU if one is
+    available, and lets the ranks use NCCL.
     """
     on_gpu = device == "cuda" and torch.cuda.is_available()
     if on_gpu:
@@ -105,7 +106,8 @@ def connect(config: EngineConfig, rank: int) -> Connections:
     """Connect this rank to the other ranks, which have joined, and wait for them.
 
     On a CPU, collectives use gloo. On GPUs they use symmetric memory, or NCCL if the options request it, the model's
-    dtype is float16, or the GPUs cannot access each other's memory.
+    dtype is float16, or the GPUs cannot access each other's memory. Without tensor parallelism, the group is a
+    FakeGroup.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout.of_replica(parallel)

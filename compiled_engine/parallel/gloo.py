@@ -39,7 +39,10 @@ TIMEOUT = timedelta(hours=1)
 
 
 def join(backends: str, rank: int, size: int, folder: Path) -> None:
-    """Make this process rank `rank` of `size`, and wait for all ranks. folder: an empty folder for the ranks alone."""
+    """Make this process rank `rank` of `size`, and wait for all ranks.
+
+    backends: see torch.distributed.init_process_group. folder: an empty folder, where the ranks find each other.
+    """
     store = dist.FileStore(str(folder / "ranks"), size)
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 

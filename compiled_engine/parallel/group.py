@@ -76,7 +76,7 @@ class PushBuffer:
         return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
 
     def tags(self, x_TD: torch.Tensor) -> bool:
-        """Return whether the rows of x_TD can be sent as tagged words.
+        """Return whether the rows of x_TD, for which `takes` holds, can be sent as tagged words.
 
         They must be few enough, and in bfloat16, two of which fit in a word.
         """

@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def divides_input(self) -> bool:
-        """Whether the parameter is divided along its inputs, so that each rank's product is a partial sum."""
+        """Whether the parameter is divided along its inputs, so that each rank's matrix product is a partial sum."""
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1 - self.outputs_last
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
@@ -77,7 +77,7 @@ def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
     """Return the shard of each parameter by name. Tied parameters are listed under each of their names.
 
     whole, local: the whole model, and the model with the sizes of one rank. A module's attribute `packed`, parameter
-    name -> sizes, gives the sections of its parameters; its attribute `outputs_last` names those whose last
+    name -> sizes, gives the sections of its parameters; its attribute `outputs_last` names parameters whose last
     dimension is that of the outputs. Raises ValueError for a parameter that would be cut along more than one dimension.
     """
     packed, packed_here = _packed(whole), _packed(local)
@@ -126,7 +126,7 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Register hooks on modules of `model` that sum their outputs over the ranks.
+    """Register hooks on modules of `model` that sum the modules' outputs over the ranks.
 
     The hooks are on linears with a divided input, on experts, and on embeddings with a divided vocabulary.
     """
@@ -147,7 +147,7 @@ def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 class _DividedEmbedding:
     """Hooks of an embedding with a divided vocabulary. Tokens of other ranks get zeros before the sum over ranks.
 
-    As hooks, they keep the embedding's own forward, which may scale its rows.
+    The embedding's own forward, which may scale its rows, still runs.
     """
 
     def __init__(self, num_rows: int):

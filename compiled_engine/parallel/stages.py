@@ -4,9 +4,9 @@ A stage ends after the attention of its last layer: the compiled model is split 
 same compiled pieces as the whole model. The rest of the layer (output projection, MLP) begins the next stage. The
 embedding is in the first stage, the last norm and the logits in the last.
 
-Values go from device to device: by NCCL between GPUs, otherwise by gloo. A rank sends to the rank of the next stage
-that has the same share of the layers. The last stage sends sampled tokens to the first. Each direction has its own
-connection: on a shared one, two sending ranks would each wait for the other to receive.
+Values, a stage's activations, go from device to device: by NCCL between GPUs, otherwise by gloo. A rank sends to the
+rank of the next stage that has the same share of the layers. The last stage sends sampled tokens to the first. Each
+direction has its own connection: on a shared one, two sending ranks would each wait for the other to receive.
 
 On GPUs a transfer is a kernel that waits for its peer. If it ran beside other kernels, it would occupy a part of the
 GPU, and a kernel sized for the whole GPU would take twice as long. So kernels after a transfer of values, or after the
@@ -42,7 +42,10 @@ def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[LayerShar
 
 @dataclass(frozen=True)
 class ParameterPlaces:
-    """Where a model's forward first uses each parameter, by name. Tied parameters are listed under each name."""
+    """Tells at which point of a model's forward each parameter is first used, by the parameter's name.
+
+    Tied parameters are listed under each name.
+    """
 
     attentions: Mapping[str, int]  # number of attention calls before the first use
     of_logits: frozenset[str]  # parameters used for the logits
@@ -176,7 +179,7 @@ class StageLink:
             self._keep(work, values)
 
     def receive(self, into: torch.Tensor) -> None:
-        """Receive the previous stage's values into the tensor `into`, which has their size."""
+        """Receive the previous stage's values into the tensor `into`, which must have the size of the sent tensor."""
         _received(dist.irecv(into, self._before, group=self._values))
 
     def send_tokens(self, tokens: torch.Tensor) -> None:

@@ -20,10 +20,10 @@ def default_root() -> Path:
 
 
 def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
-    """Return the folder `name` in `root`; create both if they do not exist. Only its owner can read or change it.
+    """Return the folder `name` in `root`, which only its owner can read or change. Create both if they do not exist.
 
     uid: the user who must own the folder; None: this process's user. Raises OSError with the reason if a folder cannot
-    be created or if other users could change it.
+    be created, is a symbolic link, or could be changed by other users.
     """
     uid = os.geteuid() if uid is None else uid
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

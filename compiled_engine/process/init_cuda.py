@@ -1,6 +1,7 @@
 """Initialises a GPU in background threads while this process imports torch or reads files.
 
-Initialised are CUDA's driver, the GPU's primary context, which torch then uses, and Triton's digest of its own files.
+The threads initialise CUDA's driver, the GPU's primary context, which torch then uses, and Triton's digest of its own
+files.
 Only a process that will run on the GPU may create a context: it takes some hundred megabytes of device memory, and a
 child forked afterwards cannot use CUDA.
 """

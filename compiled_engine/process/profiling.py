@@ -36,14 +36,14 @@ class StepClock:
             self._last = now
 
     def device_begins(self) -> None:
-        """Record an event on the device before a step's first launch. Does nothing when stopped, or on a CPU."""
+        """Record a CUDA event before a step's first launch. Does nothing when stopped, or on a CPU."""
         if self._running and self._on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             self._events.append(events)
 
     def device_ends(self) -> None:
-        """Record an event on the device after a step's last launch. Does nothing when stopped, or on a CPU."""
+        """Record a CUDA event after a step's last launch. Does nothing when stopped, or on a CPU."""
         if self._running and self._on_gpu:
             self._events[-1][1].record()
 
@@ -52,7 +52,7 @@ class StepClock:
         return dict(self._laps)
 
     def device_seconds(self) -> float:
-        """Return the time in seconds from each step's first to its last kernel, summed over steps.
+        """Return the time in seconds from each step's first to its last kernel, summed over all steps since `start`.
 
         Waits for the device. 0 on a CPU.
         """

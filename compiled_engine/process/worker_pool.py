@@ -160,8 +160,9 @@ class WorkerPool:
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """Wait for an idle worker, send it a message and return its answer, with the worker's number under "worker".
 
-        Returns None if the worker ends before it answers, if no worker is left, or if the pool is closed. Call it in
-        threads that get no KeyboardInterrupt: an interrupted call does not return its worker to the pool.
+        Returns None if the worker ends before it answers, if no worker is left, if `begin` was not called, or if the
+        pool is closed. Call it in threads that get no KeyboardInterrupt: an interrupted call does not return its worker
+        to the pool.
         """
         worker = self._take()
         if worker is None:

@@ -1,8 +1,8 @@
 """Main program of the process that forks workers, see worker_pool: prepare once, fork the workers, wait for the end.
 
-It ends together with its workers when it is asked to (SIGTERM) or when its caller is gone. The workers and their child
-processes form a process group. This process kills the group and reaps the workers, since the init process of a
-container may reap nothing.
+The process ends together with its workers when it is asked to (SIGTERM) or when its caller is gone. The workers and
+their child processes form a process group. This process kills the group and reaps the workers, since the init process
+of a container may reap nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Work = Callable[[Messages, Answer], None]
 
 
 def run_workers(prepare: Callable[[dict[str, Any]], Work], *, needs_cuda: bool = False) -> None:
-    """Prepare, fork the workers, and end this process with them. Does not return, unless stdin is closed at once.
+    """Prepare, fork the workers, and end this process with them. Returns only if stdin is closed without a message.
 
     prepare: gets the message that `WorkerPool.begin` sent, imports the modules that the work needs, and returns the
         work. The work is a function that every worker runs: it gets an iterator of messages, and a function that sends
         an answer. A fork must be possible after `prepare`: it may start no threads and run no user code.
-    needs_cuda: the work calls CUDA, which `prepare` may then not ask even whether it is there. A worker that finds CUDA
-        spoilt by such an import ends with RuntimeError.
+    needs_cuda: the work calls CUDA. `prepare` must then not use CUDA, not even to ask whether it is available: CUDA
+        would not work in the forked workers, and each of them would end with RuntimeError.
 
     The program's arguments are file descriptors: for each worker, a socket that carries JSON lines both ways. All
     workers end together, even in the middle of their work.

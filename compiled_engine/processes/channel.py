@@ -116,7 +116,7 @@ class Connection(Generic[Incoming]):
         return self._frames.is_amid
 
     def receive(self) -> list[Incoming]:
-        """Return the messages that have arrived.
+        """Return the messages that have arrived completely, possibly none. Does not wait.
 
         Raises EOFError if the other end has closed, OSError for a broken socket, ValueError or msgspec.DecodeError for
         data that is no message.

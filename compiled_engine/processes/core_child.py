@@ -41,11 +41,14 @@ class RunningCore(Protocol):
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the core to end. Return in words how it ended, as far as this is visible from outside."""
+        """Wait up to `timeout_s` for the core to end. Return in words how it ended, as far as this process can tell."""
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Close the socket, and wait for the core to end. May be called repeatedly."""
+        """Close the socket, and wait up to `timeout_s` for the core to end. May be called repeatedly.
+
+        A process that does not end in time is killed. A core that another process started is not waited for.
+        """
         ...
 
 

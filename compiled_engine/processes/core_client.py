@@ -85,7 +85,10 @@ class CoreClient:
         return self._loop
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the socket on this event loop from now on. A previous event loop must be closed, or no longer run."""
+        """Read the socket on this event loop from now on. A previous event loop must be closed, or no longer run.
+
+        Pending calls of the previous event loop are forgotten.
+        """
         self._detach()
         self._loop = loop
         self._calls.clear()
@@ -96,7 +99,7 @@ class CoreClient:
             self._flush()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises MessageTooLargeError, a ValueError, for one that is too large."""
+        """Send a request; do nothing if the core has ended. Raises MessageTooLargeError if the request is too large."""
         self._send(Add(request))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
@@ -152,7 +155,7 @@ class CoreClient:
                 self._death_watchers.remove(end)
 
     def close(self, reason: str) -> None:
-        """Disconnect from the core, which ends if this was its last client.
+        """Disconnect from the core, which ends if this process has started it.
 
         Pending control calls fail. `on_death` is not called.
         """
@@ -225,7 +228,7 @@ class CoreClient:
         self._on_death(self.dead)
 
     def _fail_waiting(self) -> None:
-        """Fail the pending calls and finish every `wait_dead`, since the core is dead."""
+        """Fail the pending calls, and finish every `wait_dead` and `drained`, since there will be no more answers."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
             self._wake_drained()

@@ -79,7 +79,7 @@ def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
     """Return a message as frames.
 
     A step's outputs that are too large for one frame are divided. If a single request's output is too large, it is
-    replaced by an error, and `give_up` is called with the request's id.
+    replaced by an error, and `give_up` is called with the request's id. Raises MessageTooLargeError for other messages.
     """
     try:
         return [frame(encode(message))]
@@ -104,7 +104,7 @@ def _divided(outputs: StepOutputs) -> list[StepOutputs]:
 
 
 class CoreServer:
-    """Serves API processes in the caller's thread, until the process that started the core has ended.
+    """Serves API processes in the caller's thread, until the process that started the core disconnects or ends.
 
     `starter` is the connection to that process. `listener` is the socket to which further API processes connect.
     `given` has the objects that EngineCore.add gets besides a request, by request id, if an API process runs in this
@@ -135,7 +135,7 @@ class CoreServer:
         self._starter = self._welcome(starter)
 
     def run(self) -> None:
-        """Serve until the starter ends. Reports an exception of a step to all clients, then raises it."""
+        """Serve until the starter disconnects. Reports an exception of a step to all clients, then raises it."""
         core = self._core
         try:
             while self._starter in self._api_processes:
@@ -174,9 +174,9 @@ class CoreServer:
                 self._forget(api_process)
 
     def _receive(self, api_process: ApiProcess) -> None:
-        """Process the messages that have come, and for a short time those whose rest is coming.
+        """Process the messages that have arrived. If one has arrived in part, wait a short time for the rest of it.
 
-        A long message then takes few steps to arrive, and a step waits only shortly for it.
+        A long message thus arrives within a few steps, and delays each of them only a little.
         """
         connection, deadline = api_process.connection, time.monotonic() + _RECEIVING_S
         while True:

@@ -1,4 +1,4 @@
-"""Watch the workers: receive their messages, and detect immediately when one ends, fails or hangs."""
+"""Watch the workers: receive their messages, and detect when one ends or fails, at once, or hangs, after a while."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Monitor:
     def survives(self, step: int) -> bool:
         """Return whether the ranks can continue after a step failed on one of them.
 
-        They can if all ranks fail in the step, at the same place and outside of collectives. Waits up to _APART_S for
-        the failures of all ranks.
+        They can if all ranks fail in the step, after equally many model runs and exchanges, and outside of collectives.
+        Waits up to _APART_S for the failures of all ranks.
         """
         with self._step_failed:
             reports = self._failed_steps.setdefault(step, {})

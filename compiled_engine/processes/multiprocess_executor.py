@@ -46,14 +46,15 @@ _STOP_S = 10.0
 
 
 class StepError(RuntimeError):
-    """A step failed in all workers at the same place; the workers continue."""
+    """A step failed in all workers at the same point of execution, so the workers continue."""
 
 
 class MultiprocessExecutor:
     """Executor over worker processes.
 
-    Raises WorkerError if a worker cannot start. `submit` and `result` raise WorkerError if a worker ends later.
-    `workers` are the launched workers of this configuration, which `close` ends.
+    If a worker cannot start, raises the worker's error, or WorkerError if the worker ended without one. `submit` and
+    `result` raise WorkerError if a worker ends later. `workers` are the launched workers of this configuration, which
+    `close` ends.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class MultiprocessExecutor:
         self._steps.write(encode(Late(late)))
 
     def _receive(self, step: int) -> RunnerOutput:
-        """Wait for the next result. step: its number, which decides if a failed step can be survived.
+        """Wait for the result of the oldest step. step: the step's number.
 
-        Raises StepError or WorkerError if the step failed.
+        If the step failed, raises StepError if the workers continue, otherwise WorkerError.
         """
         self._monitor.expect_result_within(self._step_s)
         result = decode_result(self._results.read(self._wait))
@@ -175,7 +176,10 @@ class MultiprocessExecutor:
         return metrics
 
     def close(self) -> None:
-        """Wait for the steps in flight, and for all workers to end. Kill workers that do not end in time."""
+        """Wait for the steps in flight, and for all workers to end. Kill workers that do not end in time.
+
+        After a failure, or if the start was not completed, kill the workers at once.
+        """
         if self._closed:
             return
         self._closed = True

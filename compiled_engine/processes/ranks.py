@@ -111,7 +111,7 @@ class WorkerChild:
         return self._process.pid
 
     def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for the process to end. Return in words how it ended."""
+        """Wait up to `timeout_s` for the process to end. Return in words how it ended."""
         return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
@@ -137,7 +137,7 @@ class WorkerChild:
         self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the process has ended within the timeout."""
+        """Wait for the process to end. Return whether it did within the timeout."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -169,7 +169,8 @@ def end_all(workers: Sequence[WorkerChild]) -> None:
 def visible_gpus(count: int) -> list[str]:
     """Return the first `count` GPUs visible to this process, by their names in CUDA_VISIBLE_DEVICES.
 
-    The result is shorter if the variable names fewer GPUs.
+    The result is shorter if the variable names fewer GPUs. If the variable is not set, the result is the indices from 0
+    to `count` - 1, even if there are fewer GPUs.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:

@@ -39,7 +39,10 @@ PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
 
 
 def own_environment(device_type: str) -> dict[str, str]:
-    """Return this process's package versions and GPU by name, without creating a context on the GPU."""
+    """Return the versions of Python, of PACKAGES and of CUDA, and the GPU's name, as text by name.
+
+    CUDA and GPU are included if device_type is "cuda". Creates no context on the GPU.
+    """
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
@@ -69,8 +72,8 @@ _EXIT_S = 10.0
 class ReplicaActor:
     """Ray actor that runs a core. RayCore calls its methods, some of them concurrently.
 
-    See CoreChild for `device`. `paths` is the driver's import path, for modules such as logits processors. Those of its
-    folders that exist on this node are appended to this process's import path.
+    See CoreChild for `device`. `paths` is the driver's import path, for modules such as logits processors. Its folders
+    that exist on this node are appended to this process's import path.
     """
 
     def __init__(self, device: str, paths: Sequence[str]) -> None:
@@ -230,7 +233,7 @@ class RayCore:
 def _reason(error: BaseException) -> str:
     """Return the reason of an error in one line.
 
-    Ray's text for an error in an actor begins with the place and ends with the exception.
+    Ray's text for an error in an actor begins with the position in the code and ends with the exception.
     """
     if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         return " ".join(f"{type(error.cause).__name__}: {error.cause}".split())

@@ -52,7 +52,7 @@ class RoutedRequest:
 
 @dataclass(eq=False)
 class Replica:
-    """A replica and its running requests."""
+    """A replica and its `requests`: all requests that were sent to it and have not ended."""
 
     number: int
     name: str  # for messages to users
@@ -66,7 +66,7 @@ class Replica:
     dead: str | None = None  # why it ended; None while it runs
 
     def by_our_clock(self, output: EngineOutput) -> EngineOutput:
-        """Return the output with its time on this machine's clock."""
+        """Return the output with `scheduled_time` converted to this machine's clock."""
         there = output.scheduled_time
         return output if there is None else structs.replace(output, scheduled_time=there + self.clock_ahead_s)
 
@@ -100,7 +100,10 @@ OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "g
 
 
 def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
-    """Return the replicas' newest metrics, combined. At least one replica must have answered."""
+    """Return the replicas' newest metrics, combined. At least one replica must have answered.
+
+    COUNTERS are summed over all replicas, GAUGES over living ones. Most other metrics are one replica's.
+    """
     answers = [replica.metrics for replica in replicas if replica.metrics]
     living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
     found = dict((living or answers)[0])

@@ -46,7 +46,7 @@ _LOOK_S = 1.0
 
 
 class Replicas:
-    """Several replicas with the methods of EngineCore, which raise EngineDeadError once no replica is left.
+    """Several replicas with the methods of EngineCore. Most methods raise EngineDeadError once no replica is left.
 
     `bell` is a descriptor that is readable when a replica has sent something. `start_s` is the duration of the start,
     for metrics. `when_ended` is called once `close` has ended all replicas.
@@ -135,11 +135,12 @@ class Replicas:
         """Apply a control call on all replicas, wait for their answers, and return the combined result.
 
         Booleans are combined with "and", lists to their sorted union. For other types the result is the first
-        replica's. Raises ControlError if the call fails on a replica, or if a replica does not answer in time.
+        replica's. Raises ControlError if the call fails on a replica, or if a replica does not answer in time, see
+        `_call_all`.
 
         The call "metrics" returns totals, and some metrics of each replica under "replicas". Metrics that cannot be
         added, such as stages of the start, are the first replica's. A replica that does not answer in time contributes
-        its last metrics.
+        its previous metrics.
         """
         if call.name == "pause" and call.arguments.get("mode") == "abort":
             self._abort_queued()  # first, as a replica gets one of them for each request that it aborts
@@ -162,8 +163,8 @@ class Replicas:
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
         """Make replicas serve a control call before later requests. There are no answers.
 
-        request_ids: the call is for the replicas that have these requests, also for those that get them later; none:
-        for all replicas.
+        request_ids: only replicas that have any of these requests, or get one later, serve the call; none: all replicas
+        serve it.
         """
         self._require_living()
         message = Tell(call, tuple(request_ids))
@@ -207,7 +208,7 @@ class Replicas:
             heapq.heappop(self._waiting)
 
     def _abort_queued(self) -> None:
-        """End the requests that were sent to no replica, as a pause does with the others."""
+        """End the requests that were sent to no replica. A pause with mode "abort" ends the others in the replicas."""
         queued = [routed for routed in self._requests.values() if routed.route is None]
         for routed in queued:
             self._end(routed, finished=False)

@@ -55,7 +55,7 @@ class _Memory:
     """The memory of a ring buffer, mapped into this process.
 
     Layout: the number of bytes written so far; for each reader, the number of bytes read; then the data. Byte number i
-    of the stream is at place i modulo the capacity.
+    of the stream is at offset i modulo the capacity.
     """
 
     def __init__(self, ring: RingDescriptors):

@@ -121,7 +121,7 @@ class Router:
     def end(self, route: Route, request: EngineRequest, output_token_ids: Sequence[int], *, finished: bool) -> None:
         """Remove a request that has ended from its replica's load.
 
-        `finished` tells that the request ended by itself, so that its length updates the estimate of output lengths.
+        finished: the request's length updates the estimate of output lengths.
         """
         load = self._loads[route.replica]
         load.num_requests -= 1

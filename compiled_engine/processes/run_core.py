@@ -99,7 +99,10 @@ def _receive_start(connection: Connection[ToCore]) -> Start | None:
 
 
 def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
-    """End the process if the caller disappears while the core starts. The socket is not read in that time."""
+    """Remove `folder` and end the process if the caller disappears while the core starts.
+
+    The socket is not read in that time.
+    """
     poll = select.poll()
     poll.register(descriptor, 0)  # reports a hang-up only
     while not started.is_set():

@@ -38,11 +38,16 @@ class HttpPlan:
 
 
 def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
-    """Run the plan and return the result. say: called with the result so far after each part, so that nothing is lost.
+    """Run the plan and return the result. say: called with the result so far after each part, as a later one may fail.
 
-    The keys are benchmark ("http"); offline: output_throughput (median, spread) and mixed_step_ms; servers: for each,
-    arguments, output_throughput, its ratio to offline, runs (figures of `bench serve`) and cpu_s (CPU time of each
-    process during the repeats); ready_s of offline and server; date, machine, versions, model. Raises ProcessError.
+    The keys are benchmark ("http"), workload, repeats, date, machine, versions, model, and
+    offline: output_throughput (median, spread) and mixed_step_ms.
+    servers: for each, arguments, output_throughput, its ratio to offline's, the figures of runs as of `bench serve`
+        (repeats, saturated, steady), ttft_p99_by_median and itl_p99_by_mixed_step of the steady run, and wall_s and
+        cpu_s: the repeats' duration and each process's CPU time, warm-up included.
+    ready_s: seconds until offline and server are ready, if a server without further arguments is measured.
+
+    Raises ProcessError, and the errors of a load test.
     """
     with progress.stage("offline", total=1) as advance:
         found = run_worker(plan.options, plan.workload.task(plan.repeats), name=ENGINE)
@@ -90,7 +95,7 @@ def _measure_server(
 ) -> dict[str, Any]:
     """Measure a server: repeats with all requests at once, then a run at a share of the saturating rate.
 
-    beside: the figures of the Python API, for ratios.
+    beside: the Python API's figures, to which ratios are computed.
     """
     generator = random.Random(plan.workload.seed + 1)
     before = started.cpu_s()
@@ -123,7 +128,7 @@ def _measure_server(
 def _load(
     plan: HttpPlan, url: str, prompts: RandomPrompts | tuple[PlannedRequest, ...], rates: tuple[Rate, ...]
 ) -> LoadPlan:
-    """Return a load plan in which each part of an answer has token ids, so that tokens without text are counted too."""
+    """Return a load plan in which an answer's chunks have token ids, so that tokens without text are counted too."""
     target = parse_target(url, None, [])
     count = plan.workload.num_requests
     return LoadPlan(

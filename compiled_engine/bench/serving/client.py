@@ -74,7 +74,7 @@ class _Chunk(msgspec.Struct):
 
 
 class AnswerReader:
-    """Parses the body of one answer, which may arrive in any pieces, into its record.
+    """Parses the body of one answer, which may arrive in pieces of any size, into its record.
 
     start: time of the run's start, by time.monotonic.
     """
@@ -145,7 +145,7 @@ OnBody = Callable[[bytes, float], None]
 
 
 class ConnectionLost(Exception):
-    """The server closed the connection before the answer was complete. had_begun: part of the answer had arrived."""
+    """The connection was closed, or received no HTTP, before the answer was complete. had_begun: part had arrived."""
 
     def __init__(self, reason: str, had_begun: bool) -> None:
         super().__init__(reason)

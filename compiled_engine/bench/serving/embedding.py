@@ -82,9 +82,9 @@ def measure(
     as a further engine in this process.
 
     Returns a result whose results are a list with, for each workload: workload, texts, tokens, ratio (the engine's best
-    rate divided by the best rate of any contender that is not a variant) and contenders (texts_per_s and tokens_per_s
-    of each, with median and spread). Raises ValueError for an invalid option, RuntimeError if a contender returns a
-    wrong number of vectors.
+    rate divided by the best rate of transformers and the servers; None without these) and contenders (texts_per_s and
+    tokens_per_s of each, with median and spread). Raises ValueError for an invalid option, RuntimeError if a contender
+    fails or returns a wrong number of vectors.
     """
     for name in beside:
         if name not in BESIDE:

@@ -49,7 +49,7 @@ def figures_of(reports: Sequence[Report], goodput: Mapping[str, float], percenti
     """Return the figures of a run. A figure is None if there is nothing to compute it from.
 
     Latencies are in ms, other times in s. duration_s is the time from the first request to the end of the last answer.
-    goodput counts complete answers whose latencies are within all bounds.
+    goodput counts complete answers whose latencies are within all bounds; a latency that is None is within its bound.
     """
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     whole = [record for record in records if record.error is None]

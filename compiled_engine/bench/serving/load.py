@@ -84,8 +84,8 @@ class LoadPlan:
 def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
     """Run the plan and return the result. Its `runs` have the figures of each run, with `rate`: None for inf or a ramp.
 
-    Raises ProcessError if a client process fails. Raises ValueError if the server answers no warm-up request, or no
-    request of the run at inf that shares refer to.
+    Raises ProcessError if a client process fails. Raises ValueError if no warm-up request is completed, or if a rate is
+    a share of a run at inf in which none was completed.
     """
     generator = np.random.default_rng(plan.seed)
     if plan.warm_ups:

@@ -26,7 +26,7 @@ ALLOWED = f"a number of tokens, or {', '.join(FORMS.values())}"
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths in tokens. Values outside least to most are clipped."""
+    """A distribution of lengths in tokens. Drawn lengths are clipped to the range from `least` to `most`."""
 
     text: str
     kind: str  # "fixed", or a key of FORMS
@@ -257,7 +257,7 @@ def parse_ramp(text: str) -> Ramp:
 def arrival_times(
     count: int, rate: float, burstiness: float, ramp: Ramp | None, generator: np.random.Generator
 ) -> list[float]:
-    """Return when each request is due, in seconds after the first request. ramp: used in place of `rate`."""
+    """Return when each request is due, in seconds after the first request. ramp: replaces `rate` unless it is None."""
     if ramp is None and math.isinf(rate):
         return [0.0] * count
     places = np.arange(1, count) / max(count - 1, 1)
