@@ -80,7 +80,7 @@ def find_stored(
 
 
 def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
-    """Return a value that scales must not have, and what is allowed; empty if there is none."""
+    """Return text about a value that scales must not have, and what is allowed; "" if all are allowed."""
     if not scales.dtype.is_floating_point:
         return ""
     least, most = (float(value) for value in torch.aminmax(scales.float() if scales.itemsize == 1 else scales))
