@@ -149,7 +149,7 @@ class HeadConfig:
 
     @property
     def is_mtp(self) -> bool:
-        """Whether the head is a layer for multi-token prediction, which a checkpoint has beside its model."""
+        """Whether the head is a layer for multi-token prediction (MTP) from the model's own checkpoint."""
         return self.num_aux_layers == 0
 
 

@@ -1,8 +1,8 @@
 """Read folders of EAGLE-3 heads in three formats: the original's, SpecForge's (used by SGLang) and speculators'.
 
-The formats differ in tensor names, in the place of the layer's shape in config.json, in defaults, and in how layers of
-the target model are counted. A head may have a smaller vocabulary: `d2t` holds, for each draft token, the target
-model's token id minus its own.
+The formats differ in tensor names, in where config.json states the layer's shape, in defaults, and in how layers of the
+target model are counted. A head may have a smaller vocabulary: `d2t` holds, for each draft token, the target model's
+token id minus its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Merge an adapter into a checkpoint's tensors while they are read.
 
-Supports any rank, DoRA, embeddings and whole tensors; the merged model is an ordinary one. Products are computed in
-fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
+Supports any rank, DoRA, embeddings and whole tensors; the merged model is an ordinary one. Matrix products are computed
+in fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the layer for multi-token prediction (MTP) that a checkpoint has beside its model, by family.
+"""Find the layer for multi-token prediction (MTP) that a checkpoint holds in addition to its model.
 
 Each family names the layer's tensors in its own way. Here they get the names of the family's model with a single layer,
 and of textbook.mtp.Projection. The embedding and the output projection are the model's; a checkpoint's copies of them

@@ -1,4 +1,4 @@
-"""Quantised weights in a checkpoint: check values and scales, and place them where the weight belongs."""
+"""Quantised weights in a checkpoint: check values and scales, and find their placements in the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Placements of checkpoint tensors in a model: plain data, so that later starts do not need transformers.
 
 A checkpoint may store one tensor of the model as several (one per expert), or several as one. In both cases a part of
-one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
+one tensor equals a part of the other, so each byte is read once and written to its final position, packed or not.
 """
 
 from __future__ import annotations
