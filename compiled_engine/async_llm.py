@@ -185,7 +185,8 @@ class AsyncLLM:
     async def attach(self, prompt: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a prompt whose images are processed, with the token ids of their embeddings, for `generate`.
 
-        sampling_params: those of `generate`; their truncate_prompt_tokens lets the prompt be longer.
+        sampling_params: those of `generate`; with truncate_prompt_tokens, the prompt may be longer than the engine's
+        limit.
 
         Raises TypeError or ValueError for images that cannot be used.
         """
@@ -212,7 +213,7 @@ class AsyncLLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return vectors like `LLM.encode`. Cancelling the call ends its requests and the preparation of their texts.
 
-        Raises TimeoutError or ValueError if the work exceeds the bounds.
+        Raises TimeoutError or ValueError if the work exceeds the bounds, see PoolingBounds.
         """
         return results(
             await self._encoded(prompts, pooling_params, pooling_task, prompt_name, priority, bounds, lora_request)
@@ -318,7 +319,7 @@ class AsyncLLM:
         return metrics | self._frontend.metrics()
 
     def frontend_metrics(self) -> dict[str, float]:
-        """Return the figures of images in this process, which are part of `metrics` too."""
+        """Return the metrics of features in this process, such as those of images; `metrics` contains them too."""
         return self._frontend.metrics()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -370,7 +371,7 @@ class AsyncLLM:
         """Join the gloo process group of a trainer, which `update_weights` then can have broadcast tensors.
 
         address, port: of the trainer's store. rank_offset: the first rank of the engine. world_size: ranks of trainer
-        and engine. packed: tensors come in messages of up to 1 GiB, and of the tensor that exceeds it.
+        and engine. packed: several tensors come in a message, which ends with the tensor that brings it above 1 GiB.
 
         Raises ValueError with several replicas, ControlError if the trainer does not answer.
         """
@@ -391,7 +392,7 @@ class AsyncLLM:
         return found
 
     async def weight_update_state(self) -> dict[str, Any]:
-        """Return the version of the weights, the number of updates, and the tensors received of the one under way.
+        """Return the weights' version, the number of updates, and how many tensors of a running update have come.
 
         The keys are version, updates and received, which is None while no update is under way.
         """
@@ -412,7 +413,10 @@ class AsyncLLM:
         await self._client.make(ControlCall("sleep", {"level": level}, slow=True))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Use the memory again that `sleep` has given back, see `LLM.wake_up`; steps are not paused afterwards."""
+        """Use the memory again that `sleep` has given back, see `LLM.wake_up`.
+
+        Steps run again as soon as requests can, even if generation was paused before `sleep`.
+        """
         self._attach()
         if await self._client.call("wake_up", tags=None if tags is None else list(tags)):
             await self._client.call("resume")
@@ -435,7 +439,7 @@ class AsyncLLM:
         return await self._client.wait_dead()
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuse new requests with RuntimeError, and wait until the running requests have ended.
+        """Refuse new requests with RuntimeError, and wait until this object's running requests have ended.
 
         Requests that still run after timeout_s are aborted. Returns the number of aborted requests.
         """
@@ -451,7 +455,8 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the core and free the device. Unfinished requests get EngineDeadError. May be called repeatedly.
 
-        Does nothing in a fork of the process that made the engine, because the core belongs to that process.
+        After `join`, the core runs on. Does nothing in a fork of the process that made the engine, because the core
+        belongs to that process.
         """
         if not self._owner.is_here:
             return
@@ -487,7 +492,7 @@ class AsyncLLM:
 
     @property
     def image_placeholder(self) -> int | None:
-        """The token that stands for an image in prompts; None if they may have no images."""
+        """The token that stands for an image in prompts; None if prompts may have no images."""
         return self._frontend.features.images.placeholder
 
     @property
@@ -496,9 +501,9 @@ class AsyncLLM:
         return self._frontend.features.images.why_none
 
     def image_bytes(self, num_images: int) -> tuple[int, int]:
-        """Return the most bytes of a prompt's images when they are processed, and those that this process holds now.
+        """Return the most bytes that a prompt's processed images take, and the bytes that this process holds now.
 
-        Prompts that `attach` has returned hold the latter.
+        num_images: images of the prompt. Prompts that `attach` has returned hold the latter.
         """
         images = self._frontend.features.images
         return images.most_bytes(num_images), images.held_bytes
@@ -595,7 +600,7 @@ class AsyncLLM:
                 await asyncio.to_thread(read)
 
     async def _attached(self, prompt: Prompt) -> Sequence[Attachment | None]:
-        """Return what has waited for the data of a prompt, such as images."""
+        """Return what features attach to a prompt's data, such as images, once the data is ready."""
         attached = self._frontend.attach([prompt])
         await self._attaching.wait(attached)
         return attached
@@ -660,7 +665,10 @@ class AsyncLLM:
             self._client.add(request)
 
     async def _make_calls(self, prepared: PreparedRequest, calls: list[ControlCall]) -> None:
-        """Make the core serve the calls, and remove each from the list. One is sent when the one before has left."""
+        """Send the calls to the core, and remove each from the list.
+
+        Each call is sent after the socket has accepted the previous one.
+        """
         request_ids = [each.request_id for each in prepared.engine_requests]
         for _ in range(len(calls)):
             await self._client.drained()

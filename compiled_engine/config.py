@@ -94,7 +94,7 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class RowState:
-    """A recurrent state of a layer, held in a buffer of the model with one row for each running request."""
+    """A recurrent state of a layer, held in a buffer of the model with one row for each running request or snapshot."""
 
     name: str  # of the buffer
     shape: tuple[int, ...]  # of a row
@@ -149,7 +149,7 @@ class HeadConfig:
 
     @property
     def is_mtp(self) -> bool:
-        """Whether the head is a layer for multi-token prediction, which a checkpoint has beside its model."""
+        """Whether the head is a layer for multi-token prediction (MTP) from the model's own checkpoint."""
         return self.num_aux_layers == 0
 
 
@@ -295,7 +295,10 @@ class ImagesConfig:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Pairs of rotated elements that turn by a token's position in time, height and width; () if it has one."""
+        """Numbers of pairs of a head's elements that rotate by the position in time, in height and in width.
+
+        () if tokens have a single position.
+        """
         return self.vision.mrope_section or ()
 
 
@@ -414,7 +417,7 @@ class SpeculationConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Numbers of drafts per request that a step may have, ascending."""
+        """Numbers of drafts per request that a step may have, ascending; 0 is among them if the number adapts."""
         return draft_lengths(self.num_tokens) if self.adapts else (self.num_tokens,)
 
     @property
@@ -448,7 +451,7 @@ class SpeculationConfig:
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:
-    """Return the numbers of drafts that an adaptive step may have, ascending: 0, and `most` halved repeatedly.
+    """Return the numbers of drafts that an adaptive step may have, ascending: `most`, halved repeatedly down to 0.
 
     There are few numbers, because steps of each must be measured and have graphs of their own.
     """

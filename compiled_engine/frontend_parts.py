@@ -47,11 +47,14 @@ class FrontendParts:
         return self.inputs.process(prompts, params, priority, attached=attached, **given)
 
     def attach(self, prompts: Sequence[Prompt]) -> Sequence[Attachment | None]:
-        """Return what waits for the data of each prompt; () if none has any. Raises as RequestFeature.attach does."""
+        """Return what features attach to the data of each prompt; () if no prompt has data.
+
+        The data need not be ready yet. Raises as RequestFeature.attach does, and ValueError if no feature reads data.
+        """
         return attach_all(self.features, prompts)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of features in this process, by name."""
+        """Return the metrics of features in this process, by name."""
         return {name: figure for feature in self.features for name, figure in feature.metrics().items()}
 
     def close(self) -> None:

@@ -248,7 +248,7 @@ class LLM:
         return self._frontend.default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the engine's counts since it started."""
+        """Return the engine's metrics by name: counts since it started, and current values."""
         metrics: dict[str, Any] = self._require_open().call(ControlCall("metrics"))
         return metrics | self._frontend.metrics()
 
@@ -370,9 +370,10 @@ class LLM:
         return cast("EngineCore", core)
 
     def close(self) -> None:
-        """Free the device, after writing a running profile. May be called repeatedly. All other methods then fail.
+        """Free the device, after writing a running profile. May be called repeatedly.
 
-        Does nothing in a fork of the process that made the engine, because the device belongs to that process.
+        Methods that use the core then fail. Does nothing in a fork of the process that made the engine, because the
+        device belongs to that process.
         """
         if self._core is not None and self._owner.is_here:
             self._loop.close()

@@ -52,17 +52,17 @@ class Pooling:
     own_head: bool = False  # the head is the model's own code; `head` only gives its sizes
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of values in a request's result."""
+        """Return the number of values of a pooled vector after the head, before it is cut to `dimensions`."""
         return self.head[-1].out_size if self.head else hidden_size * len(self.kinds)
 
     @property
     def every_token(self) -> bool:
-        """Whether a result needs the hidden states of all tokens, not only of the last token."""
+        """Whether a result needs the hidden states of other tokens than the last."""
         return self.kinds != LAST
 
     @property
     def num_labels(self) -> int:
-        """Number of a classifier's labels. It is 1 for a reranker that compares the logits of two tokens."""
+        """Number of a classifier's labels. It is 1 for a reranker that judges by the logits of one or two tokens."""
         return 1 if self.head and self.head[-1].tokens else len(self.labels)
 
 
@@ -81,7 +81,7 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, value: Any) -> PoolerConfig:
-        """Return a PoolerConfig. `value` is one already, a mapping, or the text of a JSON object.
+        """Return a PoolerConfig. `value` may be a PoolerConfig, a mapping, or the text of a JSON object.
 
         Raises TypeError or ValueError naming the key and the value.
         """

@@ -59,7 +59,7 @@ _REORDERED = ", columns reordered"
 
 # A tuple, since each launch looks up its kernel by the scheme, and a dataclass hashes more slowly.
 class Rounding(NamedTuple):
-    """An element format, and the size of the tiles whose values share a scale. 0 rows or columns: all of the matrix."""
+    """An element format, and the size of the tiles that share a scale each. 0 rows or columns: all of the matrix."""
 
     element: str
     rows: int
@@ -92,8 +92,10 @@ class Rounding(NamedTuple):
 
     @property
     def least(self) -> float:
-        """The least value of a code without a zero point. Signed bytes have one more than the negative of `largest`,
-        which static scales of inputs make use of."""
+        """The least code: the dtype's least value for integers, otherwise the negative of `largest`.
+
+        For signed bytes it is -128, of which static scales of inputs make use.
+        """
         return torch.iinfo(self.dtype).min if self.is_integer else -self.largest
 
     @property
@@ -134,9 +136,9 @@ class LinearScheme(NamedTuple):
     def dividing(self, num_rows: int, num_columns: int) -> LinearScheme:
         """Return the scheme with tiles that divide a part of num_rows rows and num_columns columns.
 
-        Each size becomes its greatest common divisor with the part's. Tiles that span all rows become single rows;
-        tiles that span all columns stay as they are. The columns of input tiles are reduced like the weight's.
-        num_columns 0: no columns change.
+        Each size of a tile becomes its greatest common divisor with that of the part. Tiles that span all rows become
+        single rows; tiles that span all columns stay as they are. The columns of input tiles are reduced like the
+        weight's. num_columns 0: no columns change.
         """
         rows = math.gcd(self.weight.rows or 1, num_rows)
         columns = math.gcd(self.weight.columns, num_columns) if self.weight.columns else 0

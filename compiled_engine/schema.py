@@ -237,7 +237,7 @@ TEXTS = a_list({"type": "string"})
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name spelt most like `name`, or None if none is close.
+    """Return the known name spelt most like `name`, or None if none is similar enough.
 
     A name with the same letters in another order is preferred.
     """

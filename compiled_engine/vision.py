@@ -88,9 +88,10 @@ class VisionDescription:
         return self.most_embeddings(max_pixels) * self.merged_patches
 
     def most_tiles(self, num_embeddings: int) -> int:
-        """Return the largest number of tiles of images with this number of embeddings together, at least that of one.
+        """Return the most tiles that images with `num_embeddings` embeddings together have.
 
-        Every image has at least the embeddings of one tile.
+        The result is at least that of one tile, or of one image with `resolutions`. Every image has at least the
+        embeddings of one tile.
         """
         whole = max(1, num_embeddings // self.tile_embeddings)
         return whole * self._most_tiles_of_image() if self.resolutions else whole
@@ -99,6 +100,6 @@ class VisionDescription:
         return 1 + max(height * width for height, width in self.resolutions) // self.tile_size**2
 
     def _most_of(self, height: int, width: int) -> int:
-        """Return the number of embeddings of an image that fills one of the resolutions."""
+        """Return the number of embeddings of an image that fills the resolution (height, width)."""
         rows, columns = height // self.patch_size, width // self.patch_size
         return self.tile_embeddings + rows * (columns + 1)

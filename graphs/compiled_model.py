@@ -33,7 +33,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """How often this process traced the model, and how many unique pieces it compiled. Both are 0 after a cache hit."""
+    """How often this process compiled the model, and how many unique pieces this gave. Both are 0 after a cache hit."""
 
     traces: int
     compiles: int
@@ -81,11 +81,11 @@ class CompiledModel:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The descriptions of the parameters of all callables, without duplicates."""
+        """The descriptions of the parameters of all callables that this process runs, without duplicates."""
         return tuple(dict.fromkeys(parameter for r in self.ranges for parameter in r.bound_plan.parameters))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
-        """Return whether generated Python calls all ops of this range's forward: none of its pieces is Inductor's."""
+        """Return whether Inductor compiled no piece of this range's forward, so that generated Python calls all ops."""
         keys = (r.bound_plan.piece_keys() for r in self.of(FORWARD) if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
@@ -114,10 +114,10 @@ class CompiledModel:
 def compile_model(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], progress: Progress, timeline: Timeline
 ) -> CompiledModel:
-    """Return the compiled model for a config. Load it from the cache if it has an entry; otherwise compile it.
+    """Return the compiled model for a config: loaded from the cache if it has an entry, otherwise compiled.
 
-    make_model: builds the model on the meta device; called only for a trace. timeline: gets a span "compile", or "load"
-    after a cache hit, and spans for its parts.
+    With compile.verify, the model is always compiled, and not stored. make_model: builds the model on the meta device;
+    called only for a trace. timeline: gets a span "compile", or "load" after a cache hit, and spans for its parts.
 
     Raises GuardError if the model's code depends on sizes, SplitError for an unknown op that mutates its inputs, and
     CompileError if Inductor fails. With compile.strict, raises ContractError for a pass that matches less often than

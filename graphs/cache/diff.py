@@ -62,7 +62,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference
 def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
     """Return whether the factor is the digest of a pass that only one set of factors has.
 
-    It need not be reported, since the factor compile.passes, the list of passes, differs too.
+    It need not be reported, since a factor of the config differs too: the list of passes, or the number of ranks.
     """
     return name.startswith("passes.") and any(name not in one for one in flat)
 
@@ -96,7 +96,8 @@ _SHOWN = 3
 def why_absent(cache: CacheFolder, factors: dict[str, Any]) -> str:
     """Return why the cache has no entry for these factors, as text.
 
-    The text names up to three factors in which the most similar entry differs, or says that the cache is empty.
+    The text names up to three factors in which the most similar entry differs, or says that the cache is empty. Entries
+    whose factors cannot be read are ignored.
     """
     found = []
     for key in cache.entry_keys():

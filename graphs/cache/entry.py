@@ -41,9 +41,10 @@ def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
 
 
 def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> None:
-    """Check an entry and copy it to the folder `target`. The bytes that are written are those that were checked.
+    """Check an entry and copy it to the folder `target`.
 
-    Raises DamagedEntry unless the entry is complete, unchanged, owned by `uid` and built from `factors`.
+    Each file is read once, so that exactly the bytes that are checked are copied. Raises DamagedEntry unless the entry
+    is complete, unchanged, owned by `uid` and built from `factors`.
     """
     for name, content in read_entry(entry, uid):
         _write(target / name, _moved(Path(name).name, content, _HERE, os.fsencode(target)))
@@ -52,7 +53,7 @@ def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> 
 
 
 def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each file of an entry, after checking its digest.
+    """Yield the name and content of each file in an entry's manifest, after checking its digest.
 
     Raises DamagedEntry for a file that differs from the manifest, and as `check_files` does.
     """

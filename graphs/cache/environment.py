@@ -110,7 +110,7 @@ def this_environment(device: torch.device) -> Environment:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return the properties of the device that generated code depends on."""
+    """Return the device's properties that generated code depends on."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -129,7 +129,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_instructions() -> list[str]:
-    """Return the names of the CPU's instruction-set extensions, sorted. Compiled pieces may use any of them."""
+    """Return the sorted names of the CPU's instruction-set extensions, which compiled pieces may use.
+
+    Returns [] on a system without /proc/cpuinfo.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -176,8 +179,8 @@ def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
 def compiler_settings(device_type: str) -> dict[str, Any]:
     """Return the settings that shape compiled code.
 
-    These are the changed ones of torch's compilers, the engine's own, torch's global ones, and the environment
-    variables that torch's compilers and Triton read.
+    These are the settings of torch's compilers that differ from their defaults, the engine's own, torch's global ones,
+    and the environment variables that torch's compilers and, on a GPU, Triton read.
     """
     hooks = {name: getattr(settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
     inductor = _changed("inductor") | {name: _json_value(hook) for name, hook in hooks.items() if hook is not None}
@@ -202,7 +205,7 @@ def _changed(compiler: str) -> dict[str, Any]:
 
 
 def _environment_variables() -> dict[str, str]:
-    """Return the environment variables that are set and that torch's compilers read their default settings from."""
+    """Return the environment variables from which torch's compilers read default settings that shape code, if set."""
     root = Path(torch.__file__).parent
     sources = [(root / f"_{name}" / "config.py").read_text() for name in ("inductor", "functorch", "dynamo")]
     read = {name for source in sources for name in re.findall(r"[\"']([A-Z][A-Z0-9_]+)[\"']", source)}
@@ -234,12 +237,12 @@ def _json_value(value: Any) -> Any:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the digest of each source file that shapes the compiled graph, by path: models, passes, the compiler."""
+    """Return the digest of each file in SOURCE_PACKAGES, which shape the graphs of all models, by path."""
     return digests_of(SOURCE_PACKAGES)
 
 
 def digests_of(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the digest of each file that `source_files` returns, by its path in the package compiled_engine."""
+    """Return the digest of each file that `source_files` finds, by its path in the package compiled_engine."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(packages).items()}
 
 

@@ -51,7 +51,7 @@ class CacheFolder:
         return sorted(name for name in os.listdir(self.path) if _KEY.fullmatch(name))
 
     def all_keys(self) -> list[str]:
-        """Return all keys that have an entry, a lock file, a work folder or a damaged entry, each once."""
+        """Return each key that has an entry, a damaged entry, a lock file, a work folder or predicted memory."""
         return sorted({_key_in(name) for name in os.listdir(self.path)} - {""})
 
     def set_aside(self, key: str) -> list[Path]:
@@ -67,7 +67,10 @@ class CacheFolder:
         return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
     def leftovers(self) -> list[Path]:
-        """Return the folders of damaged entries and the work folders that killed processes left, for all keys."""
+        """Return the folders of damaged entries and the work folders that killed processes left, for all keys.
+
+        Without the keys' locks, a work folder that was just created may be among them, see `abandoned`.
+        """
         return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:

@@ -107,7 +107,7 @@ def _copy_of_entry(
 ) -> WorkFolder | None:
     """Return a work folder with a copy of the entry. Returns None if there is no entry or if it is damaged.
 
-    A damaged entry is moved aside; so is any entry if `distrust` is not None.
+    A damaged entry is moved aside, and so is an intact one if `distrust` is given.
     """
     entry = cache.entry(key)
     cache.remove_abandoned(key)
@@ -165,9 +165,9 @@ def _keep(cache: CacheFolder, key: str, work: WorkFolder, factors: dict[str, Any
 
 
 def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
-    """Return a new work folder in the cache, or in the system's temporary folder if the cache is full or read-only.
+    """Return a new work folder in the cache, or in the system's temporary folder.
 
-    cache: None for the temporary folder.
+    The temporary folder is used without a cache, and if the cache is read-only or has less than _ENOUGH_BYTES free.
     """
     if cache is not None:
         try:

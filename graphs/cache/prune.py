@@ -1,6 +1,6 @@
 """Prunes the compile cache: deletes entries by the time of their last use, or until the cache is small enough.
 
-Damaged entries and work folders that killed processes left are always deleted.
+Damaged entries, and work folders that killed processes left, are deleted in any case.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Delete entries last used before `now - older_than_s`; then the least recently used until `max_bytes` are left.
+    """Delete entries last used before `now - older_than_s`; then the least recently used until `max_bytes` suffice.
 
-    now: in seconds since the epoch. older_than_s, max_bytes: None for no limit. Damaged entries and leftover work
-    folders are deleted too. Returns the deletions, including entries that could not be deleted because another process
-    holds their lock. dry_run: delete nothing, and return what would be deleted. Engines that run with an entry are not
-    affected, since they use a copy.
+    now: in seconds since the epoch. older_than_s, max_bytes: None for no limit. dry_run: delete nothing, and return
+    what would be deleted. Damaged entries and leftover work folders are deleted too. Keys whose lock another process
+    holds are skipped; their entries are returned with `removed` False if they should be deleted. Engines that run with
+    an entry are not affected, since they use a copy.
     """
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []

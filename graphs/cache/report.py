@@ -46,12 +46,12 @@ class Nearest:
 
 
 def existing_cache(root: Path) -> CacheFolder | None:
-    """Return the cache in the folder `root`; None if it has never been created. Raises OSError as `open_cache` does."""
+    """Return the cache in the folder `root`; None if there is none. Raises OSError as `open_cache` does."""
     return open_cache(root) if os.path.lexists(root / ENTRIES) else None
 
 
 def report(cache: CacheFolder, key: str) -> EntryReport:
-    """Return the state of an entry. All its files are compared with their digests, so its damage is known."""
+    """Return the state of an entry. To find damage, its files are compared with their digests."""
     entry = cache.entry(key)
     factors: dict[str, Any] = {}
     damage = None
@@ -86,9 +86,10 @@ def find_key(keys: Sequence[str], wanted: str) -> str:
 
 
 def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest | None:
-    """Return the entry with the fewest factors that differ from `factors`; among equals, the one used last.
+    """Return the entry with the fewest factors that differ from `factors`; among equals, the most recently used.
 
-    All changes of source code and passes count as one factor. Returns None if no entry's factors can be read.
+    All changes of source code and passes count as one factor. Entries whose factors cannot be read, or do not match
+    their key, are ignored. Returns None if no entry is left.
     """
     candidates = [Nearest(entry, differences(factors, entry.factors)) for entry in entries if entry.factors]
     return min(candidates, key=lambda found: (_distance(found.differences), -found.entry.last_used), default=None)

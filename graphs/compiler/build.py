@@ -165,10 +165,10 @@ def compile_pieces(
     timeline: Timeline,
     direct: Collection[str] = (),
 ) -> tuple[PieceRecord, ...]:
-    """Write each piece to the entry `folder` in a form that can be loaded, and return a record of each compilation.
+    """Write each piece to the entry `folder` in a form that can be loaded, and return a record of each.
 
     Pieces with nothing to fuse, and those whose keys are in `direct`, become generated Python. Inductor compiles all
-    others, in `workers` processes. pieces: the piece's JSON by key.
+    others, in `workers` processes, or in this one as `compile_pool` says. pieces: the piece's JSON by key.
     """
     records = []
     for_inductor = []
@@ -259,10 +259,10 @@ def fuse(
 def fusion_passes(config: EngineConfig, signature: Signature) -> tuple[tuple[GraphPass, ...], tuple[str, ...]]:
     """Return the passes that run after `structure_passes`, in order, and the names of the enabled ones.
 
-    These are the registered passes, or none for direct callables. With adapters, their pass is inserted after
-    merge_linears and always enabled, and gated_linear is disabled, since adapters come between a linear and its
-    activation. rope_angles is disabled if the angles have positions in three dimensions. quantise_activations gets the
-    model's quantisation rules.
+    These are the registered passes, or none for direct callables. In callables with adapters, the pass for adapters is
+    inserted after merge_linears and always enabled, and gated_linear is disabled, since adapters come between a linear
+    and its activation. rope_angles is disabled if the angles have positions in three dimensions. quantise_activations
+    gets the model's quantisation rules.
     """
     adapters = () if config.adapters is None or not signature.adapted else (Adapters(config.adapters),)
     enabled = (*config.compile.passes, *(each.name for each in adapters))

@@ -81,7 +81,7 @@ def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: di
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the same, in which a tracer sees functional ops instead of mutating ones."""
+    """Return a function with the same results, from which a tracer records functional ops instead of mutating ones."""
     return dispatch_functionalize(function)
 
 

@@ -58,10 +58,10 @@ def require_open_sizes(shape_env: ShapeEnv) -> None:
 
 
 def divide_views(graph: fx.Graph) -> None:
-    """Replace each view that splits and merges dimensions at once, such as [4n, 24] to [n, 96], by two views, in place.
+    """Replace views that split and merge dimensions at once, such as [4n, 24] to [n, 96], by two views each, in place.
 
-    The first view splits dimensions, the second merges them. For the original view, Inductor of torch 2.13 compares old
-    and new sizes in pairs and concludes that n is 1.
+    The first view splits dimensions to the `divided_shape`, if there is one; the second merges them. For the original
+    view, Inductor of torch 2.13 compares old and new sizes in pairs and concludes that n is 1.
     """
     for node in graph.nodes:
         if node.target not in (aten.view.default, aten._unsafe_view.default):

@@ -49,7 +49,7 @@ def read_output_code(
 ) -> CppPiece | None:
     """Return the piece that Inductor's output code defines; None if it cannot run without Inductor.
 
-    num_inputs, num_results: the piece's numbers of inputs and results; for code with others, None is returned too.
+    num_inputs, num_results: the piece's numbers of inputs and results; None is also returned if the code has others.
     library_call: returns the function that a name in Inductor's `extern_kernels` stands for.
     """
     module = ast.parse(code)

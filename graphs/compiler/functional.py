@@ -46,8 +46,8 @@ def _simplify_products(graph: fx.GraphModule) -> None:
     """Rewrite matrix products that torch 2.11 cannot trace with symbolic sizes, in place.
 
     A linear over a batch of one, [1, T, D], becomes a linear over [T, D]. A matrix product whose inner dimension has
-    size one, as of rotary frequencies and positions, becomes an elementwise multiplication with broadcasting. A product
-    of matrices [N, P, D] and a weight [D, M] becomes one of [N * P, D].
+    size one, as of rotary frequencies and positions, becomes an elementwise multiplication with broadcasting. A matrix
+    product or linear of [N, P, D] and a weight becomes one of [N * P, D].
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
         shape = _shape(node.args[0])
@@ -70,7 +70,10 @@ def _has_open_batch(shape: torch.Size) -> bool:
 
 
 def _multiply_rows(graph: fx.Graph, node: fx.Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-    """Let a product read a view of its first argument, and return a view of its result: methods and arguments."""
+    """Make a matrix product read a view of its first argument, and make its users read a view of its result.
+
+    before, after: method and arguments of the view of the first argument, and of the result.
+    """
     with graph.inserting_before(node):
         rows = graph.call_method(before[0], (node.args[0], *before[1:]))
     node.update_arg(0, rows)

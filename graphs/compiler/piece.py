@@ -34,9 +34,9 @@ _PLAIN_NAMES = {function: name for name, function in _PLAIN_FUNCTIONS.items()}
 
 
 class UnknownTarget(LookupError):
-    """Raised if a piece has a call or constant without a JSON form, or an op that no process can find by its name.
+    """Raised for a call or constant without a JSON form, and for an op that is not registered in this process.
 
-    An example is an op that a user's script defines.
+    An example is an op that a user's script defines, in a worker process.
     """
 
 

@@ -26,7 +26,8 @@ Taken = dict[int, list[fx.Node]]
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
     """Add the layers that were not traced to the graph, in place, and return True.
 
-    Returns False, and leaves the graph unchanged, if traced layers that should be equal are not.
+    Returns False, and leaves the graph unchanged, if the traced layers cannot serve as templates, for instance because
+    layers that should be equal are not.
     """
     segments = _segments(graph, layers)
     if segments is None or not _hands_on_to_the_next_alone(segments):

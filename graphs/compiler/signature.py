@@ -153,8 +153,9 @@ def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
 def forward_signature(config: EngineConfig) -> Signature:
     """Return the signature of the forward.
 
-    The forward returns the hidden states of all tokens, or in ranges for small batches their logits; for a draft head
-    that reads the last hidden states, both. Draft heads and pooling models return hidden states in all ranges.
+    The forward returns the hidden states of all tokens. In ranges for small batches it returns their logits instead, or
+    both if a draft head reads the model's last hidden states. The forwards of draft heads and pooling models return
+    hidden states in all ranges.
     """
     model, speculation = local_model(config), config.speculation
     own = _of_model(config)
@@ -191,9 +192,9 @@ def adapted_signature(config: EngineConfig, adapters: AdapterConfig) -> Signatur
 
 
 def images_signature(config: EngineConfig, images: ImagesConfig) -> Signature:
-    """Return the declaration of the forward for steps that compute positions of images.
+    """Return the signature of the forward for steps that compute positions of images.
 
-    Such steps are long, so there are no small-batch ranges. With adapters, requests may have them too.
+    Such steps are long, so there are no ranges for small batches. With adapters, their requests may use these.
     """
     adapters = config.adapters
     forward = forward_signature(config) if adapters is None else adapted_signature(config, adapters)
@@ -206,7 +207,7 @@ def _with_adapters(signature: Signature, adapters: AdapterConfig) -> Signature:
 
 
 def tower_signature(config: EngineConfig, vision: VisionDescription) -> Signature:
-    """Return the declaration of a vision tower's forward, which returns the embeddings of images."""
+    """Return the signature of a vision tower's forward, which returns the embeddings of images."""
     arguments = tower_arguments(vision)
     return Signature(
         arguments,

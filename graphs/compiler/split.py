@@ -24,7 +24,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a piece or of a splitting op. The other one of `piece` and `op` is None."""
+    """A call of a piece or of a splitting op: either `piece` or `op` is set, the other is None."""
 
     piece: fx.GraphModule | None
     op: str | None
@@ -39,7 +39,7 @@ class SplitError(RuntimeError):
 def split(graph: fx.Graph) -> list[Step]:
     """Return the calls of pieces and splitting ops that a graph consists of, in execution order.
 
-    Raises SplitError for an op that mutates its inputs and is not a splitting op.
+    Raises SplitError for a splitting op with keyword arguments, and for any other op that mutates its inputs.
     """
     steps: list[Step] = []
     pending: list[fx.Node] = []
@@ -133,8 +133,8 @@ def _mutates(node: fx.Node) -> bool:
 def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
     """Return the call of these nodes. sizes: the graph's inputs that are sizes, by symbol.
 
-    A size that no input of the piece has by itself, but for instance a multiple of it, becomes an input too: Inductor
-    solves no equations for sizes.
+    A symbol that occurs in the shapes of the piece's inputs only within expressions, such as a multiple of it, becomes
+    an input too: Inductor solves no equations for sizes.
     """
     inside = set(nodes)
     graph = fx.Graph()
@@ -160,7 +160,7 @@ def _piece(nodes: list[fx.Node], sizes: Mapping[sympy.Expr, fx.Node]) -> Step:
 
 
 def _hidden_symbols(inputs: Sequence[fx.Node]) -> list[sympy.Symbol]:
-    """Return the symbols in the sizes of inputs of which none is the symbol itself."""
+    """Return the symbols that occur in the sizes of inputs only within expressions, never as a size."""
     values = [node.meta["val"] for node in inputs]
     found = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
     expressions = [size.node.expr for size in found if isinstance(size, torch.SymInt)]

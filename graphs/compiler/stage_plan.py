@@ -103,9 +103,9 @@ def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
 
 
 def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
-    """Return the values that are defined before the plan's step number `place`, and read by that step or later ones.
+    """Return the values that are defined before the plan's step number `place`, and read by a later step or returned.
 
-    Raises ValueError for a value without a row per token.
+    Step `place` itself counts as later. Raises ValueError for a value without a row per token.
     """
     defined = {index for step in plan.steps[:place] for index in step.results}
     read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}

@@ -38,8 +38,8 @@ class TracedGraph:
     """The ATen graph of a callable, with facts about the trace.
 
     A placeholder's meta["source"] is its source, a node's meta["val"] its fake value. The graph returns all results of
-    the signature; `for_range` makes a graph for the results of one range. The inspector shows the fields after
-    shape_env.
+    the signature; `for_range` makes a graph for the results of one range. The inspector shows dynamo_graph, bytecode,
+    symbols, guards and lowering.
     """
 
     signature: Signature
@@ -73,7 +73,7 @@ class GuardError(RuntimeError):
 def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model's meta tensors to a device, in place, without allocating memory; return the model.
 
-    The model can be traced but not executed.
+    Buffers that have values are copied. The model can be traced but not executed.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Chooses which of a model's layers to trace: two of each class of equal layers.
+"""Chooses which of a model's layers to trace: at least two of each class of several equal layers.
 
 Tracing takes a fixed time per op, so a trace of all layers of a deep model takes many times as long as one of a few. A
 `LayerStack` applies its layers one after another in the same way, so layers with equal modules give equal ops. The
@@ -98,7 +98,10 @@ class TracedLayers:
 
 
 class _Identity(nn.Module):
-    """A module that returns its input. It replaces a layer of transformers' code that is not traced."""
+    """A module that returns its first argument, in a tuple if `in_tuple` is set.
+
+    It replaces a layer of transformers' code that is not traced.
+    """
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -150,9 +153,10 @@ def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str
 
 
 def _chosen(classes: Sequence[LayerClass]) -> tuple[int, ...]:
-    """Return the numbers of the layers to trace, ascending: the first, the last, and two of each class.
+    """Return the numbers of the layers to trace, ascending: the first, the last, and at least two of each class.
 
-    Of the two, one is copied, and the other is compared with it. If a class has only one layer, it is traced.
+    Of two layers of a class, one is copied, and the other is compared with it. If a class has only one layer, it is
+    traced.
     """
     chosen, seen = [0], Counter([classes[0]])
     while chosen[-1] < len(classes) - 1:

@@ -1,4 +1,4 @@
-"""Records the kernel calls of a compiled forward on a CPU, once for each batch size, and replays them from then on.
+"""Records the kernel calls of a compiled forward on a CPU, once for each kind of batch, and replays them.
 
 In a step of a few tokens, calling the kernels from Python takes as long as running them.
 """
@@ -34,9 +34,9 @@ class RecordingCounts:
 class RecordedForward:
     """Wraps a forward so that batches of only decodes replay recorded kernel calls. Other batches call the forward.
 
-    There is a recording for each batch size, made when the size occurs for the second time. It is also bound to the
-    number of threads and the addresses of the inputs. The result of a call is valid until the next call of any forward
-    that uses the same arena.
+    There is a recording for each combination of batch size, number of threads and addresses of the inputs, made when
+    the combination occurs for the second time. If the forward cannot be recorded, all batches call it. The result of a
+    call is valid until the next call of any forward that uses the same arena.
     """
 
     def __init__(self, forward: Forward, arena: Arena) -> None:
@@ -46,7 +46,7 @@ class RecordedForward:
         self.counts = RecordingCounts()
 
     def __call__(self, *arguments: Any) -> Result:
-        """Run the forward on a batch, or replay it, and return its result. arguments: see ForwardArguments."""
+        """Return the forward's result for a batch, by a replay if possible. arguments: see ForwardArguments."""
         inputs = _attention_inputs(arguments)
         # Attention over prompts reads values on the host, so it cannot be recorded.
         if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:

@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):
 
     A call of a C++ kernel is replayed with the same arguments. An op of torch is replayed so that its results are
     written to the tensors that it returned during the recording. Views and allocations need no replay and are not
-    recorded. constants: tensors whose values are the same in every replay. If the host reads the value of any other
-    tensor (`item`), CannotRecord is raised.
+    recorded. constants: tensors that have the same values in every replay. Raises CannotRecord if the host reads the
+    value of any other tensor (`item`).
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:

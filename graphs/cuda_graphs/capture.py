@@ -57,8 +57,8 @@ class Capture(Protocol):
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Handle an attention call, function(*arguments), that the work makes.
 
-        During `segments`, the current graph ends, the call is recorded, and the next graph begins. At other times the
-        call is made.
+        During `segments`, the current graph ends, the call is kept for replays, and the next graph begins. At other
+        times the call is made.
         """
         ...
 

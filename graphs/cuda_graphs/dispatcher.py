@@ -28,9 +28,9 @@ class GraphKind(Enum):
 class GraphKey(NamedTuple):
     """Identifies a captured graph by everything that its kernel launches depend on.
 
-    Launches outside of attention depend only on num_tokens. The fields from num_rows to max_seq_len describe the
-    captured attention; they are 0 if attention is not captured. A row is a run of consecutive tokens of a request, see
-    AttentionInputs.
+    Launches outside of attention depend only on num_tokens and `extra`. The fields from num_rows to max_seq_len
+    describe the captured attention; they are 0 if attention is not captured. A row is a run of consecutive tokens of a
+    request, see AttentionInputs.
     """
 
     kind: GraphKind
@@ -209,7 +209,7 @@ class Dispatcher:
 
 
 def _table(of_sizes: Mapping[int, T]) -> list[T]:
-    """Return a list whose item n is the value of the smallest size that is at least n.
+    """Return a list whose item n is the value for the smallest size that is at least n.
 
     of_sizes: size -> value, in ascending order. The list ends with the largest size.
     """
@@ -222,8 +222,8 @@ def _table(of_sizes: Mapping[int, T]) -> list[T]:
 def few_sizes(sizes: Sequence[int], query_len: int = 1) -> tuple[int, ...]:
     """Return some of the ascending capture sizes, enough for batches that are rare or do little work.
 
-    They are the smallest size for each power of two up to MOST_ROWS_READ rows, below which padding costs little, and
-    all larger sizes. sizes: numbers of requests; query_len: rows per request.
+    For each power of two up to MOST_ROWS_READ rows, this is the smallest size that is at least as large: up to there,
+    padding costs little. All larger sizes follow. sizes: numbers of requests; query_len: rows per request.
     """
     powers = [1 << power for power in range((MOST_ROWS_READ // query_len).bit_length())]
     padded = {min((size for size in sizes if size >= power), default=sizes[-1]) for power in powers if sizes}

@@ -34,7 +34,7 @@ class Capturable(Protocol):
     """Work that can be captured, such as a step of the engine. Its kernels only access buffers at fixed addresses."""
 
     def fill(self, key: GraphKey) -> None:
-        """Write a batch of the key's size to the buffers, on which `run` changes no state. Called before capturing."""
+        """Write a batch of the key's size to the buffers, such that `run` changes no state. Called before capturing."""
         ...
 
     def warm_up(self, key: GraphKey) -> None:
@@ -66,10 +66,10 @@ class Captured(NamedTuple):
 class CudaGraphManager:
     """Captures the graph of each key once, replays it, and owns the graphs' memory pool.
 
-    The kernels of a graph read fixed addresses. The caller writes the inputs of each batch to the same buffers, and
-    reads the result before the next replay. Graphs without attention are captured first, and large graphs before small
-    ones, so that the memory pool grows to the size that the largest graph needs, and the other graphs fit into it.
-    steps: the work to capture for each key.
+    steps: the work to capture for each key. The kernels of a graph read fixed addresses. The caller writes the inputs
+    of each batch to the same buffers, and reads the result before the next replay. Graphs without attention are
+    captured first, and large graphs before small ones, so that the memory pool grows to the size that the largest graph
+    needs, and the other graphs fit into it.
     """
 
     def __init__(self, steps: Mapping[GraphKey, Capturable], capture: Capture):
@@ -190,7 +190,8 @@ class CudaGraphManager:
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
     """Yield the keys of a family to capture for a prediction: the two largest, then evenly spaced ones.
 
-    The largest graphs determine the size of the memory pool. The second one may not fit into the memory of the first.
+    The largest graphs determine the size of the memory pool; the second largest may not fit into the memory of the
+    largest.
     """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
@@ -229,7 +230,7 @@ class GraphCounters:
         self._padded_tokens += key.num_tokens - num_tokens
 
     def no_key(self, num_tokens: int, decodes_only: bool) -> None:
-        """Count a batch for which the dispatcher has no graph."""
+        """Count a batch for which the dispatcher has no graph. Nothing is counted if it has no graphs at all."""
         if decodes_only and self._dispatcher.keys:
             self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
         elif self._dispatcher.token_keys:

@@ -141,8 +141,8 @@ def predicted_bytes(
 ) -> int:
     """Return the predicted device memory of all graphs, in bytes.
 
-    If an earlier process with the same factors has stored a prediction, it is returned. Otherwise `graphs` predicts it
-    now, and it is stored beside the cache entry.
+    If earlier processes with the same factors have stored a prediction for each rank, it is returned. Otherwise
+    `graphs` predicts the memory now, and the prediction is stored beside the cache entry.
 
     lookup: the lookup of the compiled model; if it is None or its status is off, nothing is read or stored. Stored
     files that are damaged or belong to another user are ignored. all_reduce_min: returns the minimum of a number over
@@ -176,7 +176,7 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file atomically; do nothing if the folder is read-only."""
+    """Write the file atomically; do nothing if this fails, for instance because the folder is read-only."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
         json.dump(content, file)
         file.flush()

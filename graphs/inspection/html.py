@@ -110,9 +110,9 @@ class Repeat(Generic[T]):
 
 
 def fold(items: Sequence[T], longest: int = 6) -> list[Repeat[T]]:
-    """Return a sequence as a list of repeated runs: A B B B becomes A once and B three times.
+    """Return a sequence as a list of repetitions: A B B B becomes A once and B three times.
 
-    A run has up to `longest` items. From the start on, the repetition that covers the most items is taken.
+    The repeated part has up to `longest` items. From the start on, the repetition that covers the most items is taken.
     """
     folded: list[Repeat[T]] = []
     start = 0

@@ -55,7 +55,7 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 def _own_source(name: str) -> str:
     """Return the source files of the passes that define Triton kernels of the op `name`, as one text.
 
-    Returns "" for an op of another namespace than compiled_engine.
+    The names of such files begin with the op's name. Returns "" for an op of another namespace than compiled_engine.
     """
     namespace, _, op = name.partition("::")
     found = sorted(_PASSES.rglob(f"{op}*.py")) if namespace == "compiled_engine" else []

@@ -1,7 +1,7 @@
 """Makes the report on a compiled model: a dict of JSON values, which `compiled-engine inspect --json` prints.
 
-Everything about the compilation is read from an entry of the compile cache; nothing is traced or compiled. Data about
-a run are the metrics of an engine.
+Everything about the compilation is read from an entry of the compile cache; nothing is traced or compiled. Data about a
+run come from an engine's metrics.
 """
 
 from __future__ import annotations

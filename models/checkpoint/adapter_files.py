@@ -107,7 +107,7 @@ def read_adapter_files(
 
 
 def require_adapter(folder: Path, max_lora_rank: int) -> None:
-    """Raise ValueError for a folder without a valid adapter; the tensors' values are not read."""
+    """Raise ValueError for a folder without a valid adapter of at most this rank; the tensors' values are not read."""
     config = _read_config(folder, ())
     with _open(folder, WEIGHTS_FILE, ()) as file:
         header, size = _read_header(file, folder / WEIGHTS_FILE, MOST_BYTES)
@@ -125,7 +125,11 @@ def require_rank(folder: Path, rank: int, max_lora_rank: int) -> None:
 
 @contextmanager
 def _open(folder: Path, name: str, within: Sequence[Path]) -> Iterator[BinaryIO]:
-    """Open a regular file, without blocking on other kinds such as a FIFO."""
+    """Open a regular file, without blocking on other kinds such as a FIFO.
+
+    within: unless empty, the file must be in one of these folders after links are resolved. Raises ValueError if it is
+    not, or if the file is missing or of another kind.
+    """
     path = folder / name
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
@@ -153,7 +157,7 @@ def _read_config(folder: Path, within: Sequence[Path]) -> bytes:
 
 
 def _read_header(file: BinaryIO, path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """Return the header, and the number of bytes after it."""
+    """Return the header, and the number of bytes after it. Raises ValueError if it is damaged or exceeds a limit."""
     total = os.fstat(file.fileno()).st_size
     if total > most_bytes:
         raise ValueError(f"{path} must have at most {most_bytes:,} bytes, got {total:,}")

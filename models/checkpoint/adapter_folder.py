@@ -71,12 +71,12 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Largest rank of its linears."""
+        """Largest rank of the adapted linears; 0 if there are none."""
         return max((each.rank for each in self.linears.values()), default=0)
 
     @property
     def parts_tied_weights(self) -> bool:
-        """Whether the adapter makes an output projection differ from the embedding that it is tied to."""
+        """Whether the adapter changes an output projection or embedding, so that tied ones become different."""
         names = (*self.linears, *self.embeddings, *(name.removesuffix(".weight") for name in self.whole))
         return any(name.rpartition(".")[2] in (OUTPUT, EMBEDDING) for name in names)
 
@@ -99,11 +99,11 @@ def read_adapter(
     digest: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Adapter:
-    """Read an adapter's folder, and check that all values are finite.
+    """Read an adapter's folder.
 
-    values: False gives tensors on the device "meta", with shapes only. Other arguments: see `read_adapter_files`.
-    Raises ValueError, with one line that names the folder, for files that are missing, damaged, contradictory or not
-    supported.
+    values: False gives tensors on the device "meta", with shapes only; otherwise all values must be finite. Other
+    arguments: see `read_adapter_files`. Raises ValueError, with one line that names the folder, for files that are
+    missing, damaged, contradictory or not supported.
     """
     files = read_adapter_files(folder, values=values, within=within, digest=digest, most_bytes=most_bytes)
     fields, tensors = files.fields, _tensors(folder, files)
@@ -188,7 +188,7 @@ def _tensors(folder: Path, files: AdapterFiles) -> dict[str, torch.Tensor]:
 
 
 class _Scales:
-    """Scale of each module's change, from the fields of adapter_config.json."""
+    """Scales of modules' changes, from the fields of adapter_config.json."""
 
     def __init__(self, fields: JsonFields) -> None:
         self._fields = fields
@@ -198,7 +198,8 @@ class _Scales:
     def scale(self, place: str, module: str, rank: int, has_magnitude: bool) -> float:
         """Return a module's scale.
 
-        Raises ValueError if the module's rank, or the presence of a magnitude, contradicts the config.
+        place: the folder and the module, for errors. has_magnitude: whether the module has DoRA's magnitude vector.
+        Raises ValueError if the rank or has_magnitude contradicts the config.
         """
         named = self._ranks.number(module)
         if named is None and "r" in self._fields:

@@ -23,9 +23,9 @@ def build_model(config: ModelConfig) -> Any:
 
     The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD`. It also has
     `logits(hidden_RD) -> logits_RV` or, if it pools, `pooler(pooled_RW) -> result_RL`. The `forward` of an encoder with
-    token types also takes the token types, and with recurrences `forward` takes rows_R, see recurrence.sequences. For
-    draft heads see textbook.architectures.
-    Buffers (rotary frequencies) are fp32 on the CPU.
+    token types also takes these, and with recurrences `forward` takes rows_R, see recurrence.sequences.Sequences. For
+    draft heads see textbook.architectures, for vision towers vision/tower.py. Buffers (rotary frequencies) are fp32 on
+    the CPU.
 
     T: tokens. R: requests. D: hidden size. V: vocabulary. W: width of pooled vectors. L: width of the pooler's results.
     """
@@ -41,8 +41,10 @@ def build_model(config: ModelConfig) -> Any:
 
 
 def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
-    """Build the model for use with compiled code. A transformers model then consists of its tensors alone, without its
-    code."""
+    """Build the model for use with compiled code: transformers models are Skeletons of their tensors.
+
+    Vision towers keep their code. cache_dir: see `find_description`.
+    """
     if config.transformers is None:
         return _with_pooler(architectures.build_model(config), config)
     if config.vision is not None:
@@ -51,7 +53,7 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
 
 
 def _completed(model: Any, config: ModelConfig) -> Any:
-    """Add the parts that are not of transformers' code to a model of it."""
+    """Add the engine's parts to a transformers model: an MTP layer's projection, or recurrence states and a pooler."""
     if config.head is not None:
         return make_mtp_layer(model, config)
     return _with_pooler(_with_states(model, config), config)
@@ -77,7 +79,10 @@ def _with_states(model: Any, config: ModelConfig) -> Any:
 
 
 def _with_pooler(model: Any, config: ModelConfig) -> Any:
-    """Give a pooling model its pooler, which replaces a decoder's output projection."""
+    """Give a pooling model its pooler, which replaces a decoder's output projection.
+
+    Models that do not pool, and classifiers with a head of their own, are returned unchanged.
+    """
     if config.pooling is None or config.pooling.own_head:
         return model
     if config.causal:

@@ -19,6 +19,7 @@ def with_overrides(fields: JsonFields, overrides: Mapping[str, Any]) -> JsonFiel
     """Return the fields of a config.json with overridden values.
 
     Nested configurations, such as text_config, are merged value by value; any other value is replaced whole.
+    Quantisation settings are such other values; for rope sections see `_with_one_rope`.
     """
     if not overrides:
         return fields
@@ -40,10 +41,10 @@ def _overridden(stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def _with_one_rope(result: dict[str, Any], stated: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `result` with a single rope section, whichever of its two names the checkpoint and the user give it.
+    """Return `result` without the checkpoint's rope section if the user gives one, under either of the two names.
 
-    Otherwise the checkpoint's section could hide the user's. The user's section replaces the checkpoint's, except for
-    the values ROPE_BASE, which stay unless the user overrides them.
+    Otherwise the checkpoint's section could hide the user's. The values ROPE_BASE of the checkpoint's section stay
+    unless the user overrides them.
     """
     parts = {name: part for name in ROPE_SECTIONS if isinstance(part := stated.get(name), Mapping)}
     base = {key: part[key] for part in parts.values() for key in ROPE_BASE if key in part}

@@ -66,9 +66,9 @@ def read_model_config(
 
     dtype, load_format, model_impl, quantization: as checked by EngineOptions. max_model_len: tokens, None for the
     model's limit. device_type: cpu or cuda. hub_name, revision: name and commit of a checkpoint from the hub, whose
-    weights need not be downloaded yet. cache_dir: folder for descriptions of transformers' models. quantization: None
-    for the checkpoint's own. quantization_ignore: targets to leave unquantised. pooling: the user's options for a
-    pooling model. overrides: values that replace those of config.json.
+    weights need not be downloaded yet. cache_dir: see `find_description`. quantization: None for the checkpoint's own.
+    quantization_ignore: targets to leave unquantised. pooling: the user's options for a pooling model. overrides:
+    values that replace those of config.json.
 
     Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
@@ -195,7 +195,10 @@ def _one_of_online() -> str:
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:
-    """Return whether to run the textbook's code instead of transformers'."""
+    """Return whether to run the textbook's code instead of transformers'; adds the reason to `reasons`.
+
+    Raises ValueError if model_impl asks for the textbook, and it lacks the architecture.
+    """
     name = fields.texts("architectures")[0]
     if name not in FAMILIES and model_impl == "textbook":
         raise ValueError(f"{fields.source}: architecture {name!r} is not known; {_known_to_the_textbook(name)}")

@@ -1,8 +1,8 @@
 """Read folders of EAGLE-3 heads in three formats: the original's, SpecForge's (used by SGLang) and speculators'.
 
-The formats differ in tensor names, in the place of the layer's shape in config.json, in defaults, and in how layers of
-the target model are counted. A head may have a smaller vocabulary: `d2t` holds, for each draft token, the target
-model's token id minus its own.
+The formats differ in tensor names, in where config.json states the layer's shape, in defaults, and in how layers of the
+target model are counted. A head may have a smaller vocabulary: `d2t` holds, for each draft token, the target model's
+token id minus its own.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ def is_head(path: Path) -> bool:
 
 
 def _layers(fields: JsonFields, num_layers: int) -> list[int]:
-    """Return the layers whose inputs the head reads. SpecForge's ids count a layer's output, which is the next layer's
-    input; the other formats count inputs, as vLLM does."""
+    """Return the layers whose inputs the head reads: those that are stated, or [2, num_layers // 2, num_layers - 3].
+
+    SpecForge's ids count a layer's output, which is the next layer's input; the other formats count inputs, as vLLM
+    does.
+    """
     section = fields.section(SPECFORGE)
     section.require_values(use_aux_hidden_state=True)
     in_section = LAYER_IDS in section
@@ -135,7 +138,7 @@ def head_tensors(tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> dic
 
 
 def has_embedding(model: ModelConfig) -> bool:
-    """Return whether a head has its own embedding."""
+    """Return whether a head's folder holds an embedding; False for random weights."""
     if model.load_format == "dummy":
         return False
     return any(name.removeprefix("model.") == EMBEDDING for name in map_tensors(model.path))
@@ -144,7 +147,8 @@ def has_embedding(model: ModelConfig) -> bool:
 def draft_tokens(model: ModelConfig, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
     """Return the target model's token id of each draft token, int64 [Vd].
 
-    tensors: the folder's tensors; None reads them. Raises ValueError if the mapping is missing or wrong.
+    tensors: the folder's tensors; None reads them. Without a mapping `d2t` the ids are the same. Raises ValueError if
+    the mapping is wrong, or missing although the draft vocabulary is smaller.
     """
     assert model.head is not None
     count, most = model.head.vocab_size, model.vocab_size

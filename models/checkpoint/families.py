@@ -56,7 +56,8 @@ def _mistral_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, .
 def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer, None for full attention.
 
-    The sliding layers of `layer_types` have a window. Without that field, layers from `max_window_layers` on have it.
+    With `use_sliding_window`, the sliding layers of `layer_types` have a window. Without the field `layer_types`,
+    layers from `max_window_layers` on have it.
     """
     in_use = fields.boolean("use_sliding_window", False)
     window = fields.nullable_integer("sliding_window", absent=4096) if in_use else None

@@ -20,8 +20,8 @@ def foreign_model(
 ) -> tuple[ModelConfig, str]:
     """Return the model's configuration, and the source of its max_model_len, the longest supported length.
 
-    names: architectures to try in order, until transformers knows one. Raises ValueError, with the name, for a model
-    that transformers lacks or the engine cannot run.
+    cache_dir: see `find_description`. names: architectures to try in order, until transformers knows one. Raises
+    ValueError, with the name, for a model that transformers lacks or the engine cannot run.
     """
     name, *others = names
     config_json = json.dumps(fields.replaced(architectures=[name]).values, sort_keys=True)

@@ -39,7 +39,7 @@ def read_gptq(config: JsonFields) -> Quantisation:
 
 
 def read_awq(config: JsonFields) -> Quantisation:
-    """Return the rules of an AWQ checkpoint. Raises as `read_gptq`."""
+    """Return the rules of an AWQ checkpoint. Raises ValueError for unsupported bit widths and layouts."""
     config = config.replaced(version=str(config.values.get("version") or "gemm").lower())
     config.one_of("version", ("gemm",), instead=INSTEAD)
     config.require_values(INSTEAD, backend="autoawq", zero_point=True)

@@ -152,7 +152,7 @@ def _cached(repository: Repository, file: str) -> Path | None:
 
 
 def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
-    """Describe files missing in the cache; "" if it is complete."""
+    """Describe what the cache lacks of the config and, if required, of the weights; "" if nothing."""
     if cached is None:
         return f"revision {repository.revision}"
     return _weights_problem(cached) if with_weights else ""

@@ -36,8 +36,9 @@ def kv_scales_of(
 ) -> torch.Tensor:
     """Return a rank's values of a parameter with the role KV_SCALES: [2, K], for keys and values of K heads.
 
-    num_kv_heads: heads of the undivided layer. Scales below LEAST_SCALE, as of heads whose values are all 0, are raised
-    to it. Raises ValueError, with the tensor's name, unless all scales are finite and positive.
+    num_kv_heads: heads of the undivided layer. Scales that the checkpoint lacks are 1. Scales below LEAST_SCALE, as of
+    heads whose values are all 0, are raised to it. Raises ValueError, with the tensor's name, unless all scales are
+    finite and positive.
     """
     layer = int(leaf.name.split(".")[1])
     scales_2K = torch.ones(leaf.shape)

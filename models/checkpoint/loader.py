@@ -122,14 +122,15 @@ def check_weights(
     num_ranks: int = 1,
     cache_dir: Path | None = None,
 ) -> CheckedWeights:
-    """Check a checkpoint's tensors against the model, and find the places of this rank's parts; changes nothing.
+    """Check a checkpoint's tensors against the model, and find the places of this rank's parts. No weight is changed.
 
-    tensors: by the checkpoint's names. model, config: those of the undivided model; the model gives names and shapes,
-    and may be on the meta device. rank, num_ranks: for tensor parallelism; only this rank's parts are copied.
-    cache_dir: folder of placements for transformers' models.
+    tensors: by the checkpoint's names. weights: the rank's parameters. model, config: those of the undivided model; the
+    model gives names and shapes, and may be on the meta device. rank, num_ranks: for tensor parallelism; only this
+    rank's parts are copied. cache_dir: folder of a file with placements for transformers' models; the file is read, or
+    written if it is missing; None: no file.
 
-    Raises ValueError if tensors are missing, unexpected, of a wrong shape, of a dtype not in STORED_DTYPES, or tied but
-    different.
+    Raises ValueError if tensors are missing, unexpected, of a wrong shape or dtype, or tied but different. Tensors that
+    are not quantised must have a dtype of STORED_DTYPES.
     """
     if config.head is not None and config.head.is_mtp:
         tensors = mtp_tensors(tensors, config)
@@ -159,7 +160,7 @@ def check_weights(
 def _kv_scales(
     weights: Weights, tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: int, num_ranks: int
 ) -> dict[str, torch.Tensor]:
-    """Return the values of all KV scale parameters by name. Warns if the checkpoint has none."""
+    """Return the values of all KV scale parameters by name; missing scales are 1. Warns if all are missing."""
     leaves = [leaf for leaf in weights.leaves() if leaf.role == KV_SCALES]
     names = find_kv_scales(tensors)
     if leaves and not names and rank == 0:
@@ -251,10 +252,10 @@ EXPONENT = 126 + round(math.log2(STANDARD_DEVIATION / ELEMENTS["mxfp4"].deviatio
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
     """Fill the weights in place with normal values of small deviation, around 1 for norms and around 0 otherwise.
-    Quantised values span their whole range; their scales give dequantised weights about the same deviation.
 
-    Values depend on the seed, the tensor's name and the kind of device, not on the tensor's place or the number of
-    ranks: a divided tensor is generated whole, one at a time.
+    Quantised values span their whole range; their scales give dequantised weights about the same deviation. KV scales
+    become 1, and buffers keep their values. Values depend on the seed, the tensor's name and the kind of device, but
+    neither on how tensors are packed nor on the number of ranks: a divided tensor is generated whole, one at a time.
     """
     for batch in weights.batches():
         for leaf, target in batch:

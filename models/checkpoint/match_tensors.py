@@ -35,7 +35,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Matched:
-    """Placements to read for each tensor of the model, by name; a tied tensor has the first of its names."""
+    """Placements to read for each tensor of the model, by its name; for a tied tensor, by the first of its names."""
 
     read: Mapping[str, Sequence[Placement]]
     # placements of further copies, if a checkpoint stores a tied tensor several times
@@ -46,9 +46,9 @@ class Matched:
 def match_tensors(
     tensors: Mapping[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
 ) -> Matched:
-    """Match the checkpoint's tensors to the model's by name. model: undivided, may be on the meta device. cache_dir:
-    see `load_weights`.
+    """Match the checkpoint's tensors to the model's by name.
 
+    model: undivided, may be on the meta device. cache_dir: see `find_weight_plan`; only for transformers' models.
     Raises ValueError if tensors are missing, unexpected, of a wrong shape or of a dtype that is not supported.
     """
     stored, wrong = find_stored(tensors, config.quantisation)
@@ -150,7 +150,7 @@ def _tied_apart(
 ) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
     """Return (read, twins): placements to read, and those of further copies of tied tensors.
 
-    Both are by name; a tied tensor has the first of its names.
+    Both are by the name of the model's tensor, for a tied tensor by the first of its names.
     """
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}

@@ -1,7 +1,7 @@
 """Merge an adapter into a checkpoint's tensors while they are read.
 
-Supports any rank, DoRA, embeddings and whole tensors; the merged model is an ordinary one. Products are computed in
-fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
+Supports any rank, DoRA, embeddings and whole tensors; the merged model is an ordinary one. Matrix products are computed
+in fp32, and results are rounded once, to the wider of the checkpoint's and the model's dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def merge(adapter: Adapter, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
     """Return the checkpoint's tensors, by name, with the adapter merged. dtype: the model's.
 
     If the adapter changes a tied embedding or output projection, the result holds both tensors. Raises ValueError for
-    modules that the checkpoint lacks, or stores in other shapes or quantised.
+    modules that the checkpoint lacks, or stores in other shapes or quantised, and for values that are not finite.
     """
     merged = dict(tensors)
     if f"{OUTPUT}.weight" not in tensors and adapter.parts_tied_weights:

@@ -1,4 +1,4 @@
-"""Find the layer for multi-token prediction (MTP) that a checkpoint has beside its model, by family.
+"""Find the layer for multi-token prediction (MTP) that a checkpoint holds in addition to its model.
 
 Each family names the layer's tensors in its own way. Here they get the names of the family's model with a single layer,
 and of textbook.mtp.Projection. The embedding and the output projection are the model's; a checkpoint's copies of them
@@ -60,7 +60,7 @@ class Layout:
     def own_name(self, name: str) -> str | None:
         """Return a tensor's name in the model with a single layer; None for a tensor that is not read.
 
-        These are copies of tensors of the model, and tensors of further layers. name: without the layer's prefix.
+        Copies of the model's tensors, and further layers, are not read. name: without the layer's prefix.
         """
         modules = {
             self.embedding_norm: f"{PROJECTION}.embedding_norm",
@@ -104,9 +104,9 @@ LAYOUTS = {
 def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | None) -> ModelConfig:
     """Return the configuration of the MTP layer in a model's checkpoint.
 
-    target: the model; its weights must be there, unless they are to be random. The layer accepts positions up to
-    max_model_len. cache_dir: folder for descriptions of transformers' models. Raises ValueError if the family or the
-    checkpoint has no layer that can be read.
+    target: the model; unless its weights are random, they must be downloaded already. The layer accepts positions up to
+    max_model_len. cache_dir: see `find_description`. Raises ValueError if the family or the checkpoint has no layer
+    that can be read.
     """
     layout = LAYOUTS.get(target.architecture)
     if layout is None:
@@ -163,8 +163,8 @@ def _quantisation(
 ) -> Quantisation | None:
     """Return the quantisation of an MTP layer: the model's, for the matrices that are stored in codes.
 
-    Checkpoints name the other matrices by patterns of their own names, or not at all. Raises ValueError for codes in a
-    checkpoint that is not quantised.
+    The other matrices are ignored by name, since checkpoints name them by other patterns or not at all. Raises
+    ValueError for codes in a checkpoint that is not quantised.
     """
     coded = [name for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES]
     if not coded:

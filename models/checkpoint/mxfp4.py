@@ -26,10 +26,10 @@ _FORMAT = Rounding("mxfp4", 1, BLOCK)
 
 
 def decode_mxfp4(part: Placement, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """Decode a part of blocks [E, R, G, 16] and scales [E, R, G], both uint8, into a tensor, on its device and in its
-    dtype, one index of E at a time.
+    """Decode a part of blocks [E, R, G, 16] and scales [E, R, G], both uint8, into `target`, one index of E at a time.
 
-    part: takes values [E, R, 32 G], with all of E.
+    part: takes values [E, R, 32 G], with all of E. The values are computed on the device of `target`, and stored in its
+    dtype.
     """
     _, (first_row, last_row), (first, last) = part.taken
     within = slice(first // BLOCK, -(-last // BLOCK))  # the blocks that hold the columns
@@ -41,7 +41,7 @@ def decode_mxfp4(part: Placement, sources: Sequence[torch.Tensor], target: torch
 
 
 def check_blocks(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Raise ValueError, with names and values, unless each tensor of blocks has its scales, and scales their blocks.
+    """Raise ValueError, with names and values, unless blocks and scales come in pairs of fitting shapes, without NaN.
 
     path: the checkpoint's folder, for the error.
     """
@@ -70,9 +70,10 @@ def _problem(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def place_mxfp4(leaf: Parameter, of_weight: Placement, tensors: dict[str, torch.Tensor]) -> Placement:
-    """Return the placement of codes or scales of experts in MXFP4, whose tensors become [E, N, K / 2] and [E, N, C].
+    """Return the placement of codes or scales of experts in MXFP4.
 
-    Raises ValueError, with the name, for scales that kernels do not decode.
+    In `tensors`, they are replaced by codes [E, N, K / 2] and scales [E, N, C]. Raises ValueError, with the name, for
+    scales that kernels do not decode.
     """
     blocks, scales = of_weight.sources
     if leaf.role == CODES:

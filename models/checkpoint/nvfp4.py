@@ -86,7 +86,10 @@ def read_nvfp4(
 
 
 def _scales(module: str, parts: Mapping[str, torch.Tensor | None], names: _Names, rounding: Rounding) -> torch.Tensor:
-    """Return the scales of tiles, fp32 [N, K / 16]. Raises ValueError for missing or wrong tensors."""
+    """Return the tiles' scales, with the scale of the whole weight included, fp32 [N, K / 16].
+
+    Raises ValueError for missing or wrong tensors.
+    """
     codes, scales, whole = (parts[name] for name in names[:3])
     assert codes is not None
     if codes.dim() != 2:

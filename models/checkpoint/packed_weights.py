@@ -234,7 +234,7 @@ class _Linear:
         return zeros
 
     def _columns(self) -> torch.Tensor | None:
-        """Return the order of the columns, int32 [K], in which groups are neighbours; None if they already are."""
+        """Return the order of the columns, int32 [K], that makes those of a group neighbours; None if they are."""
         kind, num_columns = self.names.groups, self._sizes()[1]
         if self.parts[kind] is None and not self.scheme.reordered:
             return None
@@ -254,7 +254,8 @@ class _Linear:
 def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return the codes of words [R, W], one a byte, uint8 [R, W * codes in a word].
 
-    order: the code that each place of a word holds, from the lowest bits on; None for the codes one by one.
+    order: the index of the code that each position of a word holds, from the lowest bits on; None for ascending
+    indices.
     """
     per_word = WORD // bits
     found = torch.empty((*words.shape, per_word), dtype=torch.uint8, device=words.device)

@@ -45,11 +45,11 @@ class Weights:
     tensors: dict[str, torch.Tensor]
 
     def leaves(self) -> list[Parameter]:
-        """Return the tensors that are read from a checkpoint, each once."""
+        """Return the descriptions of the tensors that are read from a checkpoint, each once."""
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def filled(self) -> list[torch.Tensor]:
-        """Return the tensors that `batches` has filled, each once, in memory that holds nothing else."""
+        """Return the tensors that `batches` fills, each once, except buffers. They do not share memory."""
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         return [self.tensors[name] for name, part in written.items() if part.role not in (KEPT, BUFFER)]
 
@@ -162,7 +162,7 @@ def _written(parameter: Parameter) -> Iterator[Parameter]:
 def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
     """Yield groups of derived parameters whose inputs take at most STAGED_BYTES, or groups of one parameter.
 
-    Parameters with the same inputs are in one group.
+    Parameters with the same inputs are neighbours.
     """
     group: list[Parameter] = []
     for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):

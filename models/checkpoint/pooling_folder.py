@@ -121,7 +121,8 @@ def headless_name(architecture: str, convert: str) -> str:
 def judged_by_tokens(fields: JsonFields, asked: PoolingOptions) -> tuple[JsonFields, PoolingOptions]:
     """Return the fields of config.json and the options, changed for a classifier that names tokens.
 
-    Such a classifier has no other head. It becomes a decoder whose logits of these tokens are the scores.
+    Such a classifier has the field `classifier_from_token` and no other head. Unless `convert` is "embed", it becomes a
+    decoder whose logits of these tokens are the scores.
     """
     architecture = fields.texts("architectures")[0]
     if TOKENS not in fields or not architecture.endswith(CLASSIFIER) or asked.convert == EMBED:
@@ -152,9 +153,10 @@ def why_pooling(architecture: str, path: Path, asked: PoolingOptions) -> str | N
 def read_pooling(
     fields: JsonFields, path: Path, asked: PoolingOptions, hidden_size: int, reasons: dict[str, str], *, causal: bool
 ) -> Pooling:
-    """Return the pooling of a pooling model. fields: config.json. causal: False for an encoder.
+    """Return the pooling of a pooling model.
 
-    Raises ValueError for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
+    fields: config.json. reasons: gets the reasons for chosen values. causal: False for an encoder. Raises ValueError
+    for an option that the checkpoint does not allow, and for a field that is wrong or not supported.
     """
     architecture, convert = fields.texts("architectures")[0], asked.convert
     stated = _modules(path, hidden_size) if (path / MODULES).is_file() else None

@@ -1,8 +1,9 @@
 """Quantise a checkpoint into a new folder in the format of compressed-tensors, which transformers and others load.
 
-The quantised linears, including expert matrices, are those that `quantization` would quantise at load time. Values and
-scales are the same too, except where the number of rows is no multiple of a tile's rows. Files are processed one tensor
-at a time, in the source's shards. A folder gets its final name when it is complete.
+The quantised linears, including expert matrices, are those that `quantization` would quantise at load time, except
+those that the files do not hold as a whole and under their own name, or that the format cannot hold. Values and scales
+are the same too, except where the number of rows is no multiple of a tile's rows. Files are processed one tensor at a
+time, in the source's shards. A folder gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def require_unquantised(path: Path) -> None:
 def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, ...] = ()) -> QuantisePlan:
     """Return the plan for a checkpoint whose files are complete.
 
-    config: with rules as from the option `quantization`. cache_dir: see `load_weights`. asked: targets to ignore, each
+    config: with rules as from the option `quantization`. cache_dir: see `match_tensors`. asked: targets to ignore, each
     of which must match a linear. Raises ValueError if the tensors do not fit the model, if a target matches nothing, or
     if no linear is left to quantise.
     """
@@ -140,7 +141,8 @@ def plan_folder(config: ModelConfig, cache_dir: Path | None, asked: tuple[str, .
 def write_folder(plan: QuantisePlan, out: Path, progress: Progress) -> None:
     """Write the folder. It appears under the name `out` when complete; an incomplete one is removed.
 
-    Raises ValueError for weights that are not finite, OSError if the disk is full or `out` exists.
+    Raises ValueError for weights that are not finite, OSError if the disk is full or `out` exists and is not an empty
+    folder.
     """
     with _complete_folder(out) as folder:
         shards: dict[str, str] = {}
@@ -215,7 +217,10 @@ def _experts(
 
 
 def _ignore(rules: Quantisation, modules: list[str], quantised: list[str]) -> tuple[str, ...]:
-    """Return targets that match exactly `modules`: the rules' targets, EXPERTS if no expert is quantised, and names."""
+    """Return targets that match all of `modules` and none of `quantised`.
+
+    These are the rules' own, EXPERTS if no expert is quantised although the rules allow it, and names.
+    """
     targets = list(rules.ignore)
     stay = any(matches(EXPERTS, module) and rules.scheme_of(module) is not None for module in modules)
     if stay and not any(matches(EXPERTS, module) for module in quantised):

@@ -1,4 +1,4 @@
-"""Quantised weights in a checkpoint: check values and scales, and place them where the weight belongs."""
+"""Quantised weights in a checkpoint: check values and scales, and find their placements in the model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def find_stored(
 
 
 def _wrong_value(scales: torch.Tensor, *, of_inputs: bool) -> str:
-    """Return a value that scales must not have, and what is allowed; empty if there is none."""
+    """Return text about a value that scales must not have, and what is allowed; "" if all are allowed."""
     if not scales.dtype.is_floating_point:
         return ""
     least, most = (float(value) for value in torch.aminmax(scales.float() if scales.itemsize == 1 else scales))

@@ -78,7 +78,10 @@ def _only_of_transformers(fields: JsonFields, name: str, allowed: str) -> ValueE
 
 
 def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
-    """Return the scale from query_pre_attn_scalar, which Gemma uses instead of the head size; None without it."""
+    """Return the scale from query_pre_attn_scalar, or from the `default` of this field; None without either.
+
+    Gemma has this field instead of scaling by the head size.
+    """
     scalar = fields.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in fields else default
     return None if scalar is None else scalar**-0.5
 

@@ -29,10 +29,10 @@ Read = Callable[
 class WeightFormat:
     """A format of compressed-tensors, which modelopt's checkpoints may have too.
 
-    name: the `format` of compressed-tensors. scheme_of: reads a group of `config_groups`. holds: whether weights of a
-    scheme are written in this format. presets: schemes that `config_groups` may name. algorithms: those that modelopt
-    names in `quant_algo`. read: puts the checkpoint's tensors into the engine's layout, see `read_weights`; None if
-    they already are.
+    name: the `format` of compressed-tensors. scheme_of: reads a group of `config_groups`. holds: returns whether
+    weights of a scheme are written in this format. presets: schemes that `config_groups` may name. algorithms: schemes
+    that modelopt names in `quant_algo`. read: puts the checkpoint's tensors into the engine's layout, see
+    `read_weights`; None if they already are.
     """
 
     name: str

@@ -47,7 +47,7 @@ def _integers(group: JsonFields) -> LinearScheme:
 
 
 def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
-    """Return the scheme of a group of weights with a byte for each number, of one of these types."""
+    """Return the scheme of a group of 8-bit weights. types: the allowed types, the default first."""
     weights = group.section("weights")
     stated = weights.one_of("type", types, types[0], instead=INSTEAD)
     weights.require_values(INSTEAD, num_bits=8, symmetric=True)
@@ -58,7 +58,10 @@ def _in_8_bits(group: JsonFields, types: tuple[str, ...]) -> LinearScheme:
 
 
 def _inputs(group: JsonFields, stated: str) -> Rounding | None:
-    """Return the rounding of inputs, whose numbers must be of the type `stated` of the weights."""
+    """Return the rounding of a group's inputs; None if they are not rounded.
+
+    stated: the type of the weights, which must be that of the inputs too.
+    """
     if group.values.get("input_activations") is None:
         return None
     fields, element = group.section("input_activations"), _ELEMENTS[stated]
@@ -74,7 +77,7 @@ def _inputs(group: JsonFields, stated: str) -> Rounding | None:
 
 
 def block_of(fields: JsonFields, name: str) -> tuple[int, int]:
-    """Parse [128, 128] or "128x128"."""
+    """Return the rows and columns that a field such as [128, 128] or "128x128" states. Raises ValueError for others."""
     value: Any = fields.values.get(name)
     sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
@@ -129,11 +132,10 @@ def format_of(scheme: LinearScheme) -> str:
 def read_weights(
     tensors: Mapping[str, torch.Tensor], quantisation: Quantisation | None, path: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, PackedWeight]]:
-    """Return the checkpoint's tensors with quantised weights in the engine's layout, and packed codes, by weight.
+    """Return the checkpoint's tensors with quantised weights in the engine's layout, and packed codes by weight name.
 
-    Packed codes are replaced by a tensor `weight` [N, K] on the meta device, which only says what the codes stand for.
-    path: the checkpoint's folder, for errors. Raises ValueError, with names and values, if tensors contradict each
-    other or the rules.
+    Among the tensors, a placeholder `weight` [N, K] on the meta device replaces packed codes. path: the checkpoint's
+    folder, for errors. Raises ValueError, with names and values, if tensors contradict each other or the rules.
     """
     found, packed = dict(tensors), dict[str, PackedWeight]()
     if quantisation is not None and quantisation.method == MXFP4:

@@ -39,9 +39,9 @@ def causal_lm_name(config: PreTrainedConfig) -> str | None:
 
 
 def encoder_names(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return transformers' Auto classes for the model of a configuration without a head and as a classifier.
+    """Return the Auto classes of transformers for a configuration's model without a head, and for its classifier.
 
-    The keys are the names of the classes that the Auto classes build.
+    The keys are the names of the model classes that the Auto classes build.
     """
     found: dict[str, Any] = {}
     for auto in (AutoModel, AutoModelForSequenceClassification):

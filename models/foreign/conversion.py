@@ -43,13 +43,13 @@ class _Value:
 
 
 class UnsupportedConversionError(ValueError):
-    """A conversion that copying parts of tensors cannot express."""
+    """Raised for a conversion that copying parts of tensors cannot express."""
 
 
 def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
     """Return the placements of a checkpoint's tensors (name -> shape) in a model of transformers.
 
-    Raises UnsupportedConversionError, naming the operation.
+    Raises UnsupportedConversionError, naming the operation, and ValueError for a result of a wrong shape.
     """
     parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()
@@ -120,7 +120,7 @@ def _converted(
     target: str,
     parameters: Mapping[str, Shape],
 ) -> dict[str, _Value]:
-    """Run a converter on its sources; returns its results by full name."""
+    """Run a converter on its sources; returns its results by the full names of its targets."""
     values: dict[str, list[_Value]] = {
         pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
     }
@@ -151,7 +151,10 @@ def _converted(
 
 
 def _full(target: str, targets: list[str], name: str) -> str:
-    """Return the full name of a converter's target; `target` is the full name of the first target."""
+    """Return the full name of the converter's target `name`.
+
+    target: the full name of its first target. targets: the patterns of all its targets.
+    """
     concrete = target.replace("*.", "0.")
     return concrete.replace(targets[0], name, 1) if targets[0] in concrete else concrete
 

@@ -49,7 +49,7 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer's attention; soft_cap and sinks as in attention.inputs."""
+    """The shape of a layer's attention; for soft_cap and sinks see attention.inputs.Scoring."""
 
     num_heads: int  # 0: the layer has no attention
     num_kv_heads: int

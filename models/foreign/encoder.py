@@ -91,7 +91,7 @@ class Classifier(Encoder):
 class Base:
     """Mixin for the base model's class.
 
-    With hand_on=True, forward returns its input embeddings as hidden states, and the pooler's output from them.
+    With hand_on=True, forward returns its input embeddings as hidden states, and the pooler's output for them.
     """
 
     pooler: Any
@@ -120,9 +120,9 @@ class HandedOn:
 
 
 class PoolerOfHead:
-    """Mixin for the class of a base model's pooler, which then runs as part of the head only.
+    """Mixin for the class of a base model's pooler, which runs only in a classifier's head (`in_head`).
 
-    In the base model it returns None.
+    For the base model's own calls it returns None.
     """
 
     def forward(self, hidden_states: torch.Tensor, *, in_head: bool = False) -> Any:
@@ -134,7 +134,8 @@ def make_encoder(
 ) -> tuple[Encoder, Observation] | None:
     """Build the model on the meta device and observe it; None if its attention is causal.
 
-    auto: transformers' Auto class for it. Raises UnsupportedModelError for features that the engine lacks.
+    auto: the Auto class of transformers that builds it. classifies: whether it has a classifier's head. Raises
+    UnsupportedModelError for features that the engine lacks.
     """
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=PACKED_NAME, trust_remote_code=False)

@@ -15,9 +15,10 @@ log = logging.getLogger("compiled_engine")
 
 
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Return the description of the model of a config.json, read from its file or made with transformers.
+    """Return the description of a config.json's model, read from its file or made with transformers.
 
-    Raises ValueError for a model that cannot be run, or without a supported version of transformers.
+    cache_dir: the file is below this folder, and is written if it is missing or damaged; None: no file. Raises
+    ValueError for a model that cannot be run, or without a supported version of transformers.
     """
     path = description_file(config_json, dtype, cache_dir)
     if path is not None and path.is_file():

@@ -60,7 +60,7 @@ def first_position(model: nn.Module) -> int:
 def missing_mechanisms(config: PreTrainedConfig, model: nn.Module | None, *, encodes: bool = False) -> tuple[str, ...]:
     """Return the names of the mechanisms that the model needs and the engine lacks.
 
-    model: None if it could not be built.
+    model: None if it could not be built. encodes: whether the model is an encoder.
     """
     modules = [] if model is None else _outside_recurrences(model)
     classes = {type(module).__name__ for module in modules}

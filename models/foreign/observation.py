@@ -238,9 +238,10 @@ class _Recurrences:
 
 
 def observe(model: PreTrainedModel, num_layers: int, *, encodes: bool = False) -> Observation:
-    """Run a model that is on the meta device, and return the findings. encodes: the model takes no cache.
+    """Run a model that is on the meta device, and return the findings.
 
-    Raises UnsupportedModelError for features that the engine lacks.
+    encodes: the model is an encoder, whose forward takes no cache. Raises UnsupportedModelError for features that the
+    engine lacks.
     """
     observer = _Observer()
     AttentionInterface.register(_NAME, observer.attend)

@@ -1,7 +1,7 @@
 """Placements of checkpoint tensors in a model: plain data, so that later starts do not need transformers.
 
 A checkpoint may store one tensor of the model as several (one per expert), or several as one. In both cases a part of
-one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
+one tensor equals a part of the other, so each byte is read once and written to its final position, packed or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Span = tuple[int, int]
 class Placement:
     """Part `taken` of tensor `source` becomes part `placed` of parameter `target`.
 
-    A part is a (start, end) for each dimension. Both parts have the same number of elements, in the same order.
+    A part is a (start, end) for each dimension. Both parts have the same number of elements, in the same order unless
+    `transposed` is set.
     """
 
     source: str
@@ -37,7 +38,7 @@ class Placement:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the source is experts in MXFP4, whose scales are `beside`."""
+        """Whether the source holds the codes of experts in MXFP4, whose scales are in the tensor `beside`."""
         return self.decode == MXFP4
 
     @property
@@ -45,9 +46,10 @@ class Placement:
         return (self.source, *self.beside)
 
     def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
-        """Return placements for a rank's slice of the parameter, which has these `places` along `dim`.
+        """Return placements for a rank's slice of the parameter.
 
-        Raises ValueError if the source cannot be divided along that dimension.
+        places: the parts of dimension `dim` that the slice consists of. Raises ValueError if the source cannot be
+        divided along that dimension.
         """
         back = dim - len(self.placed)  # negative index, since a source may lack leading dimensions
         if self.transposed and back >= -2:
@@ -88,7 +90,7 @@ def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Placements of a checkpoint's tensors, and the names of tensors without a place."""
+    """Placements of a checkpoint's tensors, and the names of tensors that the model does not expect."""
 
     placements: tuple[Placement, ...]
     unexpected: tuple[str, ...]

@@ -56,7 +56,7 @@ class CausalLM:
         """Return hidden states [T, D] after the final norm.
 
         Writes this step's keys and values into kv_caches, and updates the states of recurrences in place. rows_R: see
-        recurrence.sequences.
+        recurrence.sequences.Sequences.
         """
         self.step.rows_R = rows_R
         return self._decode({"input_ids": input_ids_T}, positions_T, attention_inputs, kv_caches)
@@ -72,7 +72,10 @@ class CausalLM:
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids."""
+        """Do the same as `forward`, from the inputs [T, D] of the first layer instead of token ids.
+
+        The model must not have recurrences.
+        """
         return self._decode({"inputs_embeds": embedded_TD}, positions_T, attention_inputs, kv_caches)
 
     def _decode(
@@ -110,7 +113,7 @@ class Decoder:
 class TextAngles:
     """Mixin for rotary embeddings that take three positions per token (for time, height and width).
 
-    In text the three are equal.
+    Computes the angles from the first position alone, since the three are equal in text.
     """
 
     inv_freq: torch.Tensor
@@ -167,7 +170,7 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
     """Parse the text of a config.json.
 
     Raises UnknownArchitectureError unless transformers' code has the architecture as a causal LM, as a model without a
-    head or as a classifier; ValueError for invalid values.
+    head or as a classifier; ValueError for invalid values or an unsupported version of transformers.
     """
     supported_version()
     values = json.loads(config_json)
@@ -192,7 +195,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
     An architecture that is no causal LM becomes an encoder if its attention is bidirectional, and otherwise the causal
     LM with the same decoder. Raises UnsupportedModelError, with the model's name, for a model that the engine cannot
-    run.
+    run, and the errors of `read_hf_config`.
     """
     whole = read_hf_config(config_json)
     stated = json.loads(config_json)["architectures"][0]
@@ -239,7 +242,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
 
 def _build_encoder(config: PreTrainedConfig, name: str, dtype: torch.dtype) -> tuple[Encoder, Observation] | None:
-    """Build an encoder; None if its attention is causal. Raises the errors of `build_foreign_model`."""
+    """Build an encoder; None if its attention is causal. Raises UnsupportedModelError, with the model's name."""
     try:
         _require_fixed_angles(config)
         found = make_encoder(config, encoder_names(config)[name], dtype, classifies=name.endswith("Classification"))

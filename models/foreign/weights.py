@@ -26,12 +26,11 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Set the attributes `packed` and `outputs_last` on modules, which `compare_shapes` reads. Textbook modules set
-    them themselves.
+    """Set the attributes `packed` and `outputs_last` on modules, which `compare_shapes` reads.
 
-    qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up, in experts too; in_proj_qkv and conv1d of
-    a gated delta net those of its q, k and v. Comparisons of log-probabilities verify that a family splits them like
-    this.
+    Textbook modules set `packed` themselves. qkv_proj holds the rows of q, k and v; gate_up_proj those of gate and up,
+    in experts too; in_proj_qkv and conv1d of a gated delta net those of its q, k and v. Tests that compare
+    log-probabilities verify that a family splits them like this.
     """
     fields = {} if config.transformers is None else json.loads(config.transformers.config)
     for path, module in model.named_modules():
@@ -56,7 +55,7 @@ def mark_packed(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _is_transposed(experts: nn.Module) -> bool:
-    """Return whether matrices are [E, H, 2 I] and [E, I, H], instead of [E, 2 I, H] and [E, H, I]."""
+    """Return whether the experts' matrices are [E, H, 2 I] and [E, I, H], instead of [E, 2 I, H] and [E, H, I]."""
     (_, before, after), (_, inputs, outputs) = experts.gate_up_proj.shape, experts.down_proj.shape  # type: ignore[misc]
     return bool((before, after) == (outputs, 2 * inputs))
 
@@ -69,7 +68,8 @@ def find_weight_plan(
 ) -> WeightPlan:
     """Return the placements of the checkpoint's tensors (name -> shape).
 
-    Raises ValueError for an unsupported conversion, or one whose result has a wrong shape.
+    cache_dir: the placements are read from a file below this folder; a missing or damaged file is written. None: no
+    file. Raises ValueError for an unsupported conversion, or one whose result has a wrong shape.
     """
     beside = description_file(model.config, dtype, cache_dir)
     digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]

@@ -31,9 +31,9 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM | Eagle3Head:
     """Build the model on the meta device, in config.dtype; `parameters.materialize` allocates its parameters.
 
     The model has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and `logits(hidden_RD)
-    -> logits_RV`. A draft head's `forward` also takes features. An EAGLE-3 head has `combine(aux_hidden_states_TE) ->
-    features_TD`, where E elements are hidden states of several layers. Buffers (rotary frequencies) are fp32 on the
-    CPU.
+    -> logits_RV`. A draft head's `forward` also takes `features_TD`. An EAGLE-3 head has `combine(aux_hidden_states_TE)
+    -> features_TD`; E counts the elements of several layers' hidden states, concatenated. Buffers (rotary frequencies)
+    are fp32 on the CPU.
     """
     head = config.head
     with torch.device("meta"):

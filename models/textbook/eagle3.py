@@ -27,7 +27,7 @@ FEATURES = "features_TD"
 def head_step_tensors(model: ModelConfig) -> tuple[StepTensor, ...]:
     """Return the step tensor that a draft head reads besides the usual ones: one feature vector per token.
 
-    Empty without a head.
+    Returns () for a model that is no draft head.
     """
     return () if model.head is None else (StepTensor(FEATURES, ("tokens", model.hidden_size), model.dtype),)
 
@@ -93,8 +93,8 @@ class Eagle3Head(nn.Module):
     ) -> torch.Tensor:
         """Return hidden states [T, D] before the final norm: the features for drafting the following token.
 
-        input_ids_T: for each position the next token. features_TD: `combine` of the target model's hidden states at the
-        position, or an earlier result of `forward`.
+        input_ids_T: for each position the next token. features_TD: for each position the result of `combine` for the
+        target model's hidden states, or an earlier result of `forward`.
         """
         cos_T1d, sin_T1d = self.rotary_emb(positions_T)
         embedded_TD = self.embed_tokens(input_ids_T)

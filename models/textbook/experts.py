@@ -36,10 +36,9 @@ class Experts(nn.Module):
         return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
-        """Yield (name, parameter, place) of each tensor in a checkpoint.
+        """Yield the name of each tensor in a checkpoint, the parameter that contains it, and its position there.
 
-        parameter: the one that contains the tensor. place: (start, end) of each dimension in it. Names are relative to
-        this module.
+        The position is (start, end) for each dimension. Names are relative to this module.
         """
         _, D, I = self.down_proj.shape  # noqa: E741
         for expert in range(self.down_proj.shape[0]):

@@ -17,8 +17,8 @@ from compiled_engine.config import ModelConfig
 class LayerStack(nn.ModuleList):
     """Decoder layers, each applied to the previous layer's result.
 
-    The compiler traces only a few of the identical layers (graphs/compiler/traced_layers.py) and selects them with
-    `only`. Layers are not identical if an attribute, such as a number, differs between them; then all are traced.
+    The compiler traces only a few of several identical layers (graphs/compiler/traced_layers.py) and selects them with
+    `only`. Layers that differ in an attribute, such as a layer number, are not identical.
     """
 
     only: Sequence[int] | None = None
@@ -31,7 +31,7 @@ class LayerStack(nn.ModuleList):
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Apply the layers in order. Raises ValueError unless there is one KV cache per layer."""
+        """Apply the layers, or those in `only`, in order. Raises ValueError unless there is one KV cache per layer."""
         if len(kv_caches) != len(self):
             raise ValueError(f"there are {len(kv_caches)} KV caches for {len(self)} layers")
         for layer in range(len(self)) if self.only is None else self.only:

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2, which differ only in biases and sliding windows; the config states both."""
+"""Llama, Mistral, Qwen2 and MiMo, which differ only in biases and sliding windows; the config states both."""
 
 from __future__ import annotations
 

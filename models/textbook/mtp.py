@@ -2,12 +2,13 @@
 
 Method: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 2.2.
 
-At each position the layer reads the model's last hidden state and the embedding of the next token. Both are normed and
-projected to one vector, which passes a decoder layer of the model's family and a norm. The result gives the logits of
-the token after the next one, with the model's output projection. For positions that the model has not computed yet, it
-takes the place of the model's hidden state.
+At each position the layer reads the model's final hidden state and the embedding of the next token. Both are normed and
+projected to one vector, which passes a decoder layer of the model's family and a norm. From the result, the model's
+output projection computes the logits of the token after the next one. For positions that the model has not computed
+yet, the layer's own result takes the place of the model's hidden state.
 
-Here the layer is the family's model with a single layer, so that all code of families serves MTP too.
+The layer is implemented as a model of the family with a single decoder layer, so that the code of all families serves
+MTP too.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ PROJECTION = "mtp"
 
 
 class Projection(nn.Module):
-    """Norms and projects embeddings and hidden states to the inputs of the decoder layer."""
+    """Norms embeddings and hidden states, and projects both to the inputs of the decoder layer."""
 
     def __init__(self, norm: nn.Module, config: ModelConfig) -> None:
-        """norm: module of a norm; both norms here are like it."""
+        """norm: a norm of the model; both norms of this module are copies of it."""
         super().__init__()
         assert config.head is not None
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
@@ -39,7 +40,7 @@ class Projection(nn.Module):
         self.hidden_first, self.shares_norm = config.head.hidden_first, config.head.shares_norm
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
-        """Return the projections [T, D]. norm_D: the weight of the norm whose results the hidden states are."""
+        """Return the projections [T, D]. norm_D: the weight of the norm that computed the hidden states."""
         if self.shares_norm:  # without the weight they differ from those before the norm in scale, which a norm drops
             hidden_TD = hidden_TD / norm_D
         both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)
@@ -48,7 +49,10 @@ class Projection(nn.Module):
 
 
 class MtpLayer:
-    """Mixin before the class of a causal language model with a single layer, and with `embed` and `decode`."""
+    """Mixin that makes a causal language model with a single layer an MTP layer.
+
+    In the bases it precedes the model's class, which has `embed` and `decode`.
+    """
 
     mtp: Projection
     model: Any
@@ -63,9 +67,9 @@ class MtpLayer:
         kv_caches: list[torch.Tensor],
         features_TD: torch.Tensor,
     ) -> torch.Tensor:
-        """Return hidden states [T, D] after the last norm: the features for drafting the following token.
+        """Return hidden states [T, D] after the final norm: the features for drafting the following token.
 
-        input_ids_T: for each position the next token. features_TD: the model's last hidden states at the positions, or
+        input_ids_T: for each position the next token. features_TD: the model's final hidden states at the positions, or
         an earlier result of `forward`.
         """
         projected_TD = self.mtp(self.embed(input_ids_T), features_TD, self.model.norm.weight)
@@ -76,8 +80,8 @@ class MtpLayer:
 def make_mtp_layer(model: Any, config: ModelConfig) -> Any:
     """Turn a causal language model with a single layer into an MTP layer, in place, and return it.
 
-    model: of the textbook or of transformers' code, or its tensors alone. Its parameters are on the meta device, and
-    keep their names.
+    model: a model of the textbook or of transformers' code, or a Skeleton of its tensors. Its parameters are on the
+    meta device, and keep their names.
     """
     with torch.device("meta"):
         model.mtp = Projection(model.get_submodule(NORM), config).eval().requires_grad_(False)

@@ -16,7 +16,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor of cos and sin.
+    """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor for cos and sin.
 
     Raises ValueError for an unknown kind, and for llama3 or yarn without original_max_position_embeddings.
     """
@@ -41,7 +41,7 @@ def _original_length(rope: RopeConfig) -> int:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1 does: stretch long wavelengths by the factor, keep short ones, blend between."""
+    """Scale frequencies as Llama 3.1 does: stretch long wavelengths by the factor, keep short ones, blend the rest."""
     original = _original_length(rope)
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -51,7 +51,10 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Scale frequencies as YaRN (Peng et al., 2023): keep those of fast pairs, stretch slow ones, blend between."""
+    """Scale frequencies as YaRN (Peng et al., 2023).
+
+    Those of fast pairs are kept, those of slow pairs divided by the factor, and those between blended.
+    """
     original = _original_length(rope)
 
     def pair_with_turns(turns: float) -> float:

@@ -14,8 +14,8 @@ from compiled_engine.vision import VisionDescription
 def describe_vision(config_json: str) -> VisionDescription | None:
     """Return the tower's description; None for a checkpoint without a tower that the engine runs.
 
-    config_json: text of the checkpoint's config.json. Raises ValueError for fields of a supported architecture that
-    transformers refuses.
+    config_json: text of the checkpoint's config.json. Raises ValueError if the architecture is supported, but
+    transformers refuses a field, or patches or tiles are not square.
     """
     values = json.loads(config_json)
     architecture = (values.get("architectures") or [""])[0]

@@ -67,7 +67,10 @@ def check_image(description: VisionDescription, image: Mapping[str, torch.Tensor
 
 
 def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return an image's tiles, [N, channels, height, width]."""
+    """Return an image's tiles, [N, channels, height, width], without tiles of padding.
+
+    Raises ValueError for a tile that is padded.
+    """
     size = description.tile_size
     tiles = image[PIXELS].reshape(-1, description.num_channels, size, size)
     if description.resolutions:  # padding may follow
@@ -78,10 +81,10 @@ def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) 
 
 
 def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Return the rows of an image's embeddings among the further embedding (0) and those of its tiles (from 1 on).
+    """Return the order of an image's embeddings for LLaVA-NeXT, int [E].
 
-    The tile of the whole image comes first, then the rows of the others without padding, each with the further
-    embedding behind it (LLaVA-NeXT).
+    Number 0 stands for the further embedding that ends each row, number n from 1 on for embedding n - 1 of the tiles.
+    The tile of the whole image comes first. The other tiles' rows follow, without padding, each with a 0 at its end.
     """
     rows, columns = _grid_of_tiles(description, image)
     side, size = math.isqrt(description.tile_embeddings), description.tile_embeddings
@@ -101,7 +104,7 @@ def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tenso
 def _grid_of_tiles(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Return the rows and columns of tiles of the best resolution for an image.
 
-    It keeps the most of the image's pixels, and then has the least space without pixels.
+    The best resolution keeps the most of the image's pixels; among equals, it has the least space without pixels.
     """
     height, width = image[SIZES].flatten().tolist()
 
@@ -115,9 +118,9 @@ def _grid_of_tiles(description: VisionDescription, image: Mapping[str, torch.Ten
 
 
 def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str, torch.Tensor]:
-    """Return the processor's output for a black image with at most this many embeddings, and at least those of a tile.
+    """Return the processor's output for a black image with at most `num_embeddings` embeddings.
 
-    A grid is about as wide as it is high.
+    The image has more if a single tile, or the smallest resolution, has more. A grid is about as wide as it is high.
     """
     if description.tile_size:
         size = description.tile_size
@@ -131,7 +134,10 @@ def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str
 
 
 def _blank_of_resolution(description: VisionDescription, num_embeddings: int) -> dict[str, torch.Tensor]:
-    """Return a black image that fills the largest resolution with so few embeddings, or the smallest one."""
+    """Return a black image that fills the largest resolution with at most `num_embeddings` embeddings.
+
+    If all resolutions have more, it fills the smallest one.
+    """
     size, blank = description.tile_size, {}
     for height, width in sorted(description.resolutions, key=math.prod, reverse=True):
         tiles = 1 + height * width // size**2
@@ -199,7 +205,7 @@ def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torc
 
 
 def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
-    """Return `ends_of_rows` for an image whose tiles follow `start` embeddings of other images."""
+    """Return `rows`, from `ends_of_rows`, for an image whose tiles follow `start` embeddings of other images."""
     return np.where(rows > 0, rows + start, 0)
 
 
@@ -230,7 +236,10 @@ def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torc
 
 
 def _attention(num_tokens: int, lens: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the inputs of attention within images. lens: their numbers of patches."""
+    """Return the inputs of attention within the frames of grids, or within tiles.
+
+    lens: patches of each frame or tile.
+    """
     sizes = {"tokens": num_tokens, "requests": len(lens), "request_borders": len(lens) + 1}
     found = padding_of(_IMAGES, sizes | {"blocks_per_request": 1, "work": 1}, torch.device("cpu"))
     return found | {

@@ -1,8 +1,8 @@
 """Compute the positions of a prompt's tokens in three dimensions: time, height and width.
 
-The method is that of Qwen2-VL (Wang et al., arXiv:2409.12191, section 2.1). A text's tokens have their number in all
-three. An image's tokens have its start in time, and their row and column in height and width. The text behind an image
-goes on after the largest of them.
+The method is that of Qwen2-VL (Wang et al., arXiv:2409.12191, section 2.1). A text's token has the same position in all
+three. An image's tokens count from the image's start: frames in time, rows in height, columns in width. The text after
+an image begins at this start plus the larger of the numbers of rows and columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compiled_engine.vision import VisionDescription
 def image_positions(
     description: VisionDescription, prompt_token_ids: Sequence[int], images: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, int]:
-    """Return positions, int32 [3, L], and the offset of later tokens' positions from their number.
+    """Return positions, int32 [3, L], and by how much the positions of tokens after the prompt exceed their indices.
 
     images: each image's processor output, whose image_grid_thw is int [1, 3] or [3], in the order of the prompt. Raises
     ValueError if the prompt's placeholders do not match the images.

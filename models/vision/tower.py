@@ -27,9 +27,9 @@ NAME = "compiled_engine_vision_flash"
 
 
 class Borders:
-    """The borders of the patches that attend to each other, passed beside transformers' code.
+    """The borders within which patches attend to each other: those of images, and those of windows.
 
-    The tower's forward sets them.
+    The tower's forward sets them; its attention modules read them.
     """
 
     image: AttentionInputs | None = None
@@ -61,7 +61,7 @@ AttentionInterface.register(NAME, attend_within)
 
 
 class LinearPatches:
-    """Mixin for embeddings of patches that are written as a convolution, although patches do not overlap."""
+    """Mixin for a patch embedding that is written as a convolution: computes a linear, since patches do not overlap."""
 
     proj: nn.Module
 
@@ -72,7 +72,7 @@ class LinearPatches:
 
 
 class LinearTiles:
-    """Mixin for a convolution whose patches do not overlap: cuts tiles into patches and multiplies these."""
+    """Mixin for a convolution whose patches do not overlap: cuts tiles into patches, and applies a linear to these."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -91,9 +91,9 @@ class LinearTiles:
 
 
 class WholeTiles:
-    """Mixin for embeddings of Idefics 3 and SmolVLM, which number the patches of tiles that may be padded.
+    """Mixin for embeddings of Idefics 3 and SmolVLM: adds the same position embeddings to each tile.
 
-    Here all patches of a tile are real, so their numbers are the same in each tile.
+    transformers computes positions for each tile, since its tiles may be padded. Here no tile has padding.
     """
 
     patch_embedding: nn.Module
@@ -107,9 +107,9 @@ class WholeTiles:
 
 
 def positions_of_patches(side: int) -> torch.Tensor:
-    """Return the positions that transformers gives the patches of a whole tile, with so many patches on a side.
+    """Return the positions that transformers gives the patches of a tile without padding, [side * side].
 
-    Two neighbours may have the same one, since it rounds their coordinates.
+    side: patches on a side. Neighbours may have the same position, since transformers rounds their coordinates.
     """
     with torch.device("cpu"):
         coordinates = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
@@ -127,7 +127,11 @@ class VisionTower(nn.Module):
     layers_in_tuple = False
 
     def __init__(self, model: Any, description: VisionDescription, layers: nn.ModuleList | None) -> None:
-        """Make a tower of these modules. layers: if they run one after the other and only the last is read from."""
+        """Make a tower of the modules of `model`.
+
+        layers: the tower's layers, if each reads the previous one's result and only the last result is used; otherwise
+        None.
+        """
         super().__init__()
         self.model, self.description = model, description
         self.borders = Borders()
@@ -138,14 +142,14 @@ class VisionTower(nn.Module):
                 module.borders, module.in_windows = self.borders, False
 
     def attend_in(self, images: AttentionInputs, starts_W1: Any = None, lens_W: Any = None) -> None:
-        """Set the borders of images, and those of windows if they are given."""
+        """Set the borders of images and, if they are given, those of windows."""
         self.borders.image = images
         if starts_W1 is not None:
             self.borders.window = replace(images, query_start_loc_R1=starts_W1, seq_lens_R=lens_W)
 
 
 class GridTower(VisionTower):
-    """The towers of Qwen2.5-VL, Qwen3-VL and their successors, which read grids."""
+    """The towers of Qwen2-VL and its successors, which read grids."""
 
     def __init__(self, model: Any, description: VisionDescription) -> None:
         visual = model.visual
@@ -161,7 +165,7 @@ class GridTower(VisionTower):
         attention_inputs: AttentionInputs,
         *planned: torch.Tensor,
     ) -> torch.Tensor:
-        """Return embeddings [E, D], followed in each row by those of the levels.
+        """Return a row for each of E embeddings: the embedding, followed by those of the levels, see VisionDescription.
 
         planned: the table's rows and weights, then the windows' order, starts and lengths, as far as the tower has
         them.
@@ -264,9 +268,9 @@ FEATURES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def hidden_states(tower: Any, pixels_NCHW: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:
-    """Return the hidden states that transformers has under these numbers, [1, N * patches, D] each.
+    """Return the hidden states with the indices `layers` in transformers' list of them, [1, N * patches, D] each.
 
-    tower: a vision transformer. Number 0 is the input of the first layer, number -1 the output of the last one.
+    tower: a vision transformer. Index 0 is the input of the first layer, index -1 the output of the last one.
     """
     states_NPD = tower.embeddings(pixels_NCHW)
     if hasattr(tower, "pre_layrnorm"):
