@@ -126,7 +126,7 @@ def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
 
 
 class GraphSupport(Enum):
-    """The CUDA graphs that may capture a backend's kernels, in ascending order."""
+    """The CUDA graphs that may capture a backend's kernels: none, those of batches with only decodes, or all."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -139,7 +139,7 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 
 def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all `contexts`: up to each of these lengths, other kernels serve requests with drafts."""
+    """Return all `contexts`: special kernels up to each of these lengths also serve requests with drafts."""
     return contexts
 
 
@@ -155,12 +155,15 @@ class Support:
     records_decodes: bool = False  # on a CPU, the calls for decodes depend only on their number
     # Maps a number of decodes to the context lengths, ascending, up to which special kernels serve them.
     short_contexts: Callable[[int], tuple[int, ...]] = no_short_contexts
-    # Of these lengths, returns those that also have other kernels for requests with drafts.
+    # Of these lengths, returns those up to which special kernels also serve requests with drafts.
     contexts_of_drafts: Callable[[int, tuple[int, ...]], tuple[int, ...]] = all_contexts
 
     @classmethod
     def of_all(cls, supports: Sequence[Support]) -> Support:
-        """Return the support of several cases at once: graphs and short contexts that all of `supports` allow."""
+        """Return the support of several cases at once: graphs and short contexts that all of `supports` allow.
+
+        Its `contexts_of_drafts` returns the lengths that any of `supports` returns.
+        """
 
         def short_contexts(num_requests: int) -> tuple[int, ...]:
             first, *others = (support.short_contexts(num_requests) for support in supports)

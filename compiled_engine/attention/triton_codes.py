@@ -90,9 +90,9 @@ def load_scales(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (scales of keys, scales of their values), fp32 [N]; 1 where nothing is stored.
+    """Return (scales of keys, scales of their values), fp32 [N].
 
-    head_scales_ptr: scales_ptr from the K/V head on.
+    In an int8 cache they are 1 where nothing is stored. head_scales_ptr: scales_ptr from the K/V head on.
     """
     if WIDTH != HEAD_DIM:
         offsets_N = scale_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
@@ -110,8 +110,8 @@ def load_scales(
 def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
     """Return queries x in the type in which they are multiplied by elements of the cache.
 
-    Queries of bfloat16 become float16 for 8-bit codes, which are converted to float16 exactly in one or two
-    instructions.
+    For 8-bit codes, bfloat16 queries become float16, since one or two instructions convert the codes to float16
+    exactly.
     """
     if x.dtype == tl.bfloat16 and element != tl.bfloat16:
         return x.to(tl.float16)

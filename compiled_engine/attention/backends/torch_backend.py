@@ -1,7 +1,7 @@
 """Attention in plain torch: gathers contexts from the paged cache, then computes with dense operations.
 
-It is the reference for the other backends, and the default on a CPU without a C++ compiler. It runs on every device and
-for every shape.
+It is the reference for the other backends, and chosen where the default backend cannot run a model, such as on a CPU
+without a C++ compiler. It runs on every device, for all head and block sizes.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _decode(
 ) -> None:
     """Write to out_RHd the attention of one query per request.
 
-    ragged: contexts have different lengths, up to `longest`; otherwise all have `longest` tokens.
+    ragged: contexts may have different lengths, up to `longest`; otherwise all have `longest` tokens.
     """
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]

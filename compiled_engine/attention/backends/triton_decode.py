@@ -73,7 +73,7 @@ def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles
 
 @cache
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
-    """Return decode_tiles for tiles with few rows. Tiles with more rows get more warps, or fewer keys."""
+    """Return the result of decode_tiles for up to 16 rows; for more rows, tiles with more warps or fewer keys."""
     tiles = decode_tiles(head_dim, element_size, programs)
     if rows <= 16:
         return tiles
@@ -235,7 +235,7 @@ def decode(
 ) -> None:
     """Write the attention of all rows to out_THd. Each row is one token; `query_len` consecutive rows share a request.
 
-    The contexts of a request's rows end one token after the other; its last rows may be padding. q_THd, out_THd: [R, H,
+    Each row of a request sees one key more than the row before; the last rows may be padding. q_THd, out_THd: [R, H,
     d], d contiguous; the cache is contiguous and holds the keys of all rows. Launches a second kernel to combine
     several splits.
     """

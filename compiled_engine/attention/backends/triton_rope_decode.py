@@ -117,7 +117,7 @@ def rope_decode_kernel(
     scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
         all.
     FIRST_N: keys of the first tile; TILE_N: keys of later tiles; TILE_M, TILE_D: GROUP and HEAD_DIM, rounded up.
-    STRIDE_MULTIPLE: a divisor of all token strides.
+    STRIDE_MULTIPLE: a divisor of all token strides but out's.
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
