@@ -4,7 +4,7 @@ There are three: write K and V to the paged cache and attend (`attention`); atte
 (`attend`); and attend among the tokens of each request, without a cache (`attend_packed`). They mutate their
 arguments, so the graph is split around them (graphs/compiler/split.py).
 
-Models of transformers may change tensors in place, which no tracer can functionalise around an op that mutates its
+Models from transformers may change tensors in place, which no tracer can functionalise around an op that mutates its
 arguments. So their traces have functional stand-ins, named `..._value`; `passes.layout.lowering` replaces these by the
 ops.
 """

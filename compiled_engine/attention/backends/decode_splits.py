@@ -45,8 +45,8 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
     Without splits there is one program per request and K/V head. If there are at least eight multiprocessors for each
     such program, keys are split until there are two programs per multiprocessor. If there is at least one, keys are
-    split among eight small programs, so that the longest context does not delay the step. More programs balance each
-    other, and their keys are only split if contexts may exceed LONG_SPLIT.
+    split among up to eight small programs, so that the longest context does not delay the step. More programs balance
+    each other, and their keys are only split if contexts may exceed LONG_SPLIT.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
