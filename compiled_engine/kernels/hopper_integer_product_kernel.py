@@ -56,7 +56,7 @@ class Codes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Two ring buffers in shared memory. A stage has two barriers: when it is full, and when all groups have read it."""
+    """Two ring buffers in shared memory. A stage has two barriers: it is full, and all groups of warps have read it."""
 
     words: Any  # [stages * GROUPS, ROWS, WORDS]
     scales: Any  # [stages * GROUPS, ROWS]
