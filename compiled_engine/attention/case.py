@@ -13,7 +13,7 @@ from compiled_engine.kv_format import AUTO, CODED, cache_dtype
 
 
 class Refused(ValueError):
-    """Raised by a backend that cannot run a case. The message names a field, its value and what is allowed."""
+    """Raised by a backend that cannot run a case. The message gives the reason: mostly a field, and what is allowed."""
 
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
@@ -58,7 +58,7 @@ class AttentionCase:
         return self.num_heads // self.num_kv_heads
 
     def with_block_size(self, block_size: int) -> AttentionCase:
-        """Return the case with another block size."""
+        """Return the case with another block size, or the case itself if it has no cache."""
         return self if self.cache is None else replace(self, cache=replace(self.cache, block_size=block_size))
 
     @property

@@ -240,7 +240,8 @@ def step_of(
     """Return the step tensors, by name, of a batch of requests, decodes first.
 
     ids_T: the token ids of all requests, one after the other. spans: the positions that each request computes. blocks:
-    the block ids that each request owns. others: additional step tensors, which are filled with padding.
+    the block ids that each request owns, the same number for each. others: additional step tensors, which are filled
+    with padding.
     """
     slots_T = [
         owned[position // block_size] * block_size + position % block_size

@@ -174,7 +174,8 @@ def attention(
     """Return the causal attention [T, H, d] of this step's queries over their requests' whole contexts, in q's dtype.
 
     First writes k and v into the cache at inputs.slot_mapping_T. A query at position p sees keys at positions
-    max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p. scale, soft_cap, sinks_H: see Scoring.
+    max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p, and the later keys that
+    inputs.keys_ahead_T adds. scale, soft_cap, sinks_H: see Scoring.
     """
     out_THd = torch.empty_like(q_THd)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)

@@ -496,10 +496,11 @@ def hopper_prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Write to out_THd the attention of all requests with several queries. Launched right after `listed_decode`.
+    """Write to out_THd the attention of all requests with several queries.
 
-    Only for cases that on_hopper accepts. q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of
-    ROWS rows. num_tiles: int32 [1], the number of tiles to compute; None: all.
+    Launched after `listed_decode`, with only prefill kernels in between. Only for batches that on_hopper accepts.
+    q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of ROWS rows. num_tiles: int32 [1], the
+    number of tiles to compute; None: all.
     """
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
