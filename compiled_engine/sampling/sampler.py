@@ -6,7 +6,7 @@ token masks apply before the penalties, so that no processor can allow a forbidd
 are computed. The host never waits for the device, and does not need earlier tokens.
 
 With a divided vocabulary each rank samples from its own columns, and ranks exchange a few numbers per row. Whole rows
-are gathered for logits processors, and for thresholds of top-p without top-k.
+are gathered for logits processors, and for some filters, see filter_candidates.
 """
 
 from __future__ import annotations
