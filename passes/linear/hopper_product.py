@@ -86,8 +86,8 @@ def product_tiles(
 ) -> ProductTiles | None:
     """Return the measured tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    gated: num_rows counts gate and up together. Returns None for few tokens, if another kernel is faster, or if the
-    device or the shape was not measured.
+    gated: num_rows counts gate and up together. Returns None for few tokens, if another kernel is faster, if `dtype`
+    does not have two bytes, or if the device or the shape was not measured.
     """
     profile = hopper_profile(dtype, device) if num_tokens > FEW else None
     measured = None if profile is None else profile.product(num_tokens, num_rows, k, gated)
