@@ -188,7 +188,7 @@ def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Return the declaration of each layer's KV cache. shapes: of the caches; the number of blocks is left open."""
+    """Return the declaration of each layer's KV cache. shapes: of the caches, whose first dimension becomes dynamic."""
     return tuple(StepTensor(f"kv_caches.{i}", ("blocks", *shape[1:]), dtype) for i, shape in enumerate(shapes))
 
 

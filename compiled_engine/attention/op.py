@@ -65,7 +65,10 @@ def attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Write to `out_THd` the attention over a cache that already has this step's K and V."""
+    """Write to `out_THd` the attention over a cache that already has this step's K and V.
+
+    scale to kv_scales_2K: fields of Scoring. fields_of_inputs: those of AttentionInputs, in order.
+    """
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)

@@ -590,7 +590,7 @@ def coded_decode(
     new: this step's keys and values. The kernel rotates queries and keys, and writes keys and values to the cache.
         None: queries are rotated already, and the cache has the keys and values.
 
-    Launches a second kernel to combine several splits. See exists_on_hopper for the sizes that the kernel supports.
+    If there are several splits, a second kernel combines them. See exists_on_hopper for the supported sizes.
     """
     splits = plan.splits
     rotating = RotatingArguments.of_rotated(q_THd) if new is None else RotatingArguments.of(q_THd, *new)

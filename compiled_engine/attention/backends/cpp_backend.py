@@ -143,7 +143,7 @@ def _arguments(
     num_decodes: int,
     scoring: Scoring,
 ) -> tuple[Any, ...]:
-    """Return the arguments that _decode's and _decode_codes' functions begin with. Sinks must be fp32, contiguous."""
+    """Return the first arguments of the C++ functions decode and decode_codes. Sinks must be fp32 and contiguous."""
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     return (
         q_RHd.data_ptr(),

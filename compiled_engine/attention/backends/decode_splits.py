@@ -41,7 +41,7 @@ class Splits:
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
     """Return the splits for a batch of decodes.
 
-    num_requests: padding included. max_seq_len: the host's upper bound of the contexts.
+    num_requests: padding included. max_seq_len: the host's upper bound of the keys that a request reads.
 
     Without splits there is one program per request and K/V head. If there are at least eight multiprocessors for each
     such program, keys are split until there are two programs per multiprocessor. If there is at least one, keys are
@@ -77,7 +77,7 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 
 
 def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return the context lengths up to which one kernel serves this number of decodes over an 8-bit cache.
+    """Return the context lengths up to which one kernel, rotation included, serves these decodes over an 8-bit cache.
 
     A program then reads all keys of a request and K/V head, unless short_splits splits them.
     """

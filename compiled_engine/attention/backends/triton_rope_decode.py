@@ -281,7 +281,7 @@ def rope_decode(
     """Norm and rotate q and k, store k and v, and write the attention of the first num_decodes tokens to out_THd.
 
     These tokens are the queries of the first requests. q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d
-    contiguous. Launches a second kernel to combine several splits.
+    contiguous. If there are several splits, a second kernel combines them.
     """
     tiles = decode_tiles(q_THd.shape[2], q_THd.element_size(), splits.programs)
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)

@@ -40,10 +40,10 @@ class HeadCache(NamedTuple):
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:
-    """Return (scale_log2, CAP_SCALE), the factors by which kernels turn products of queries and keys into weights.
+    """Return (scale_log2, CAP_SCALE), the factors by which kernels turn dot products of queries and keys into weights.
 
-    The weight of a key is 2 ** (score * scale_log2). Its score is the product, or tanh(product * CAP_SCALE) if scores
-    have a soft cap; CAP_SCALE 0: no soft cap.
+    The weight of a key is 2 ** (score * scale_log2). Its score is the dot product, or tanh(dot product * CAP_SCALE) if
+    scores have a soft cap; CAP_SCALE 0: no soft cap.
     """
     if scoring.soft_cap:
         return scoring.soft_cap * LOG2_E.value, scoring.scale / scoring.soft_cap
