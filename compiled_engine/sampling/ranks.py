@@ -36,7 +36,7 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """Output of a rank's choice for each row, besides the chosen token. The rank's tokens begin with `first_token`."""
+    """The best score of each row, written by a rank's choice. The rank's tokens begin with `first_token`."""
 
     first_token: int
     # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed
