@@ -51,7 +51,7 @@ class IntegerTiles:
 
 
 def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
-    """Return tiles with as many stages as fit a multiprocessor."""
+    """Return tiles with as many stages as fit a multiprocessor's shared memory."""
     chunk, outputs = min(tokens, 128), 32 if gated else 64
     results = 0 if splits > 1 else 2 * chunk * outputs * 2
     if gated and tokens > chunk:
