@@ -43,7 +43,10 @@ class AttentionBackend(Protocol):
         return 0
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        """Plan a step's work into `inputs.work_W`, for all its calls of `attend`. The inputs must be on the device."""
+        """Plan the work of all of a step's `attend` calls, and write the plan to `inputs.work_W`.
+
+        All inputs but host_3 must be on the device.
+        """
         return
 
     def write_kv(
@@ -68,9 +71,9 @@ class AttentionBackend(Protocol):
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> None:
-        """Write causal attention over the cache to every element of `out_THd`.
+        """Write causal attention over the cache to `out_THd`.
 
-        q and out may have more tokens than the requests: padding, whose output is not read.
+        q and out may have more tokens than the rows together: padding, whose output is not read.
         """
         ...
 
@@ -86,7 +89,7 @@ class AttentionBackend(Protocol):
         """Write to `out_THd` the bidirectional attention among the tokens of each request; see `op.packed_attention`.
 
         Of the inputs, only query_start_loc_R1, seq_lens_R and host_3 are read. A row with seq_len 0 is padding, whose
-        output is zeros. Backends whose `accept` refuses cases without a cache have no such kernel.
+        output is zeros. Raises Refused in backends whose `accept` refuses cases without a cache.
         """
         raise Refused(f"attention backend is {self.name}; allowed for attention without a cache: others")
 
@@ -103,8 +106,8 @@ class AttentionBackend(Protocol):
     ) -> bool:
         """Norm and rotate q and k, store k and v, and attend, if one kernel does all of it for the batch.
 
-        Returns False, with nothing done, if there is no such kernel. The slot of a request with one query must be that
-        of its last position, or -1.
+        Returns False, with nothing done, if there is no such kernel. The slot of a row with one query must be that of
+        the row's last position, or -1.
         """
         return False
 
@@ -144,8 +147,9 @@ def choose_backend(requested: str, requested_block_size: int | str, cases: Seque
     """Return the backend and the block size chosen for a model on a device.
 
     requested: "auto" or a name of BACKENDS. requested_block_size: tokens per block, or "auto" for the backend's
-    default. cases: the cases of the model's layers, whose block size is ignored. Raises ValueError with the backend's
-    reason if a requested backend refuses a case.
+    default. cases: the cases of the model's layers, whose block size is ignored. With "auto", torch is chosen if the
+    default backend refuses a case. Raises ValueError for a backend or block size that does not exist, and with the
+    backend's reason if the last backend tried refuses a case.
     """
     is_integer = isinstance(requested_block_size, int) and not isinstance(requested_block_size, bool)
     if requested_block_size != "auto" and not (is_integer and 1 <= int(requested_block_size) <= MAX_BLOCK_SIZE):

@@ -13,7 +13,7 @@ from compiled_engine.kv_format import AUTO, CODED, cache_dtype
 
 
 class Refused(ValueError):
-    """Raised by a backend that cannot run a case. The message names a field, its value and what is allowed."""
+    """Raised by a backend that cannot run a case. The message gives the reason: mostly a field, and what is allowed."""
 
 
 def require(holds: bool, field: str, value: object, allowed: str) -> None:
@@ -58,7 +58,7 @@ class AttentionCase:
         return self.num_heads // self.num_kv_heads
 
     def with_block_size(self, block_size: int) -> AttentionCase:
-        """Return the case with another block size."""
+        """Return the case with another block size, or the case itself if it has no cache."""
         return self if self.cache is None else replace(self, cache=replace(self.cache, block_size=block_size))
 
     @property
@@ -126,7 +126,7 @@ def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
 
 
 class GraphSupport(Enum):
-    """The CUDA graphs that may capture a backend's kernels, in ascending order."""
+    """The CUDA graphs that may capture a backend's kernels: none, those of batches with only decodes, or all."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -139,7 +139,7 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 
 def all_contexts(num_requests: int, contexts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return all `contexts`: up to each of these lengths, other kernels serve requests with drafts."""
+    """Return all `contexts`: special kernels up to each of these lengths also serve requests with drafts."""
     return contexts
 
 
@@ -155,12 +155,15 @@ class Support:
     records_decodes: bool = False  # on a CPU, the calls for decodes depend only on their number
     # Maps a number of decodes to the context lengths, ascending, up to which special kernels serve them.
     short_contexts: Callable[[int], tuple[int, ...]] = no_short_contexts
-    # Of these lengths, returns those that also have other kernels for requests with drafts.
+    # Of these lengths, returns those up to which special kernels also serve requests with drafts.
     contexts_of_drafts: Callable[[int, tuple[int, ...]], tuple[int, ...]] = all_contexts
 
     @classmethod
     def of_all(cls, supports: Sequence[Support]) -> Support:
-        """Return the support of several cases at once: graphs and short contexts that all of `supports` allow."""
+        """Return the support of several cases at once: graphs and short contexts that all of `supports` allow.
+
+        Its `contexts_of_drafts` returns the lengths that any of `supports` returns.
+        """
 
         def short_contexts(num_requests: int) -> tuple[int, ...]:
             first, *others = (support.short_contexts(num_requests) for support in supports)

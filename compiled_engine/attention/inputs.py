@@ -1,7 +1,7 @@
 """Declares the step tensors: the tensors of a step that a forward reads.
 
 The fixed buffers, the dynamic sizes of a trace, example and dummy batches, the signature of the compiled forward and
-the addresses of recorded calls are all derived from these declarations. A pass may declare more, see
+the addresses in recorded CPU calls are all derived from these declarations. A pass may declare more, see
 `GraphPass.step_tensors`.
 
 Shape suffixes used in tensor names throughout the project: T tokens in the step, R requests (rows) in the step,
@@ -44,21 +44,21 @@ Fill = Callable[[Mapping[str, torch.Tensor], Any], torch.Tensor]
 class AttentionInputs:
     """The inputs of attention in a batch, whose decodes come first.
 
-    query_start_loc_R1: int32 [R+1], start of each row's tokens; the last entry is T.
+    query_start_loc_R1: int32 [R+1], start of each row's tokens. Tokens from the last entry on, if any, are padding.
     seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads nothing
         and whose output is zeros.
     block_table_RB: int32 [R, B], block ids of each row, in order; entries past the end are 0.
     slot_mapping_T: int64 [T], block * block_size + offset for each token's K and V; -1 writes nothing.
     host_3: int32 [3] on the CPU: (num_decodes, max_query_len, max_seq_len), where the first num_decodes rows have
-        exactly one query token, and max_seq_len is an upper bound of seq_lens_R. If all rows are decodes, max_query_len
-        is the number of consecutive rows per request: for its newest token and its drafts, with contexts that end one
-        after the other; the last rows of a request may be padding. A backend may ignore this grouping. All values that
-        a captured kernel uses are part of its GraphKey.
+        exactly one query token, and max_seq_len is an upper bound of seq_lens_R. If all rows are decodes, each request
+        has max_query_len consecutive rows: one for its newest token and one for each draft. Each row's context is one
+        token longer than that of the row before; the last rows of a request may be padding. A backend may ignore this
+        grouping. All values that a captured kernel uses are part of its GraphKey.
     backend: name of the attention backend.
     work_W: int32 [W], the backend's plan for this batch. Empty if nothing was planned: a backend that needs a plan then
         makes one at each call.
-    keys_ahead_T: int32 [T], number of keys behind its own that a token sees too; they are in the cache when the step
-        attends. None: no token sees any. A token that is alone in its row must have 0.
+    keys_ahead_T: int32 [T], number of later keys that a token sees too; they must be in the cache before attention
+        runs. None: no token sees any. A token that is alone in its row must have 0.
     """
 
     query_start_loc_R1: torch.Tensor
@@ -146,7 +146,7 @@ class StepTensor:
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
 
-# See AttentionInputs, which has what begins with its name.
+# AttentionInputs describes the tensors whose names begin with attention_inputs.
 STEP_TENSORS = (
     StepTensor("input_ids_T", ("tokens",), torch.int64),
     StepTensor("positions_T", ("tokens",), torch.int64),
@@ -188,7 +188,7 @@ def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:
-    """Return the declaration of each layer's KV cache. shapes: of the caches; the number of blocks is left open."""
+    """Return the declaration of each layer's KV cache. shapes: of the caches, whose first dimension becomes dynamic."""
     return tuple(StepTensor(f"kv_caches.{i}", ("blocks", *shape[1:]), dtype) for i, shape in enumerate(shapes))
 
 
@@ -240,7 +240,8 @@ def step_of(
     """Return the step tensors, by name, of a batch of requests, decodes first.
 
     ids_T: the token ids of all requests, one after the other. spans: the positions that each request computes. blocks:
-    the block ids that each request owns. others: additional step tensors, which are filled with padding.
+    the block ids that each request owns, the same number for each. others: additional step tensors, which are filled
+    with padding.
     """
     slots_T = [
         owned[position // block_size] * block_size + position % block_size

@@ -81,5 +81,5 @@ def decoded(
 
 
 def scale_of(kv_scales_2K: torch.Tensor | None, half: int) -> torch.Tensor | None:
-    """Return the scales [K] of keys (half 0) or values (half 1)."""
+    """Return the scales [K] of keys (half 0) or values (half 1); None if there are none."""
     return None if kv_scales_2K is None else kv_scales_2K[half]

@@ -4,8 +4,9 @@ There are three: write K and V to the paged cache and attend (`attention`); atte
 (`attend`); and attend among the tokens of each request, without a cache (`attend_packed`). They mutate their
 arguments, so the graph is split around them (graphs/compiler/split.py).
 
-Transformers' code may change tensors in place, and no tracer can functionalise that around an op that mutates its
-arguments. So its trace has functional stand-ins, named `..._value`, and `passes.layout.lowering` puts the ops back.
+Models from transformers may change tensors in place, which no tracer can functionalise around an op that mutates its
+arguments. So their traces have functional stand-ins, named `..._value`; `passes.layout.lowering` replaces these by the
+ops.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def attend(
     kv_scales_2K: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """Write to `out_THd` the attention over a cache that already has this step's K and V."""
+    """Write to `out_THd` the attention over a cache that already has this step's K and V.
+
+    scale to kv_scales_2K: fields of Scoring. fields_of_inputs: those of AttentionInputs, in order.
+    """
     inputs = AttentionInputs(*fields_of_inputs)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H, kv_scales_2K)
     get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
@@ -147,7 +151,7 @@ _LIBRARY = torch.library.Library("compiled_engine", "FRAGMENT")
 
 
 def call_directly(ops: dict[str, Callable[..., None]]) -> None:
-    """Register these functions for the dispatcher to call directly for their custom ops, on a CPU and on a GPU.
+    """Let the dispatcher call these functions directly for the custom ops of these names, on CPUs and GPUs.
 
     custom_op wraps functions for Dynamo, which the first call would import; in eager mode that takes seconds.
     """
@@ -173,7 +177,8 @@ def attention(
     """Return the causal attention [T, H, d] of this step's queries over their requests' whole contexts, in q's dtype.
 
     First writes k and v into the cache at inputs.slot_mapping_T. A query at position p sees keys at positions
-    max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p. scale, soft_cap, sinks_H: see Scoring.
+    max(0, p - sliding_window + 1) .. p, or with sliding_window None at 0 .. p, and the later keys that
+    inputs.keys_ahead_T adds. scale, soft_cap, sinks_H: see Scoring.
     """
     out_THd = torch.empty_like(q_THd)
     scoring = Scoring(scale, sliding_window or 0, soft_cap or 0.0, sinks_H)
@@ -191,7 +196,9 @@ def packed_attention(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention [T, H, d], in q's dtype, of each token to all tokens of its request, all in this step.
+    """Return the bidirectional attention [T, H, d], in q's dtype, among the tokens of each request.
+
+    All tokens of a request must be in this step.
 
     A query at position p sees keys at positions between p - sliding_window and p + sliding_window, both excluded; all
     keys if sliding_window is None. scale, soft_cap, sinks_H: see Scoring.
@@ -211,7 +218,7 @@ def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
 
 
 def _define_value(op: torch.library.CustomOpDef) -> None:
-    """Define the functional op `NAME_value`, which returns what `op` writes to out, and writes nothing."""
+    """Define the functional op `NAME_value` for traces. It returns out instead of writing it, and cannot be run."""
     schema = op._opoverload._schema
     arguments, replaced = _OUT.subn("", str(schema).partition("(")[2].rpartition(" -> ")[0])
     assert replaced == 1

@@ -90,9 +90,9 @@ def load_scales(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return (scales of keys, scales of their values), fp32 [N]; 1 where nothing is stored.
+    """Return (scales of keys, scales of their values), fp32 [N].
 
-    head_scales_ptr: scales_ptr from the K/V head on.
+    In an int8 cache they are 1 where nothing is stored. head_scales_ptr: scales_ptr from the K/V head on.
     """
     if WIDTH != HEAD_DIM:
         offsets_N = scale_offset(block_N, keys_N, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDTH)
@@ -110,8 +110,8 @@ def load_scales(
 def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
     """Return queries x in the type in which they are multiplied by elements of the cache.
 
-    Queries of bfloat16 become float16 for 8-bit codes, which are converted to float16 exactly in one or two
-    instructions.
+    For 8-bit codes, bfloat16 queries become float16, since one or two instructions convert the codes to float16
+    exactly.
     """
     if x.dtype == tl.bfloat16 and element != tl.bfloat16:
         return x.to(tl.float16)
@@ -121,7 +121,7 @@ def product_type(x: tl.tensor, element: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def numbers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return elements of a cache in this type. The bias of int8 codes is subtracted; scales are not applied."""
+    """Return a cache's elements as numbers of this type. The bias of int8 codes is subtracted; no scale is applied."""
     if codes.dtype == tl.uint8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16; its lowest byte holds the code.
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + INT8_BIAS)
@@ -146,7 +146,7 @@ def wide_scale(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def fp8_codes(x: tl.tensor) -> tl.tensor:
-    """Return the bytes of fp32 values rounded to e4m3, ties to even. Values out of range become the largest."""
+    """Return the bytes of fp32 values clamped to e4m3's range and rounded to it, ties to even."""
     size = tl.minimum(tl.abs(x), FP8_LARGEST)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)

@@ -1,7 +1,7 @@
 """Device functions of Triton kernels that norm and rotate heads.
 
-Results are rounded where the textbook models round: after the norm, after its weight, after each of the two products
-with cos and sin, and after their sum.
+Results are rounded where the textbook models round: after the norm (unless WIDE), after the norm's weight, after the
+multiplications with cos and with sin, and after the sum of both.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def kernel_variables(folder: Path | None) -> dict[str, str]:
 def keep_kernels_of_this_thread(folder: Path | None) -> None:
     """Let Triton read and write the files of kernels that this thread compiles in `folder`, not in $TRITON_CACHE_DIR.
 
-    None: the environment variable applies to this thread again. It is process-wide: while this thread compiles kernels,
-    it may name the folder of a compiled piece that another thread is loading.
+    None: the environment variable applies to this thread again. The variable is process-wide: while this thread
+    compiles kernels, it may name the folder of a compiled piece that another thread is loading.
     """
     _THREAD.folder = folder
 

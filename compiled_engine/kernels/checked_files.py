@@ -22,7 +22,7 @@ _LOADS = itertools.count(1)
 
 
 class CheckedFiles(FileCacheManager):
-    """A cache manager that reports damaged files as missing, so that Triton compiles the kernel and writes them again.
+    """A cache manager that reports damaged files as missing, so that Triton compiles their kernels again.
 
     Only files in the engine's kernel folder are checked. Kernels of compiled pieces are in other folders: the manifest
     of a piece's cache entry has their digests. Threads may load launchers concurrently, see `_to_load`.
@@ -39,7 +39,7 @@ class CheckedFiles(FileCacheManager):
         os.makedirs(self.cache_dir, exist_ok=True)
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
-        """Write a file unless an undamaged one exists, and return its path.
+        """Write a file unless an undamaged one exists, and return its path. Files without a digest are always written.
 
         The file is written under another name and then linked: creating a link, unlike renaming, never replaces a file.
         Python identifies a loaded library by its file's inode. If another process replaced the file while it is loaded,

@@ -40,10 +40,10 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nu
 
 @cache
 def triton_digests(device: torch.device) -> InBackground[None]:
-    """Start to compute Triton's digests in a thread; later calls return the same object.
+    """Start to compute Triton's digests in a thread, and return an object whose `result` waits for them.
 
-    The digests are those of Triton's files and of its compiler for `device`. Its `result` waits for them and never
-    raises.
+    `result` never raises. Later calls for a device return the same object. The digests are those of Triton's files and
+    of its compiler for `device`.
     """
     return InBackground(lambda: _digest(device))
 
@@ -159,8 +159,9 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Run `part` in one of `threads`, where kernels are launched; the launches of the thread that created the hook
-        are skipped, see `compiled_by`. Returns a future that is done when `part` has ended.
+        """Run `part` in one of `threads`, where launches are not skipped, see `compiled_by`.
+
+        Returns a future that is done when `part` has ended.
 
         If the workers are closed because the engine's start has failed, the next kernel that `part` would compile
         raises CancelledError.
@@ -181,7 +182,9 @@ class KernelCollector:
     ) -> bool | None:
         """Handle a kernel that Triton is about to compile.
 
-        Returns True to prevent the compilation and the launch; otherwise the previous hook's result, None without one.
+        In the thread that created the hook, lets a worker compile one of the engine's kernels, and returns True, which
+        prevents compilation and launch here. In other threads, waits until a worker has compiled it. Returns the
+        previous hook's result in all other cases, None without such a hook.
         """
         specialization = compile["specialization_data"]
         asks = self.leaves_out_launches()

@@ -80,7 +80,7 @@ def _processor() -> str:
 
 
 class CallRecorder(Protocol):
-    """Protocol of objects that record calls. While the context variable `recorder` holds one, it records each call."""
+    """Protocol of objects that record calls. While `recorder` holds one, it records each call of a CppFunction."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 

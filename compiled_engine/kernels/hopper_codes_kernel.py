@@ -191,8 +191,8 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """Return acc [64, rows] plus the product of 64 tokens and a tile's rows over one step.
 
-    The product is multiplied by its scales if TILING.by_step; they are loaded while it is computed. token, first:
-    indices of the first token and the first output.
+    If TILING.by_step, the product is multiplied by scales that are loaded while the tensor cores compute it. token,
+    first: indices of the first token and the first output.
     """
     layout: gl.constexpr = acc.type.layout
     nothing = gl.zeros(acc.shape, gl.float32, layout)

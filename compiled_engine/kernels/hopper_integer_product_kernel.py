@@ -8,8 +8,8 @@ the decoded weight. A block's codes are decoded while the tensor cores multiply 
 A block of 128 columns needs few bytes of codes and many of tokens, so each has a ring buffer of its own: a stage of
 codes has a block, a stage of tokens half of its columns.
 
-If a linear has too few tiles to occupy every multiprocessor, several programs share a tile's columns and write partial
-sums, see split_sums.
+If a linear has too few tiles to occupy every multiprocessor, the columns of each tile are split among several programs,
+which write partial sums, see split_sums.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Codes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Two ring buffers in shared memory, each stage with two barriers: it is full, and all groups have read it."""
+    """Two ring buffers in shared memory. A stage has two barriers: it is full, and all groups of warps have read it."""
 
     words: Any  # [stages * GROUPS, ROWS, WORDS]
     scales: Any  # [stages * GROUPS, ROWS]
@@ -69,7 +69,7 @@ class Ring(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What becomes of a tile's sums: pointers to a bias or None, to partial sums or None, and sizes."""
+    """Arguments for turning a tile's sums into results: pointers to a bias and to partial sums, or None, and sizes."""
 
     bias_ptr: Any
     partials_ptr: Any
@@ -79,7 +79,7 @@ class Ending(NamedTuple):
 
 @gluon.jit
 def _load_codes(codes, row_tile, block, stage, ring, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to load a block's codes, scales and zero points of each group's rows into a stage."""
+    """Start to copy a block's codes, scales and zero points into a stage, for each group of warps its own rows."""
     blocks: gl.constexpr = ROWS // (2 * BLOCK)
     # A row's scale has four bytes, its zero point two.
     row_bytes: gl.constexpr = WORDS * 4 + (6 if codes.zeros is not None else 4)
@@ -109,9 +109,10 @@ def _load_codes(codes, row_tile, block, stage, ring, FORM: gl.constexpr):  # typ
 def copy(  # type: ignore[no-untyped-def]
     codes, descs, ring, tiles, FORM: gl.constexpr, WORD_STAGES: gl.constexpr, SPLITS: gl.constexpr
 ):
-    """Run the copying warp: load all blocks of the program's tiles, in order.
+    """Run the copying warp: copy all blocks of the program's tiles into the ring buffers, in order.
 
-    The first codes are loaded before the wait for earlier kernels, which may write the tokens.
+    The first codes are copied before the wait for earlier kernels. The tokens, which an earlier kernel may have
+    written, are copied after it.
     """
     stages: gl.constexpr = FORM.stages
     ahead: gl.constexpr = min(WORD_STAGES, FORM.steps)
@@ -146,7 +147,7 @@ def copy(  # type: ignore[no-untyped-def]
 def _values_of(  # type: ignore[no-untyped-def]
     ring, stage, dtype: gl.constexpr, ZERO: gl.constexpr, of_left: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Return the values of a block of a group's rows, its first and its last 64 columns, each [ROWS, HALF]."""
+    """Return (first 64 columns, last 64 columns) of a block of a group's rows, decoded, [ROWS, HALF] each."""
     at = stage * GROUPS + GROUP
     if ring.zeros is not None:
         zero_N = ring.zeros.index(at).load(gl.SliceLayout(1, of_left)).to(gl.int32) * 0x10001 + base_of(dtype)
@@ -171,7 +172,7 @@ def _rows_of(ending, row_tile, layout: gl.constexpr, FORM: gl.constexpr, GROUP: 
 
 @gluon.jit
 def _store_partial(acc, ending, split, token_tile, row_N, there_N, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store sums over a program's share of the columns to [splits, num_tokens, N]."""
+    """Store a tile's sums over the columns of one split to partials_ptr, [splits, num_tokens, N]."""
     num_rows = ending.num_outputs * 2 if FORM.gated else ending.num_outputs
     token_T = token_tile * FORM.part0 + gl.arange(0, FORM.part0, layout=gl.SliceLayout(0, acc.type.layout))
     offsets_NT = (split * ending.num_tokens + token_T)[None, :] * num_rows + row_N[:, None]
@@ -262,10 +263,10 @@ def hopper_integer_product_kernel(  # type: ignore[no-untyped-def]
     ZERO: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Linear plus bias, or activation(gate) * up of its halves: a program computes every num_programs-th tile.
+    """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up, where y is gate and up.
 
-    A tile is GROUPS * ROWS rows of the weight and TOKENS tokens, over K / SPLITS columns. Tiles of a split come one
-    after another.
+    Program p computes the tiles p, p + num_programs, ... of the result. A tile is GROUPS * ROWS rows of the weight and
+    TOKENS tokens, over K / SPLITS columns. Tiles of a split come one after another.
 
     w_desc: words int32 [N, K / 8] in boxes of [ROWS, WORDS]; if GATED, [N / 2 / BLOCK, 2, BLOCK, K / 8] in boxes of
         [ROWS / 2 / BLOCK, 2, BLOCK, WORDS].

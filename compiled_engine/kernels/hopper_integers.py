@@ -1,7 +1,8 @@
-"""Gluon functions that decode integer codes of four bits in registers, for Hopper's linear kernel.
+"""Gluon functions that decode integer codes of four bits in registers, for two of Hopper's linear kernels.
 
-A tensor-core instruction takes its left operand from registers: for 128 columns, the codes minus their zero point,
-which 16-bit types represent exactly. The product is then scaled, and added to the sum in fp32.
+A tensor-core instruction takes its left operand from registers: the codes minus their zero point, which 16-bit types
+represent exactly. The kernel for few tokens multiplies the result for each 128 columns by the scales, in fp32; the
+kernel for many tokens multiplies the left operand by the scales first.
 
 A row of codes is stored in blocks of 128 columns, 16 words of 32 bits per block. Word w has the codes of the columns w,
 16 + w, ..., 112 + w, the first in the lowest bits. In this order a thread reads the words that contain its own elements

@@ -277,7 +277,8 @@ class Arguments(NamedTuple):
 class Scaling(NamedTuple):
     """Sizes of the quantisation tiles, whose codes share a scale. 0 columns: all columns.
 
-    A tile of the weight has `rows` rows and `columns` columns, one of the inputs a row and `input_columns` columns.
+    A tile of the weight has `rows` rows and `columns` columns. A tile of the inputs has one row and `input_columns`
+    columns.
     """
 
     rows: Any
@@ -568,8 +569,9 @@ def hopper_linear_kernel(  # type: ignore[no-untyped-def]
 ):
     """Compute y = x @ weight^T + bias, or with GATED activation(gate) * up, where y is gate and up; add the residual.
 
-    For at most TOKENS tokens. Program (i, split) computes rows of the weight: GROUPS (1 to 3) times ROWS / PARTS from
-    i times that number on. A step along K takes PARTS * PRODUCTS * STEP columns, where STEP is 64, or 128 for codes.
+    There are at most TOKENS tokens. Program (i, split) computes GROUPS * ROWS / PARTS rows of the weight, from i times
+    that number on. GROUPS is 1 to 3. A step along K takes PARTS * PRODUCTS * STEP columns, where STEP is 64, or 128
+    for codes.
 
     w_desc: TMA descriptor of PARTS * PRODUCTS overlapping views of the weight, each STEP columns after the previous
         one: [PARTS * PRODUCTS, N, K], with boxes [PARTS * PRODUCTS, ROWS / PARTS, STEP]; if GATED, [PARTS * PRODUCTS,

@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors of the weight, and for each part of the tokens those of inputs and results; None for no part.
+    """TMA descriptors of the weight, and of the inputs and results of each part of the tokens; None without the part.
 
     See hopper_product_kernel.
     """

@@ -33,9 +33,9 @@ def next_power_of_2(number: int) -> int:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return launch arguments for a programmatic dependent launch, if the device supports it (from Hopper on).
 
-    It starts a kernel before the previous one has ended. The kernel's argument DEPENDENT_LAUNCH is then True, and the
-    kernel must call gdc_wait before it touches memory that other kernels read or write. On other devices
-    DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
+    Such a launch starts a kernel before the previous one has ended. The kernel's argument DEPENDENT_LAUNCH is then
+    True, and the kernel must call gdc_wait before it touches memory that other kernels may still read or write. On
+    other devices DEPENDENT_LAUNCH is False, and the kernel must not call gdc_wait.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 9:
         return {"DEPENDENT_LAUNCH": True, "launch_pdl": True}

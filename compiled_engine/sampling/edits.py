@@ -91,7 +91,7 @@ class EditedRows:
     ) -> RowEdits:
         """Write a request's edits to the fields of its row, which has just been started.
 
-        Return the edits that the row needs. See Sampler.add_row for the arguments.
+        Returns the kinds of edits that the row needs. See Sampler.add_row for the arguments.
         """
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocabulary.whole_size)
         output_ids = token_ids[num_prompt_tokens:]
@@ -146,14 +146,17 @@ class EditedRows:
 
 
 class RowAdditions(NamedTuple):
-    """A request's additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32. See NUM_COLUMNS for the columns."""
+    """The additions of a request: additions_NC [n, NUM_COLUMNS] and prefixes_P [p, 1], both int32.
+
+    A comment at NUM_COLUMNS describes the columns.
+    """
 
     additions_NC: np.ndarray
     prefixes_P: np.ndarray
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Return the additions to a rank's tokens. The token ids become relative to the rank's first token.
+        """Return the additions to logits in a rank's slice, with token ids relative to the slice's first token.
 
         Prefixes are unchanged.
         """
@@ -221,7 +224,7 @@ def _ends_with(tail: np.ndarray, prefix: np.ndarray) -> bool:
 
 
 def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the mask (see TokenMask) that allows these tokens: int32 [num_words]."""
+    """Return the mask (see TokenMask) that allows only these tokens: int32 [num_words]."""
     bits = np.zeros(num_words(vocab_size) * BITS, np.uint8)
     bits[np.asarray(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)

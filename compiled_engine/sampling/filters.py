@@ -62,9 +62,10 @@ class Filters:
 
 
 def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Return the smallest kept logit of each row, float32 [R]; minus infinity if all are kept.
+    """Return the smallest kept logit of each row, or a value that keeps the same tokens: float32 [R].
 
-    logits_RV: float32, before division by the temperature. filters: the filters of these R rows.
+    It is minus infinity in a row without filters. logits_RV: float32, before division by the temperature. filters: the
+    filters of these R rows.
     """
     limited = (filters.top_k > 0) & (filters.top_k < logits_RV.shape[1])
     summed = ~limited & (filters.top_p < 1)

@@ -284,9 +284,9 @@ def sample(
 ) -> None:
     """Draw tokens like gumbel.sample, from logits of any floating dtype and row stride.
 
-    masks: forbidden tokens are neither drawn nor read. vocabulary: this rank's columns, and the ranks that choose
-    together; None for all columns. known_ids_V: int64, token id of each column, if the columns are not all tokens.
-    sharpness_1: float32, a factor on all logits.
+    masks: logits of forbidden tokens are not read. vocabulary: this rank's columns, and the ranks that choose together;
+    None: this rank has all columns. known_ids_V: int64, token id of each column; None: columns are consecutive token
+    ids. sharpness_1: float32, a factor on all logits.
 
     Nothing depends on values on the host, so a CUDA graph may capture it.
     """

@@ -148,7 +148,10 @@ class ProcessedRows:
         self._processors = [(each, np.zeros(num_rows, dtype=bool)) for each in processors]
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Add a row to all processors. Return whether any applies to it. If one fails, the row is removed from all."""
+        """Add a row to all processors. Return whether any applies to it.
+
+        If a processor fails, raises its error after removing the row from the processors that it was added to.
+        """
         try:
             for processor, applies_N in self._processors:
                 answer = _call(processor, "add_row", row, params, token_ids, num_prompt_tokens)
@@ -161,7 +164,7 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Remove a row from the processors that apply to it. Stops at the first processor that fails."""
+        """Remove a row from the processors that apply to it. Stops and raises at the first processor that fails."""
         for processor, applies_N in self._processors:
             if applies_N[row]:
                 applies_N[row] = False

@@ -39,7 +39,8 @@ def logprob_rows(
     see ranks.row_chunks.
 
     logits_RV: any floating dtype, contiguous within a row; computed in float32. token_ids_R: the chosen tokens, int32
-    [R]. triton: whether to launch kernels, by default on CUDA. vocabulary: this rank's columns; None for all.
+    [R]. triton: whether Triton kernels may run, by default on CUDA; they serve num_top up to FEW_TOKENS, and undivided
+    vocabularies. vocabulary: this rank's columns; None for all.
     """
     if vocabulary is not None and vocabulary.is_divided:
         return _rows_of_ranks(logits_RV, token_ids_R, num_top, vocabulary)

@@ -3,7 +3,7 @@
 The first kernel reduces each block of the vocabulary to its largest logit, its sum of exponentials, and the number of
 logits above the chosen token's. The second kernel combines a row's blocks. To find the next top token, it takes the
 block with the largest remaining logit, and reads this block again for the block's next logit. So only blocks that hold
-a top token are read twice.
+top tokens are read again.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from compiled_engine.schema import unknown_name_message
 class OtherParam:
     """A parameter of another engine, and how its values are handled. An enum member counts as its name.
 
-    asks_nothing: values that ask for nothing; they are accepted silently. instead: the alternative that the error for
-    any other value names; "" if no value is an error. without_effect: values that have no effect although `instead` is
-    given. no_effect: why values have no effect, for the warning.
+    asks_nothing: values that ask for nothing; they are accepted silently. Any other value is an error that names the
+    alternative `instead`. The exceptions are values in without_effect, and all values if `instead` is "": they are
+    accepted with a warning, which gives the reason no_effect.
     """
 
     asks_nothing: tuple[Any, ...]

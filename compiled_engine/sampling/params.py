@@ -46,7 +46,7 @@ _Params = TypeVar("_Params")
 
 
 def _checked_when_made(cls: type[_Params]) -> type[_Params]:
-    """Decorate a dataclass so that its constructor checks the arguments that it gets, but no defaults.
+    """Decorate a dataclass so that its constructor checks the given arguments; defaults are checked once, here.
 
     The constructor's signature is unchanged.
     """
@@ -257,7 +257,7 @@ def _made_of(values: dict[str, Any]) -> SamplingParams:
 
 
 def checked_again(params: SamplingParams) -> SamplingParams:
-    """Return a copy of parameters, after checking its lists and dicts again, since their content may have changed.
+    """Return a copy of parameters whose lists and dicts are checked again, since their content may have changed.
 
     Raises TypeError or ValueError as an assignment does.
     """
@@ -275,9 +275,10 @@ def derived(params: SamplingParams, **values: Any) -> SamplingParams:
 
 
 def of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
-    """Return the parameters of completion `index` of n.
+    """Return the parameters of completion `index` (from 0) of a request with n completions.
 
-    Each completion has a seed of its own. Only the first has prompt_logprobs.
+    If the request has a seed, each completion has a seed of its own. Only the first has prompt_logprobs. Token mask and
+    structured outputs are left out, since the engine receives them separately.
     """
     return derived(
         params,

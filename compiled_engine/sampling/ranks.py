@@ -36,7 +36,7 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """Output of a rank's choice for each row, besides the chosen token. The rank's tokens begin with `first_token`."""
+    """The best score of each row, written by a rank's choice. The rank's tokens begin with `first_token`."""
 
     first_token: int
     # float32 [S], output: score of the best token; NaN if any is NaN, minus infinity if none is allowed
@@ -67,7 +67,7 @@ class VocabularySlice:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return those of the token ids that are in the slice, int64, relative to the slice's first token."""
+        """Return the token ids that are in the slice, int64, relative to the slice's first token."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 
@@ -131,9 +131,9 @@ def filter_candidates(
 ) -> torch.Tensor:
     """Return logits [S, C] that give the same thresholds as the whole vocabulary, for rows with filters.
 
-    top_k, top_p: values of the rows with filters. With top-k, the result has the k largest logits of each rank, which
-    include the k largest of all. With min-p alone, it has the largest logit of each rank. top-p without top-k may need
-    any number of logits, so whole rows are gathered.
+    top_k, top_p: values of the rows with filters. The result has the k largest logits of each rank, which include the k
+    largest of all; k is the largest top_k, or 1 if all rows have min-p alone. Whole rows are gathered if k exceeds
+    CANDIDATES, and if a row has top-p without top-k, which may need any number of logits.
     """
     if not vocabulary.is_divided:
         return logits_SV

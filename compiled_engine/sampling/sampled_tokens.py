@@ -37,7 +37,7 @@ def row_width(num_top: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities at `num_rows` positions, equally many at each. Iteration yields a TokenLogprobs per position.
+    """Log-probabilities of 1 + k tokens at each of `num_rows` positions. Iteration yields a TokenLogprobs per position.
 
     `data` is int32 [num_rows, 3 + 2 * k], little-endian: the chosen token's rank, then pairs of a token id and its
     log-probability as float32, the chosen token first. So a row of fewer tokens is a prefix of a row of more.

@@ -6,7 +6,7 @@ token masks apply before the penalties, so that no processor can allow a forbidd
 are computed. The host never waits for the device, and does not need earlier tokens.
 
 With a divided vocabulary each rank samples from its own columns, and ranks exchange a few numbers per row. Whole rows
-are gathered for logits processors, and for thresholds of top-p without top-k.
+are gathered for logits processors, and for some filters, see filter_candidates.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class SamplerClass(enum.Enum):
 
 
 class Sampler:
-    """Samples tokens. Rows are added and removed with requests; `sample` serves any of them in any order.
+    """Samples tokens. Rows are added and removed with requests; `sample` takes any of them in any order.
 
-    A row's tokens depend only on its own logits, parameters, seed and positions.
+    A row's tokens depend only on its own logits, parameters, seed, positions and history, not on other rows.
 
     rows: store of the rows' parameters, on the device of the logits. rows.triton: use kernels, otherwise numpy.
     processors: the user's logits processors, in calling order.
@@ -163,8 +163,8 @@ class Sampler:
 
         Writes to the device are staged.
 
-        Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits processor fails;
-        the row is then free.
+        Raises ValueError if the row is taken or out of range. If a logits processor fails, raises RuntimeError or
+        TypeError, and the row stays free.
         """
         if not 0 <= row < self._num_rows or self._present_N[row]:
             raise ValueError(f"row must be a free one from 0 to {self._num_rows - 1}, got {row}")
@@ -187,9 +187,9 @@ class Sampler:
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
-        """Free a row. Raises ValueError if it is already free.
+        """Free a row. Raises ValueError if it is free already, or out of range.
 
-        Raises RuntimeError, after freeing it, if a logits processor fails.
+        Raises RuntimeError, after freeing the row, if a logits processor fails.
         """
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
@@ -214,7 +214,7 @@ class Sampler:
     ) -> None:
         """Choose tokens for TEMPERATURE_ONLY rows, into token_ids_S (int64 [S], device). Other arguments: see sample.
 
-        Reads only device memory at fixed addresses, so it may be captured on a GPU; on a CPU the logits must be
+        Reads only device memory at fixed addresses, so a CUDA graph may capture it. On a CPU the logits must be
         float32. The rows' staged writes must have been applied.
         """
         self._choose_above(None, logits_SV, row_index_S, positions_S, token_ids_S)
@@ -230,8 +230,8 @@ class Sampler:
     ) -> None:
         """Choose draft tokens like `sample_by_temperature`, from a draft head's logits times sharpness_1 (float32).
 
-        known_ids_V: the token ids of the columns (int64 [V], device), which are all on every rank; None if the columns
-        are those of `vocabulary`. May be captured.
+        known_ids_V: if every rank has all columns, the token id of each, int64 [V] on the device; None if the columns
+        are those of `vocabulary`. A CUDA graph may capture this.
         """
         arguments = row_index_S, positions_S, *self._temperature_and_seed, None, token_ids_S
         if self._rows.triton:
@@ -367,8 +367,8 @@ class Sampler:
     ) -> None:
         """Write the logits that tokens are drawn from to processed_SV, float32 [S, V].
 
-        These are edited logits divided by the temperature (by 1 in greedy rows), and minus infinity below the threshold
-        of filters and where masks forbid a token. Rows of padding get any values.
+        These are logits_SV, already edited, divided by the temperature (by 1 in greedy rows), and minus infinity below
+        the threshold of filters and where masks forbid a token. Rows of padding get any values.
         """
         processed_SV.copy_(logits_SV)
         if threshold_S is not None:

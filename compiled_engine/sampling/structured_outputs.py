@@ -69,9 +69,9 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, name: str, value: Any) -> StructuredOutputs | None:
-        """Return the StructuredOutputs of a field's value, which is one, a dict with its fields, or None.
+        """Return `value` as StructuredOutputs. It may also be a dict of the fields, or None, which stays None.
 
-        `name` is the field's name in errors. For None, the result is None.
+        name: the parameter's name in errors. Raises TypeError or ValueError for other values.
         """
         if value is None or isinstance(value, cls):
             return value

@@ -1,4 +1,7 @@
-"""Kinds of sampling parameter values. A check returns a value of a built-in type, or raises an error that names it."""
+"""Kinds of sampling parameter values.
+
+A check returns the value, with numbers and containers as built-in types, or raises an error that names the parameter.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _sample_zeros(
 def sample_once(
     params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
 ) -> torch.Tensor:
-    """Return token ids, int64 [R], sampled from logits with a sampler made for this call, without side effects.
+    """Return token ids, int64 [R], sampled from logits with a sampler that exists only for this call.
 
     The first row has a mask if `masked`, or if the parameters have a logit bias.
     """

@@ -76,7 +76,7 @@ def tune_device(
     ranks: tensor-parallel sizes for which one rank's linears are tuned. Gains of passes are measured on whole models.
     keep: called with the profile so far, each time that a model's linears or gains have been measured.
 
-    Raises ValueError without a GPU, for a size that does not divide a model, and for a model that pools.
+    Raises ValueError without a GPU, for a number of ranks that cannot divide a model, and for a model that pools.
     """
     configs = [_config(folder, ranks) for folder in folders]
     found = _Found(device_name())
@@ -121,8 +121,8 @@ class _Found:
     def add_linears(self, cases: _Cases, progress: Progress) -> None:
         """Tune these cases and keep the results.
 
-        Where Hopper's kernel is faster, tiles that read weights into registers are dropped: a launch would still prefer
-        them to Hopper's.
+        Where Hopper's kernel is faster, tiles that read weights into registers are dropped: a launch would prefer these
+        tiles to Hopper's.
         """
         small = tune_linears(cases.small, progress)
         hopper = tune_hopper_linears(cases.hopper, small, progress)
@@ -205,7 +205,8 @@ def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Return (rows, columns, whether it is gated) of a row's linear. A run measures a linear at all its token
-    counts.
+    """Return (rows, columns, whether it is gated) of the linear in a row of a profile.
+
+    A run measures a shape at all token counts.
     """
     return row["num_rows"], row["k"], row["silu_mul"]

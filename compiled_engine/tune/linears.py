@@ -73,7 +73,8 @@ class TunedLinear:
 class Chain:
     """Linears that each read the previous one's result, repeated over several layers with different random weights.
 
-    layers: by default enough to fill WORKING_SET, from 2 to 64, so that weights are not read from the L2 cache.
+    A linear for which that result is too narrow reads random inputs. layers: by default enough to fill WORKING_SET,
+    from 2 to 64, so that weights are not read from the L2 cache.
     """
 
     def __init__(self, cases: Sequence[LinearCase], layers: int | None = None, device: str = "cuda"):

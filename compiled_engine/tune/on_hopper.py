@@ -27,9 +27,9 @@ def is_hopper() -> bool:
 def worthwhile(times: Mapping[AnyTiles, Sequence[float]], before: Sequence[float], worth: float) -> AnyTiles | None:
     """Return the tiles with the largest worst-case gain, or None if that gain is too small.
 
-    The gain is large enough if the tiles take at most `worth` times as long as the linear without this kernel, at every
-    number of tokens. times, before: microseconds of the tiles, and of the linear without this kernel, at each number of
-    tokens.
+    The gain is large enough if, at every number of tokens, the tiles take at most `worth` times as long as the linear
+    that would run without this kernel. times, before: microseconds at each number of tokens, of the tiles and of that
+    linear.
     """
     shares = {tiles: max(map(truediv, found, before)) for tiles, found in times.items()}
     best = min(shares, key=shares.__getitem__, default=None)

@@ -50,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Gain:
-    """Microseconds that a step of `tokens` tokens takes longer without a pass, and the spread between repeats."""
+    """Microseconds that a step of `tokens` tokens takes longer without a pass; noise: the range of repeats with it."""
 
     tokens: int
     gain_us: float
@@ -73,12 +73,11 @@ def differing(chosen: Sequence[Variant], plans: Mapping[Variant, Plan]) -> list[
 def measure(
     config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
 ) -> dict[str, list[Gain]]:
-    """Measure the gains of each pass and return them by the pass's name. Each is a difference of medians.
+    """Measure the gains of each pass and return them by the pass's name.
 
-    There is one gain per token count. The repeats with and without the pass are interleaved.
-
-    A pass that does not change the plan at a token count has no gain there. In compile ranges for small batches, a step
-    consists of num_tokens decodes with CONTEXT tokens of context each. In other ranges it is one prompt.
+    There is one gain per token count at which the pass changes the plan: the difference of the median times without and
+    with the pass, whose repeats are interleaved. In compile ranges for small batches, a step consists of num_tokens
+    decodes with CONTEXT tokens of context each. In other ranges it is one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
@@ -236,7 +235,7 @@ REPLAYS = 20
 def time_step(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
     """Warm up a step and, on a GPU, capture it as a CUDA graph.
 
-    Returns a function that runs REPLAYS consecutive steps and returns the mean microseconds of a step.
+    Returns a function that times REPLAYS consecutive steps and returns the mean microseconds of a step.
     """
     if device.type != "cuda":
         step()

@@ -1,9 +1,9 @@
 """Adapter kernels for many tokens: each program handles the tokens of one slot within a window of consecutive tokens.
 
 A program gathers its slot's tokens and multiplies them on tensor cores, so that A and B are read once for several
-tokens, and other slots' tokens are not read. A window has a program for each slot that may occur. If fewer occur, as in
-a prompt, several programs divide the tokens of a slot. Programs prefetch their part of A or B into the L2 cache before
-they wait for the previous kernel.
+tokens, and other slots' tokens are not read. A window has a program for each slot that may occur, at most MOST_TURNS.
+If fewer slots occur, as in a prompt, several programs divide the tokens of a slot. Programs prefetch their part of A or
+B into the L2 cache before they wait for the previous kernel.
 
 If there are many windows, each has only one program, which loops over the window's slots. Usually there is only one
 slot, since prompts are long.

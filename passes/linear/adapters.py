@@ -1,8 +1,8 @@
 """Adds the requests' LoRA adapters to each linear: B(Ax) with A and B from the slot of the token's adapter.
 
-The pass runs right after merge_linears, so that q, k and v, or gate and up, share one product with A. It runs before
-the passes that fuse a linear with its neighbours, since the sum belongs after a norm and before an activation. If a
-linear's input is sharded, the columns of A are too, and the linear's all-reduce completes both.
+The pass runs right after merge_linears, so that q, k and v, or gate and up, share one matrix product with A. It runs
+before the passes that fuse a linear with its neighbours, since the adapter is added after a norm and before an
+activation. If a linear's input is sharded, the columns of A are too, and the linear's all-reduce completes both.
 
 Slots are kept parameters, filled by the runner (see `site_of`). The pass only runs in a separate variant of the forward
 (graphs/compiler/signature.py), so steps without adapters run unchanged code.
@@ -89,10 +89,10 @@ class Adapters(GraphPass):
     def verify(
         self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
     ) -> int | None:
-        """Check that each linear has its own slots and input, and that the op's kernels are right on random slots.
+        """Check that each adapter op reads its linear's slots and input, and that its kernels are right on random data.
 
-        Raises VerificationError otherwise. Returns None, so that the replacements are compared too. Their comparison
-        alone does not show these errors, since batches for verification have no adapters.
+        Raises VerificationError otherwise. Returns None, so that the caller compares the replacements too. That
+        comparison alone would not show these errors, since batches for verification have no adapters.
         """
         for node in graph.find_nodes(op="call_function", target=adapter_add):
             _verify(node, min(compile_range.high, _MOST_TOKENS), device)
@@ -102,7 +102,7 @@ class Adapters(GraphPass):
 def site_of(parameter: Parameter, described: Mapping[str, Parameter]) -> tuple[Parameter, ...] | None:
     """Return the weights whose adapters a parameter holds, if it is a matrix A that this pass added; otherwise None.
 
-    The weights are those that are merged into one linear, in order. described: the graph's parameters by name.
+    There are several if linears were merged, in their order. described: the graph's parameters by name.
     """
     name = parameter.name.removesuffix(MATRIX_A)
     return _members(described[name]) if parameter.role == KEPT and name != parameter.name else None

@@ -65,9 +65,9 @@ def scaled(
 
 
 def obstacle(scheme: LinearScheme, num_columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why experts' kernels do not support codes of this scheme, with `num_columns` columns; None if they do.
+    """Return why the kernels of experts do not support codes of this scheme in `num_columns` columns; None if they do.
 
-    On a CPU, where ops of torch decode the codes, all limits but the GPU's capability apply. dtype: of the results.
+    On a CPU, where torch's ops decode the codes, all limits but the GPU's capability apply. dtype: of the results.
     """
     rounding = scheme.weight
     columns, is_packed = rounding.columns, rounding.format.per_byte > 1
@@ -93,7 +93,8 @@ def constants_of(scheme: str, num_columns: int) -> dict[str, Any]:
     """Return the constexprs of kernels that read weights with `num_columns` columns.
 
     scheme: the text form of a Rounding; "" for weights that are not quantised. PACKED: the kind of codes that share a
-    byte, "e2m1" or "integers"; "" for others. ZERO: the zero point of all tiles. UNIT: see `unit_of`.
+    byte, "e2m1" or "integers"; "" for others. ZERO: the zero point of tiles without one of their own. UNIT: see
+    `unit_of`.
     """
     rounding = Rounding.parse(scheme) if scheme else Rounding("", 1, 0)
     packed, zero, unit = "", 0, 0

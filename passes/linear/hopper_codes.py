@@ -1,4 +1,7 @@
-"""Launches Hopper's kernel for quantised linears of more than 128 tokens: which it supports, its tile sizes."""
+"""Launches Hopper's kernel for linears of 8-bit codes and more than 64 tokens.
+
+Also says which linears the kernel supports, and chooses its tile sizes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def codes_tiles(num_tokens: int, num_rows: int, has_blocks: bool, num_multiproce
 
     The estimate is the number of tiles that a multiprocessor computes one after another, times a tile's time in COSTS.
 
-    num_rows: gate and up counted together. has_blocks: a scale is shared by a block of the weight, not by a whole row.
+    num_rows: gate and up counted together. has_blocks: blocks of the weight have a scale each, rather than whole rows.
     """
 
     def cost(tiles: CodesTiles) -> float:

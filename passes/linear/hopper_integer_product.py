@@ -1,4 +1,4 @@
-"""Hopper's product of four-bit codes and many tokens: its tiles, which follow a rule, and its launch."""
+"""Launches Hopper's kernel for linears of four-bit codes and many tokens, and chooses its tiles by a rule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 
 @dataclass(frozen=True)
 class IntegerTiles:
-    """A tile: 128 rows, gate and up counted together, and `tokens` tokens, over one of `splits` shares of K."""
+    """A tile: 128 rows, gate and up counted together, and `tokens` tokens, over one of `splits` parts of K."""
 
     tokens: int  # 128 or 256
     splits: int  # divides the number of blocks of 128 columns
@@ -51,7 +51,7 @@ class IntegerTiles:
 
 
 def tiles_with(tokens: int, splits: int, gated: bool) -> IntegerTiles:
-    """Return tiles with as many stages as fit a multiprocessor."""
+    """Return tiles with as many stages as fit a multiprocessor's shared memory."""
     chunk, outputs = min(tokens, 128), 32 if gated else 64
     results = 0 if splits > 1 else 2 * chunk * outputs * 2
     if gated and tokens > chunk:
@@ -69,9 +69,9 @@ def integer_product_tiles(
 
 
 def is_faster_decoded(num_tokens: int, num_rows: int, k: int, num_multiprocessors: int) -> bool:
-    """Return whether it is estimated to be faster to decode the whole weight before the product, once for all tokens.
+    """Return whether, by an estimate, it is faster to decode the whole weight once, before the matrix product.
 
-    It is for thousands of tokens, as each tile of tokens decodes its rows again.
+    That is so for thousands of tokens, since the kernel decodes the rows again for each tile of tokens.
     """
     product = max(2 * num_rows * k / _READ, 2 * num_tokens * num_rows * k / _OPERATIONS)
     decoded = _LAUNCH + num_rows * k / _DECODED + product
@@ -79,7 +79,7 @@ def is_faster_decoded(num_tokens: int, num_rows: int, k: int, num_multiprocessor
 
 
 def _estimates(num_tokens: int, num_rows: int, k: int, num_multiprocessors: int) -> list[tuple[float, int, int]]:
-    """Return the estimated microseconds, the tokens of a tile and the splits of each form that tiles may have."""
+    """Return (estimated microseconds, tokens of a tile, splits of K) for each possible form of tiles."""
     blocks, found = k // _BLOCK, []
     for tokens, block_time in _BLOCK_TIMES.items():
         for splits in range(1, _MOST_SPLITS + 1):
@@ -108,7 +108,7 @@ def hopper_integer_product(
     """Compute `hopper_integers.hopper_integers` for any number of tokens.
 
     Weights are rounded to the results' type before the product, as `integer_product.decode_words` rounds them. tiles:
-    by default those of integer_product_tiles.
+    None for those of integer_product_tiles.
     """
     from compiled_engine.kernels import hopper_integer_product_kernel as kernels  # Gluon takes a while to import
 

@@ -81,8 +81,8 @@ NEAR, AS_BUSY, LEAST_BUSY = 2.5, 0.75, 0.6
 class HopperTiles:
     """Tile sizes of a program: `tokens` tokens and `groups` * 64 / `parts` rows of the weight, gate and up together.
 
-    stages: stages of the ring buffer in shared memory, of `products` * `parts` * 64 columns each. parts: if more than
-    1, a tensor-core product of 64 rows takes 64 / parts rows of the weight, each in as many parts of K.
+    stages: stages of the ring buffer in shared memory, of `columns` columns each. parts: if more than 1, a tensor-core
+    product of 64 rows takes 64 / parts rows of the weight, each divided into `parts` parts along K.
     """
 
     groups: int  # 1 to 3
@@ -159,9 +159,9 @@ def tiles_for(
 
 
 def _nearest(shape: tuple[int, int], shapes: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the shape that is most similar to `shape`: its rows and columns differ by the smallest factors.
+    """Return the shape whose rows and columns differ from those of `shape` by the factors with the smallest product.
 
-    Returns None if there is none whose factors are at most NEAR.
+    Returns None if each shape differs by a factor above NEAR.
     """
 
     def factors(other: tuple[int, int]) -> list[float]:

@@ -39,7 +39,7 @@ class ProductTiles:
     """Tile sizes of a program: `groups` * `rows` rows of the weight, gate and up together, and sum(`parts`) tokens.
 
     stages: stages of the ring buffer in shared memory, of 64 columns each. A thread needs rows * tokens / 128 registers
-    for sums, at most MOST_SUMS. Raises ValueError for values that the comments do not allow.
+    for sums, at most MOST_SUMS. Raises ValueError for values beyond the limits that the fields' comments give.
     """
 
     groups: int  # 2 or 3
@@ -86,8 +86,8 @@ def product_tiles(
 ) -> ProductTiles | None:
     """Return the measured tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
-    gated: num_rows counts gate and up together. Returns None for few tokens, if another kernel is faster, or if the
-    device or the shape was not measured.
+    gated: num_rows counts gate and up together. Returns None for few tokens, if another kernel is faster, if `dtype`
+    does not have two bytes, or if the device or the shape was not measured.
     """
     profile = hopper_profile(dtype, device) if num_tokens > FEW else None
     measured = None if profile is None else profile.product(num_tokens, num_rows, k, gated)
@@ -157,7 +157,7 @@ def hopper_product(
 def _boxes(tiles: ProductTiles, bits: int, gated: bool, scaled: bool) -> tuple[Box, list[Box | None], list[Box | None]]:
     """Return (TMA box of the weight, boxes of the tokens, boxes of the results).
 
-    Tokens and results have a box for each of three parts; None for a part that the tile does not have.
+    Tokens and results have a list of three boxes, one per part; None for a part that the tile does not have.
     """
     from compiled_engine.kernels import hopper_product_kernel as kernels
 

@@ -23,7 +23,7 @@ MOST_OF_THREE = 64
 
 
 def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearScheme, dtype: torch.dtype) -> str | None:
-    """Return why Hopper's kernels do not support a linear; None if they do."""
+    """Return why Hopper's kernels do not support a linear of 8-bit codes; None if they do."""
     if scheme.inputs is None:
         return "its inputs are not rounded"
     if scheme.weight.is_integer:
@@ -41,7 +41,7 @@ def why_not_on_hopper(num_rows: int, k: int, silu_mul: bool, scheme: LinearSchem
 def quantised_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, num_multiprocessors: int) -> HopperTiles:
     """Return the tile sizes for a linear of codes, of `num_tokens` tokens and a weight [num_rows, k].
 
-    They are the largest with which enough multiprocessors are busy, with as many stages as fit the shared memory.
+    The tiles are the largest that keep enough multiprocessors busy, with as many stages as fit the shared memory.
     """
     tokens = max(8, next(bucket for bucket in TOKEN_BUCKETS if num_tokens <= bucket))
     # Two programs on a multiprocessor have registers for half the columns.

@@ -60,7 +60,7 @@ def _values(codes: tl.tensor, zeros: tl.tensor, ELEMENT: tl.constexpr, dtype: tl
 def _scaled(
     codes: tl.tensor, zeros: tl.tensor, scales: tl.tensor, ELEMENT: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Return the values of codes times their scales, rounded to `dtype`. scales: None for the values alone."""
+    """Return the values of codes times their scales, rounded to `dtype`. scales: None for values without scales."""
     if scales is None:
         return _values(codes, zeros, ELEMENT, dtype)
     else:
@@ -85,10 +85,10 @@ def _of_tiles(
     TILES: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load scales or zero points of the tiles that N rows of codes have in a step of BYTES bytes.
+    """Return the scales, or the zero points, of N rows of codes in a step of BYTES bytes, loaded from ptr.
 
-    Returns [N, 1] if the step has one tile, or the value of each byte, [N, BYTES], if it has several. first_N: for each
-    row the index of its first value; a row has ROW_TILES. The step has TILES tiles from number `tile` on.
+    The shape is [N, 1] if the step has one tile, or [N, BYTES], one for each byte, if it has several. first_N: index of
+    the scale of each row's first tile; a row has ROW_TILES tiles. The step has TILES tiles from number `tile` on.
     """
     if TILES == 1:
         return tl.load(ptr + first_N + tile)[:, None]
@@ -272,7 +272,7 @@ def decode_words_kernel(
 
 
 def why_not_by_kernels(capability: tuple[int, int], scheme: LinearScheme) -> str | None:
-    """Return why the kernels of this module do not support a linear; None if they do. Otherwise torch's ops do it."""
+    """Return why this module's kernels do not support a linear, so that torch's ops compute it; None if they do."""
     if capability < CAPABILITY:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} has no products of bfloat16"
     if not columns_of_step(scheme):

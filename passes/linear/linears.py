@@ -146,7 +146,7 @@ class ExpertsLinear:
 def experts_linear_of(value: Any) -> ExpertsLinear | None:
     """Return the linear of experts that computes `value`, or None if none does.
 
-    A batched matrix product (bmm) is one, and so is a bmm with a bias added.
+    Such a linear is a batched matrix product (bmm) with a parameter or decoded codes, or the bmm plus a bias.
     """
     bias = None
     if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
@@ -170,7 +170,7 @@ def is_by_columns(node: fx.Node) -> bool:
 
 
 def by_rows(node: fx.Node) -> Parameter:
-    """Return the description of a parameter of experts in the shape [E, N, K], the order in which it is stored."""
+    """Return the description of a parameter of experts, with its dimensions in the stored order, [E, N, K]."""
     weight = parameter_of(node)
     if not is_by_columns(node):
         return weight
@@ -200,8 +200,8 @@ def multiplied_values(graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_pa
     """Count, for each value [T, K], the weight matrices [N, K] that it is multiplied by. Contracts use these counts.
 
     counts: returns whether a parameter is counted. Every op that reads such a matrix and a value is counted, whether
-    `linear_of` recognises it or not. Not counted is an op that takes weight^T and reads a parameter without a
-    transpose: its matrix is [K, N], as in GPT-2.
+    `linear_of` recognises it or not. An exception is an op that takes weight^T and reads a parameter without a
+    transpose: its matrix is [K, N], as in GPT-2, and is not counted.
     """
     readers: dict[fx.Node, fx.Node] = {}
     for parameter in filter(counts, graph.find_nodes(op="placeholder")):

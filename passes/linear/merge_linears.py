@@ -39,7 +39,7 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """Return the number of values that several weight matrices multiply."""
+        """Return the number of values that are multiplied by several weight matrices."""
         return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -87,7 +87,7 @@ def _obstacle(group: list[Linear]) -> str | None:
 
 
 def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Separate the linears of gate and up, if a group of linears with the same input has them, from the others.
+    """Separate the linears of gate and up, if any, from the other linears with the same input.
 
     Returns the resulting groups, without those of a single linear.
     """
@@ -102,7 +102,7 @@ def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
 
 
 def _formats_apart(group: list[Linear]) -> list[list[Linear]]:
-    """Return linears in groups with the same weight format and scheme, except for the number of rows of a tile."""
+    """Divide linears into groups with the same weight format and scheme. Numbers of rows per tile may differ."""
     found: dict[Any, list[Linear]] = defaultdict(list)
     for linear in group:
         scheme = linear.quantised and linear.quantised.scheme

@@ -1,9 +1,10 @@
 """Chooses the kernel of a quantised linear, with the reason why a faster one is not used, and launches it.
 
-Hopper GPUs have kernels of their own: one at memory bandwidth for few tokens, others for many. On other GPUs
-torch._scaled_mm multiplies many tokens if each row has one scale. A Triton kernel covers all other cases, and ops of
-torch those that no kernel supports. Integer codes have their own Triton kernels. Before the linear, a kernel computes
-the norm, if any, and rounds the inputs, unless the inputs already are codes.
+Hopper GPUs have kernels of their own: one at memory bandwidth for few tokens, others for many. On other GPUs, and for
+linears that these kernels do not support, torch._scaled_mm multiplies many tokens if each row has one scale. A Triton
+kernel covers all other cases, and torch's ops those that no kernel supports. Weights of integer or e2m1 codes whose
+inputs are not rounded have kernels of their own. Before the linear, a kernel computes the norm, if any, and rounds the
+inputs, unless the inputs already are codes.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def choose(
 ) -> Choice:
     """Return the kernel chosen for a quantised linear of `num_tokens` tokens and a weight [num_rows, k] on a GPU.
 
-    silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers;
-    num_multiprocessors is used for these alone.
+    silu_mul: num_rows counts gate and up together. in_words: the operands are in the layout of hopper_integers; only
+    then num_multiprocessors is used.
     """
     if in_words:
         if num_tokens <= hopper_integers.MOST_TOKENS:
@@ -113,8 +114,10 @@ def choose(
 def describe_kernels(
     capability: tuple[int, int], num_rows: int, k: int, bias: bool, scheme: LinearScheme, dtype: torch.dtype
 ) -> str:
-    """Return the kernels for few, for many and for thousands of tokens as text. Codes are in words if Hopper's kernel
-    reads them, as the pass reorder_codes puts them."""
+    """Return the kernels for few, for many and for thousands of tokens as text.
+
+    Codes count as stored in words if Hopper's kernel can read words, since the pass reorder_codes then puts them so.
+    """
     in_words = capability[0] == 9 and hopper_integers.why_not_in_words(num_rows, k, scheme, dtype) is None
     few, many, most = (
         choose(capability, count, num_rows, k, False, bias, scheme, dtype, in_words)
@@ -238,7 +241,7 @@ def multiply(
 
 
 def _gated_tiles(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> ProductTiles | None:
-    """Return the tile sizes with which Hopper's kernel computes gate and up; None if the library is faster."""
+    """Return the measured tile sizes of Hopper's kernel for gate and up; None if the library is to compute them."""
     return product_tiles(len(x_TK), *weight_NK.shape, True, x_TK.dtype, x_TK.device)
 
 
@@ -290,7 +293,10 @@ def _on_hopper(
 
 
 def scaling_of(scales_RC: torch.Tensor, inputs_CT: torch.Tensor | None, scheme: LinearScheme) -> Scaling:
-    """Return the scales of a linear as kernels take them. inputs_CT: from round_inputs.launch; None: not rounded."""
+    """Return the scales of a linear as kernels take them.
+
+    inputs_CT: scales from round_inputs.launch; None if inputs are not rounded.
+    """
     weight, inputs = scheme.weight, scheme.inputs
     input_columns = 0 if inputs is None or inputs.static else inputs.columns
     return Scaling(scales_RC, inputs_CT, weight.rows, weight.columns, input_columns)

@@ -1,7 +1,7 @@
-"""Defines the op of a linear with quantised weight and rounded inputs.
+"""Defines the op of a linear with a quantised weight, and inputs that are rounded if its scheme says so.
 
-Like small_batch_linear, the op may include what precedes and follows the linear. The reference, in torch's ops, is also
-used on CPUs. It defines the result of every kernel, by the formula in rounding.py.
+Like small_batch_linear, the op may include a norm before the linear, and silu * up or a residual add after it. The
+reference, in torch's ops, is also used on CPUs. It defines the result of every kernel, by the formula in rounding.py.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def reference(
 ) -> torch.Tensor:
     """Return rounded(x) @ decoded weight^T + bias, [T, M], computed in fp32 and rounded once to the dtype of x.
 
+    The steps of small_batch_linear before and after the linear are included; see there for their arguments and order.
     scheme: text, see LinearScheme. codes_NK: maybe packed, see Rounding.stored, or int32 words with scales and zero
     points by columns, see hopper_integers. zeros_RC: zero points, uint8, for schemes that have them. input_scale_1: for
     static inputs. input_scales_CT: scales of x if x is codes (see round_inputs); the results then have `dtype`, and
-    there is no norm. columns_1K: the column of x for each column of the codes, for reordered schemes. For the other
-    arguments and the order of steps see small_batch_linear.
+    there is no norm. columns_1K: the column of x for each column of the codes, for reordered schemes.
     """
     out = x_TK.dtype if input_scales_CT is None else getattr(torch, dtype)
     if codes_NK.dtype == torch.int32:
@@ -174,9 +174,10 @@ def gated_launch(
     static_1: torch.Tensor | None,
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `gated_reference`, computed by two kernels: the linear's and the one that rounds.
+    """Return the results of `gated_reference`, computed by the linear's kernel and one that rounds.
 
-    One of them computes activation(gate) * up: the linear's if it can, otherwise the other.
+    The linear's kernel computes activation(gate) * up if it can, otherwise the kernel that rounds does. If no kernel
+    can round the result, torch's ops do.
     """
     parsed, out, columns = round_inputs.rounding_of(rounding), getattr(torch, dtype), codes_NK.shape[0] // 2
     by_kernel = round_inputs.why_not_by_kernel(columns, parsed, x_TK.device) is None

@@ -1,9 +1,9 @@
 """Triton kernel of a quantised linear for any number of tokens, on tensor cores.
 
-Tensor cores sum products of e4m3 with fewer bits, so the products of each step of columns are added in fp32. Products
-of int8 are summed exactly, in int32. Block scales are applied to the sum of a step, row scales at the end. The kernel
-runs where Hopper's faster kernels do not: other GPUs, integers, sizes that TMA cannot copy, inputs that are not
-rounded.
+Tensor cores sum products of e4m3 with fewer bits than fp32 has, so the sums of each step of columns are added in fp32.
+Products of int8 are summed exactly, in int32. Block scales are applied to the sum of a step, row scales at the end. The
+kernel runs where there is no faster one: on many GPUs other than Hopper, for integers, for sizes that TMA cannot copy,
+or if inputs are not rounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rounds the inputs of quantised linears, in the kernel that computes the inputs if possible.
 
-That is a kernel that computes an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by
-a kernel of their own. A program handles one row, that of a token.
+Such kernels compute an RMSNorm, a residual sum and its norm, or silu(gate) * up. Other inputs are rounded by a kernel
+of their own. A program handles one row, that of a token.
 
 Why: with torch's ops, the formula of rounding.py is five kernels and as many passes over the inputs. A kernel that has
 the row in registers only adds the computation of scales, and saves a write and a read of 16-bit values.
@@ -48,10 +48,9 @@ rounding_of = cache(Rounding.parse)
 
 @triton.jit
 def rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the codes of values: values / scale, clamped to [-LARGEST, LARGEST], or to all integers of 8 bits, and
-    rounded to `dtype`.
+    """Return the codes of values x: x / scale, clamped and rounded to `dtype`.
 
-    scale: a scalar, or one scale per value.
+    Int8 codes are clamped to [-128, LARGEST], others to [-LARGEST, LARGEST]. scale: a scalar, or one scale per value.
     """
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     LEAST: tl.constexpr = -128.0 if dtype == tl.int8 else -LARGEST
@@ -97,9 +96,10 @@ def store_rounded(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
-    """Quantise columns of a row: write the codes of the columns from FIRST on, and a scale for each COLUMNS columns.
+    """Quantise columns of a row: write codes from column FIRST on, and unless row_scale is given, the groups' scales.
 
-    x_K: GROUPS * COLUMNS columns in fp32, a power of two; those from K on are not written.
+    x_K: GROUPS * COLUMNS columns in fp32, a power of two; those from K on are not written. COLUMNS: columns of a group,
+        which share a scale.
     codes_ptr: [T, K]; scales_ptr: float32 [K / COLUMNS, scale_stride]; token: index of the row.
     static_ptr: the scale of all groups, float32 [1], or None. row_scale: the scale of the whole row, which is already
         stored, or None. With neither, a group's scale is computed from its largest magnitude.
@@ -363,8 +363,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes [T, K] and scales [C, T] of RMSNorm(x) * norm_weight, of activation(gate) * up, or of x.
 
-    They equal those of rounding.round_inputs, with a static scale repeated for each token. static_1: float32 [1], or
-    None for scales that follow from the values. tile: see empty_scales.
+    Codes and scales equal those of rounding.round_inputs, except that a static scale is repeated for each token.
+    static_1: float32 [1], or None for scales that follow from the values. tile: see empty_scales.
     """
     codes_TK, scales_CT, _ = _launch(
         x_TK, None, norm_weight_K, None, static_1, rounding, eps, norm_offset, norm_wide, activation, tile
@@ -473,7 +473,7 @@ def _round_inputs(
 
 
 def fake_codes(x_TK: torch.Tensor, rounding: str, halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised codes and scales of x, for tracing. halves: for half as many columns as x has."""
+    """Return uninitialised codes and scales of x, for tracing. halves: the codes have half as many columns as x."""
     num_tokens, k = x_TK.shape
     parsed = rounding_of(rounding)
     codes_TK = x_TK.new_empty((num_tokens, k // 2 if halves else k), dtype=parsed.dtype)
@@ -530,7 +530,7 @@ def sum_launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `sum_reference`, computed by the kernel; where it cannot round, torch's ops do that."""
+    """Return the results of `sum_reference`, computed by the kernel; if it cannot round them, torch's ops do."""
     parsed, how = rounding_of(rounding), (eps, offset, wide)
     if why_not_by_kernel(x_TD.shape[1], parsed, x_TD.device) is not None:
         normed_TD, total_TD = residual_rms_norm.launch(x_TD, residual_TD, weight_D, *how, inner_weight_D)

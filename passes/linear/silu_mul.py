@@ -118,7 +118,7 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """Return the number of products of an activation [T, I] and a value that is no result of a norm.
+    """Return how often an activation's result [T, I] is multiplied by a value that is not the result of a norm.
 
     Passes on silu(gate) * up expect as many matches in their contracts.
     """

@@ -80,11 +80,11 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """Fuse each norm whose result only linears read into these linears, in `linears`.
+    """Fuse each norm whose result only linears read into these linears, by changing `linears`.
 
-    A residual sum before the norm is fused into the linear that computes its addend; if there is none, the sum becomes
-    an addition of its own. The experts op counts as a linear, and is emitted anew if it changes. Returns a mapping from
-    each value that is no longer computed by its old node to the new node.
+    A residual sum before the norm is fused into the linear that computes its addend; if no linear does, the sum becomes
+    an addition of its own. A sum whose addend is normed stays as it is. The experts op counts as a linear, and is
+    emitted anew if it changes. Returns a mapping from each value that another node computes now to that node.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # -> the value that each now computes
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -157,7 +157,7 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """Emit small_batch_linear, or the op for its weight format, in place of a linear and the ops fused with it.
 
-    Returns the new node. new: values that other nodes compute now, old node -> new node.
+    Returns the new node. new: maps each value that another node computes now to that node.
     """
     arguments = {
         "x_TK": new.get(fused.x, fused.x),

@@ -27,10 +27,10 @@ def finish(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """Store a linear's result y to `out`: activation(y) * up, residual + y, or y, rounded where textbook code rounds.
+    """Store to `out` a linear's result y, or activation(y) * up, plus the residual, rounded where textbook code rounds.
 
     y, up: float32. offsets (into out_ptr), mask and residual have their shape.
-    SILU_MUL: use `up`. RESIDUAL: use `residual`, which callers load along with the product's operands if tokens are
+    SILU_MUL: use `up`. RESIDUAL: add `residual`, which callers load along with the linear's operands if tokens are
         few, to avoid a wait at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty

@@ -63,8 +63,8 @@ def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: 
     """Return the tile sizes for a linear of `num_tokens` tokens and a weight [num_rows, k].
 
     silu_mul: num_rows counts gate and up together. The tile sizes are those measured on the device named `device`.
-    Where nothing was measured, they follow a rule found on an NVIDIA H200, which needs less than 100 KiB of shared
-    memory.
+    Where nothing was measured, and for several tokens in float32, they follow a rule found on an NVIDIA H200, which
+    needs less than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -240,9 +240,9 @@ def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int
 
 @cache
 def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the counters with which a tile's splits of K find out which of them finishes last, int32 [MAX_TILES].
+    """Return counters of each tile's finished splits of K, int32 [MAX_TILES]. They are zero between launches.
 
-    They are zero between launches. Each stream has its own tensor, since launches on a stream do not overlap.
+    Each stream has counters of its own, since launches on different streams may overlap.
     """
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 

@@ -131,7 +131,7 @@ def _product(
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return (acc, squares) after a step. To acc is added W x^T if ROWS_FIRST, otherwise x W^T.
+    """Return (acc, squares) after a step, which adds W x^T to acc if ROWS_FIRST, otherwise x W^T.
 
     NORM: multiply x by the norm's weight (plus OFFSET) first, and add the row sums of x * x to `squares`; otherwise
     `squares` stays. x, w, columns: as _tile and _columns return them.
@@ -155,10 +155,11 @@ def _product(
 def _leave_partial(
     y_TN: tl.tensor, partial_ptr_TN: tl.tensor, counter_ptr: tl.tensor, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """Store the partial sums [TOKENS, ROWS] of a split of K. Returns whether it is the last split of its tile.
+    """Store the partial sums [TOKENS, ROWS] of a split of K.
 
-    partial_ptr_TN: pointers to the partial sums of the tile's first split. counter_ptr: the tile's counter, int32, 0
-    before and after the launch.
+    Returns whether all other splits of the tile have stored theirs, so that this program must add them up.
+    partial_ptr_TN: pointers to the partial sums of the tile's split 0. counter_ptr: the tile's counter, int32, 0 before
+    and after the launch.
     """
     tl.store(partial_ptr_TN + tl.program_id(1) * (y_TN.shape[0] * y_TN.shape[1]), y_TN)
     tl.debug_barrier()

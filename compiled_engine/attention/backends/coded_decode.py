@@ -1,12 +1,12 @@
 """Gluon kernel for Hopper: decode attention over an 8-bit cache, which can also rotate q and k and write k and v.
 
 Tiles of codes (quantised values) pass through a ring buffer in shared memory. Codes are converted to half precision in
-registers, in the order in which the tensor cores take them: four codes need two byte permutations and two subtractions
-(int8), or two conversions (FP8). For a thread to read neighbouring bytes of a value, the columns of results are
-permuted, see `column_of`.
+registers, in the order in which the tensor cores take them: four codes need two byte permutations and at most two
+subtractions (int8), or two conversions (FP8). For a thread to read neighbouring bytes of a value, the columns of
+results are permuted, see `column_of`.
 
-Scales multiply scores and weights, never elements. Keys are split between programs as in triton_decode.py, and the same
-kernel combines the splits.
+Scales are applied to scores, weights or sums, never to elements. Keys are split between programs as in
+triton_decode.py, and the same kernel combines the splits.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def raw_halves(codes):  # type: ignore[no-untyped-def]
 def value_layout(keys: int, head_dim: int, warps: int) -> Any:
     """Return the layout of a tile of values [keys, head_dim] in registers.
 
-    Each thread reads neighbouring elements of a value. It reads them for the keys that its part of the product needs.
+    Each thread reads neighbouring elements of the values that it needs for its part of the matrix product.
     """
     near = head_dim // (8 * warps)
     registers = [[0, 1 << i] for i in range(near.bit_length() - 1)] + [[1, 0]]
@@ -285,7 +285,7 @@ def coded_decode_kernel(  # type: ignore[no-untyped-def]
     scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
         all.
     KEYS: keys of a tile; STAGES: tiles in the ring buffer; RAW_KEYS: see raw_halves.
-    STRIDE_MULTIPLE: a divisor of all token strides.
+    STRIDE_MULTIPLE: a divisor of all token strides but out's.
     """
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
@@ -590,7 +590,7 @@ def coded_decode(
     new: this step's keys and values. The kernel rotates queries and keys, and writes keys and values to the cache.
         None: queries are rotated already, and the cache has the keys and values.
 
-    Launches a second kernel to combine several splits. See exists_on_hopper for the sizes that the kernel supports.
+    If there are several splits, a second kernel combines them. See exists_on_hopper for the supported sizes.
     """
     splits = plan.splits
     rotating = RotatingArguments.of_rotated(q_THd) if new is None else RotatingArguments.of(q_THd, *new)

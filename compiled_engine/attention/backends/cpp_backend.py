@@ -143,7 +143,7 @@ def _arguments(
     num_decodes: int,
     scoring: Scoring,
 ) -> tuple[Any, ...]:
-    """Return the arguments that _decode's and _decode_codes' functions begin with. Sinks must be fp32, contiguous."""
+    """Return the first arguments of the C++ functions decode and decode_codes. Sinks must be fp32 and contiguous."""
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     return (
         q_RHd.data_ptr(),
@@ -175,11 +175,11 @@ def rotate_and_write(
     slot_mapping_T: torch.Tensor,
     kv_scales_2K: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Norm and rotate q and k, store k and v, and return the new q, contiguous [T, H, d].
+    """Norm and rotate q and k, store k and v, and return the rotated q, contiguous [T, H, d].
 
     Returns None, with nothing done, unless all operands are float32; the cache may also have 8 bits. d is at most 256.
-    The elements of a head must be consecutive, and so must those of a token's cos and sin. Raises CannotCompile, and
-    ValueError for other layouts.
+    The elements of a head must be consecutive, and so must those of a token's cos and sin; raises ValueError otherwise.
+    Raises CannotCompile without a working C++ compiler.
     """
     weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
     angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}

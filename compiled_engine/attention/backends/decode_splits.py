@@ -41,12 +41,12 @@ class Splits:
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
     """Return the splits for a batch of decodes.
 
-    num_requests: rows of the batch, padding included. max_seq_len: the host's upper bound of the contexts.
+    num_requests: padding included. max_seq_len: the host's upper bound of the keys that a request reads.
 
-    Without splits there is one program per request and K/V head. If there are few such programs, they are split until
-    there are two per multiprocessor. If there are more, but at most one per multiprocessor, they are split into small
-    programs, so that the longest context does not delay the step. Still more programs balance each other, and are not
-    split unless contexts may exceed LONG_SPLIT.
+    Without splits there is one program per request and K/V head. If there are at least eight multiprocessors for each
+    such program, keys are split until there are two programs per multiprocessor. If there is at least one, keys are
+    split among up to eight small programs, so that the longest context does not delay the step. More programs balance
+    each other, and their keys are only split if contexts may exceed LONG_SPLIT.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
@@ -62,9 +62,9 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
 
 def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return the context lengths, ascending, up to which this number of decodes has kernels of its own on Hopper.
+    """Return the context lengths, ascending, up to which special kernels serve this number of decodes on Hopper.
 
-    These kernels serve few decodes whose keys fit into one program, and many decodes that are not split.
+    These kernels serve few decodes whose keys one program can read, and many decodes whose keys are not split.
     """
     num_programs = num_requests * num_kv_heads
     if num_programs > 4 * num_sms:
@@ -77,7 +77,7 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 
 
 def few_short_contexts(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Return the context lengths up to which one kernel serves this number of decodes over an 8-bit cache.
+    """Return the context lengths up to which one kernel, rotation included, serves these decodes over an 8-bit cache.
 
     A program then reads all keys of a request and K/V head, unless short_splits splits them.
     """
@@ -98,10 +98,10 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in_one_tile: bool) -> tuple[int, ...]:
-    """Return the short contexts up to which requests with drafts are launched differently than for longer contexts.
+    """Return the short contexts at which launches for requests with drafts change.
 
-    in_one_tile: short_drafts.py serves few requests, with one tile for all keys. Otherwise only very few requests have
-    other splits, see short_splits.
+    in_one_tile: short_drafts.py can serve the requests, with one tile for all keys, whose size depends on the context.
+    Otherwise launches depend on the shorter contexts only for up to FEW_REQUESTS requests, see short_splits.
     """
     few = MOST_SHORT_REQUESTS if in_one_tile else FEW_REQUESTS
     return short_contexts if short_contexts == SHORT_CONTEXTS and num_requests <= few else short_contexts[-1:]
@@ -110,8 +110,8 @@ def contexts_of_drafts(num_requests: int, short_contexts: tuple[int, ...], *, in
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
     """Return whether one kernel for rotation, KV write and attention is faster than several.
 
-    It is with small programs and short contexts. With a single request every program would wait for the norm; with long
-    contexts the first tile would occupy registers that later tiles need.
+    One kernel is faster with small programs and short contexts. With a single request every program would wait for the
+    norm; with long contexts the first tile would occupy registers that later tiles need.
     """
     return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 

@@ -185,9 +185,9 @@ def decode_contexts(
     facts: BatchFacts,
     scoring: Scoring,
 ) -> DecodedContexts:
-    """Dequantise the contexts of all requests with several queries, if they fit, into a new workspace; return it.
+    """Dequantise the contexts of all requests with several queries into a new workspace, if they fit.
 
-    q_THd gives the workspace its dtype and device. Must be launched before `listed_decode`.
+    The workspace has the dtype and device of q_THd. Must be launched before `listed_decode`.
     """
     block_size, num_kv_heads, width = kv_cache_N2PKd.shape[2:]
     head_dim = head_dim_of(kv_cache_N2PKd)

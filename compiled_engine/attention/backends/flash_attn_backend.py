@@ -1,4 +1,4 @@
-"""Attention with the package flash-attn: version 3 (module flash_attn_interface) on Hopper if installed, otherwise 2.
+"""Attention with the package flash-attn: version 3 (flash_attn_interface, for Hopper only) if installed, otherwise 2.
 
 See Dao 2023 (FlashAttention-2) and Shah et al. 2024 (FlashAttention-3). The engine's own kernel writes K and V.
 """

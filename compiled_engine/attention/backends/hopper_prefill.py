@@ -214,7 +214,7 @@ def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.cons
 def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zero the values of a stage from row `end` on, in the box with this row.
 
-    They are uninitialised and might be NaN, which a weight of zero does not remove. Later boxes are zeros already, see
+    These values may be uninitialised, and NaN times a weight of zero is NaN. Later boxes are zeros already, see
     OUTSIDE.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -257,8 +257,8 @@ def compute_items(  # type: ignore[no-untyped-def]
 ):
     """Run one of two groups of warps: compute half of each item's rows with an online softmax, and write them to out.
 
-    Queries are read during the last product of the previous item, into q_smem, [HALF, dim], which results also pass
-    through. strides: (q's tokens, out's tokens, q's heads, out's heads).
+    An item's queries are loaded during the last matrix product of the previous item. q_smem: [HALF, dim], for queries,
+    then for results. strides: (q's tokens, out's tokens, q's heads, out's heads).
     """
     dim: gl.constexpr = HEADS.dim
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -460,7 +460,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
     """Return whether hopper_prefill serves a batch with tiles of tile_rows rows.
 
-    The kernel does not read an 8-bit cache, because keys and values are copied directly to where they are multiplied.
+    The kernel does not read an 8-bit cache, because TMA copies keys and values to shared memory without conversion.
     """
     return (
         tile_rows == ROWS.value
@@ -496,10 +496,11 @@ def hopper_prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Write to out_THd the attention of all requests with several queries. Launched right after `listed_decode`.
+    """Write to out_THd the attention of all requests with several queries.
 
-    Only for cases that on_hopper accepts. q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of
-    ROWS rows. num_tiles: int32 [1], the number of tiles to compute; None: all.
+    Launched after `listed_decode`, with only prefill kernels in between. Only for batches that on_hopper accepts.
+    q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of ROWS rows. num_tiles: int32 [1], the
+    number of tiles to compute; None: all.
     """
     num_tokens, num_heads, _ = q_THd.shape
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape

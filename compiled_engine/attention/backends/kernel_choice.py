@@ -28,7 +28,7 @@ from compiled_engine.kv_format import has_scales, is_coded
 
 
 class Kernel(Enum):
-    """The attention kernels, by the function that launches them.
+    """The attention kernels for decodes, by the names of the functions that launch them.
 
     The kernels in ROTATING can also norm and rotate q and k, and write k and v.
     """

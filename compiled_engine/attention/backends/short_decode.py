@@ -264,9 +264,9 @@ class ShortTiles:
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
         """Return tiles for num_programs programs (requests times K/V heads) and contexts of up to max_seq_len tokens.
 
-        A program that has a multiprocessor to itself loads a few keys at once. Otherwise up to five programs share a
-        multiprocessor. If contexts may differ widely, the longest must not be slow, so two run at a time, with more
-        warps. Many programs balance each other, so more of them run at a time, with fewer warps.
+        If each program has a multiprocessor to itself, a tile holds all keys. Otherwise two programs with many warps
+        share a multiprocessor, so that the longest context is not slow. If there are so many programs that they balance
+        each other, four or five with fewer warps share it.
         """
         if num_programs <= num_sms:
             return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
@@ -338,7 +338,7 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
     KEYS: keys of a tile. STAGES: tiles in the ring buffer; 0: keys are loaded into registers.
-    STRIDE_MULTIPLE: a divisor of all token strides.
+    STRIDE_MULTIPLE: a divisor of all token strides but out's.
     """
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)

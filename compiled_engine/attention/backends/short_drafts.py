@@ -2,8 +2,8 @@
 
 It also norms and rotates q and k, and writes k and v. One program handles all keys of a request and K/V head, as in
 short_decode.py. The cached keys are a single tile, which is loaded before the program waits for the previous kernels.
-Rows of the tile of queries are the query heads that share the K/V head, of each token. This step's keys and values are
-a separate tile, which is not read from the cache.
+The tile of queries has a row for each token and each query head that shares the K/V head. This step's keys and values
+are a separate tile, which is not read from the cache.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
     cache_ptr: [N, 2, P, K, d], 16 bits like q. sinks_ptr: [H] or None.
     slot_mapping_ptr, seq_lens_ptr, block_table_ptr: see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
-    KEYS: keys of the tile, which must hold the longest context. STRIDE_MULTIPLE: a divisor of all row strides.
+    KEYS: keys of the tile, which must hold the longest context.
+    STRIDE_MULTIPLE: a divisor of all row strides but out's.
     """
     kv_head = gl.program_id(0)
     first_row = gl.program_id(1).to(gl.int64) * QUERY_LEN
@@ -263,7 +264,7 @@ def short_drafts_kernel(  # type: ignore[no-untyped-def]
 
 
 def tiles_of_drafts(max_seq_len: int, short_contexts: Sequence[int]) -> ShortTiles | None:
-    """Return the smallest tile that holds contexts of up to max_seq_len tokens; None if short_contexts are shorter."""
+    """Return the smallest tile that holds max_seq_len tokens, or None. short_contexts: the tiles' sizes, ascending."""
     return next((ShortTiles(context) for context in short_contexts if max_seq_len <= context), None)
 
 
@@ -286,9 +287,9 @@ def short_drafts(
 ) -> None:
     """Norm and rotate q and k, store k and v, and write the attention of all rows to out_THd.
 
-    Each row is one token; `query_len` consecutive rows share a request, see fits_one_tile. q_THd, out_THd: [R, H, d];
-    k_TKd, v_TKd: [R, K, d]; d contiguous; the cache has the dtype of q. The tile must hold all keys of any context, and
-    has no ring buffer.
+    Each row is one token; `query_len` consecutive rows share a request. fits_one_tile says which numbers are possible.
+    q_THd, out_THd: [R, H, d]; k_TKd, v_TKd: [R, K, d]; d contiguous; the cache has the dtype of q. tiles: without a
+    ring buffer; a tile must hold the longest context.
     """
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)
     short_drafts_kernel[(kv_cache_N2PKd.shape[3], q_THd.shape[0] // query_len)](

@@ -1,7 +1,7 @@
 """Attention in plain torch: gathers contexts from the paged cache, then computes with dense operations.
 
-It is the reference for the other backends, and the default on a CPU without a C++ compiler. It runs on every device and
-for every shape.
+It is the reference for the other backends, and chosen where the default backend cannot run a model, such as on a CPU
+without a C++ compiler. It runs on every device, for all head and block sizes.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _decode(
 ) -> None:
     """Write to out_RHd the attention of one query per request.
 
-    ragged: contexts have different lengths, up to `longest`; otherwise all have `longest` tokens.
+    ragged: contexts may have different lengths, up to `longest`; otherwise all have `longest` tokens.
     """
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
@@ -290,7 +290,7 @@ def _decode_one(
 ) -> None:
     """Write to out_THd the attention of the first request's single query, with few operations.
 
-    For so little work, the calls of operations take longer than the work.
+    For so little work, calling operations takes longer than computing their results.
     """
     if is_coded(kv_cache_N2PKd.dtype):
         block_size = kv_cache_N2PKd.shape[2]
@@ -317,7 +317,7 @@ def _decode_one(
 
 
 def _k_rows(block_table_RB: torch.Tensor, length: int, block_size: int, num_kv_heads: int) -> torch.Tensor:
-    """Return the row of each position's K in the cache flattened to [N * 2 * P * K, d]; V is P * K rows further."""
+    """Return the rows [R, K, length] of K in the cache flattened to [N * 2 * P * K, d]; V is P * K rows further."""
     blocks_RB = block_table_RB[:, : -(-length // block_size)].long() * (2 * block_size * num_kv_heads)
     offsets_PK = torch.arange(block_size * num_kv_heads, device=blocks_RB.device).view(block_size, num_kv_heads)
     return (blocks_RB[:, None, :, None] + offsets_PK.t()[:, None, :]).flatten(2)[..., :length].contiguous()

@@ -54,11 +54,11 @@ DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
-    """Attention of the engine's own kernels, for block sizes of multiples of 16 and heads of multiples of 8 up to 256.
+    """Attention by the engine's own kernels. Block sizes are multiples of 16, head sizes multiples of 8 from 16 to 256.
 
     kernel_choice.py chooses the kernel of each batch. A batch with prompts has separate kernels for its decodes and its
-    prompts, because a tile of 16 rows needs other registers than a tile of 128. Kernels read everything that differs
-    between batches from the device. Launches depend only on tensor shapes and host_3, so every batch can be captured.
+    prompts, because a tile of 16 rows needs other registers than a tile of 128. Launches depend only on tensor shapes
+    and host_3, and kernels read everything else from the device, so every batch can be captured.
     """
 
     name = "triton"

@@ -49,7 +49,7 @@ def store_partials(
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """Store acc [M, D], max [M] and sum [M] of a split in buffers like Partials.
+    """Store acc [M, D], max [M] and sum [M] of a split in buffers laid out as Partials.
 
     partials_M: the index of each row's partial result, counted over all rows, heads and splits. mask_M: rows to store.
     """
@@ -74,12 +74,12 @@ def combined(
     TILE_D: tl.constexpr,
     CACHE_MODIFIER: tl.constexpr,
 ) -> tl.tensor:
-    """Return the result [D] of one head, fp32: the partial results of its splits, each weighed by its maximum.
+    """Return the result [D] of one head, fp32, combined from the partial results of its splits.
 
     partial_ptr, partial_max_ptr, partial_sum_ptr: see Partials.
     partials_S: the index of each split's partial result; written_S: whether the split stored one.
     sinks_ptr: [H] or None; head: the query head.
-    CACHE_MODIFIER: of the loads; ".cg" if the same launch has stored the partial results.
+    CACHE_MODIFIER: of the loads; ".cg" if the partial results were stored in this launch.
     """
     d_D = tl.arange(0, TILE_D)
     max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
@@ -164,9 +164,9 @@ def combine_splits(
     scoring: Scoring,
     query_len: int = 1,
 ) -> None:
-    """Write the first rows of out_THd from the partial results of a decode kernel, for rows whose keys were split.
+    """Combine the partial results of a decode kernel, and write the results of rows whose keys were split to out_THd.
 
-    splits: those of the decode kernel. query_len: consecutive rows that share a request.
+    splits: as for the decode kernel. query_len: consecutive rows that share a request.
     """
     num_rows, num_heads, _, head_dim = partials.acc.shape
     combine_kernel[(num_heads, num_rows)](

@@ -2,7 +2,7 @@
 
 A request has one query, or also those of its drafts: each token is a row of the batch, a request's rows are
 consecutive, and each query sees the keys up to its own position. The queries of all heads that share a K/V head are
-rows of one tile, so that each key is read once for all of them.
+rows of one tile, so that each key is read once for all of them, unless many drafts need several tiles.
 
 Another kernel combines the splits, as in Flash-Decoding (Dao et al. 2023).
 """
@@ -73,7 +73,7 @@ def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles
 
 @cache
 def draft_tiles(head_dim: int, element_size: int, programs: int, rows: int) -> DecodeTiles:
-    """Return decode_tiles for tiles with few rows. Tiles with more rows get more warps, or fewer keys."""
+    """Return the result of decode_tiles for up to 16 rows; for more rows, tiles with more warps or fewer keys."""
     tiles = decode_tiles(head_dim, element_size, programs)
     if rows <= 16:
         return tiles
@@ -235,9 +235,9 @@ def decode(
 ) -> None:
     """Write the attention of all rows to out_THd. Each row is one token; `query_len` consecutive rows share a request.
 
-    The contexts of a request's rows end one token after the other; its last rows may be padding. q_THd, out_THd: [R, H,
-    d], d contiguous; the cache is contiguous and holds the keys of all rows. Launches a second kernel to combine
-    several splits.
+    Each row of a request sees one key more than the row before; the last rows may be padding. q_THd, out_THd: [R, H,
+    d], d contiguous; the cache is contiguous and holds the keys of all rows. If there are several splits, a second
+    kernel combines them.
     """
     num_rows = inputs.seq_lens_R.shape[0]
     constants = paged_constants(q_THd, kv_cache_N2PKd, out_THd, scoring, tiled=True)

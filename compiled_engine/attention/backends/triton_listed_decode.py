@@ -1,7 +1,7 @@
 """Triton kernel: decode attention over the paged cache, by persistent programs that take splits from the work list.
 
 The last program to finish a split of a request combines the partial results, in the order of the keys. A result
-therefore depends only on the request and the launch, not on other requests.
+therefore depends only on the request and the launch parameters, not on other requests.
 """
 
 from __future__ import annotations
@@ -89,10 +89,11 @@ def listed_decode_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Compute decode attention. Program p computes items p, p + programs, ... of the work list: splits of K/V heads.
+    """Compute decode attention. Program p computes items p, p + programs, ... of the work list.
 
-    A request's only split writes the result to out. Otherwise splits store partial results and count themselves in
-    `arrived`; the last one combines them.
+    An item is one split of a request's keys for one K/V head. A request's only split writes the result to out.
+    Otherwise each split stores partial results and adds 1 to a counter in `arrived`; the split that finishes last
+    combines the partial results.
 
     q_ptr, out_ptr: [T, H, d]. cache_ptr: [N, 2, P, K, WIDTH]. scales_ptr: see triton_codes. sinks_ptr: [H] or None.
     partial_ptr: float32 [R, H, MAX_SPLITS, d]; partial_max_ptr, partial_sum_ptr: float32 [R, H, MAX_SPLITS]; see

@@ -175,7 +175,7 @@ def attend_packed(
     inputs: AttentionInputs,
     scoring: Scoring,
 ) -> None:
-    """Write to out_THd the attention of each token to all tokens of its request, before and after it.
+    """Write to out_THd the bidirectional attention among the tokens of each request, see `op.packed_attention`.
 
     q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d contiguous.
     """

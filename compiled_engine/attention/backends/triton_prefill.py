@@ -105,8 +105,8 @@ def prefill_kernel(
     query_start_loc_ptr, seq_lens_ptr, block_table_ptr, keys_ahead_ptr (or None): see AttentionInputs.
     scale_log2, CAP_SCALE: see triton_tile.scales. WINDOW: keys that a query sees, 0: all.
 
-    The previous kernel, that of the decodes, writes nothing that is read here, and has waited for all kernels before
-    it. So gdc_wait comes last: it only keeps the next kernel from starting before the previous one has ended.
+    The previous kernel, for decodes or other prefills, writes nothing that is read here, and has waited for all kernels
+    before it. So gdc_wait comes last: it only keeps the next kernel from starting before the previous one has ended.
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
     num_items = num_tiles_of(work_ptr, num_tiles_ptr) * NUM_KV_HEADS
@@ -202,10 +202,11 @@ def prefill(
     scoring: Scoring,
     num_tiles: torch.Tensor | None = None,
 ) -> None:
-    """Write to out_THd the attention of all requests with several queries. Launched right after `listed_decode`.
+    """Write to out_THd the attention of all requests with several queries.
 
-    q_THd, out_THd: [T, H, d], d contiguous. work_W: the work list, with tiles of tiles.rows rows. num_tiles: int32 [1],
-    the number of tiles to compute; None: all.
+    Launched after `listed_decode`, with only prefill kernels in between. q_THd, out_THd: [T, H, d], d contiguous.
+    work_W: the work list, with tiles of tiles.rows rows. num_tiles: int32 [1], the number of tiles to compute; None:
+    all.
     """
     prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(q_THd.shape[0]) * layout.num_kv_heads),)](
         q_THd,

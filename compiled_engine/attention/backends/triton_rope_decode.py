@@ -117,7 +117,7 @@ def rope_decode_kernel(
     scale_log2, CAP_SCALE: see triton_tile.scales. min_keys, GRAIN: see split_length. WINDOW: keys that a query sees, 0:
         all.
     FIRST_N: keys of the first tile; TILE_N: keys of later tiles; TILE_M, TILE_D: GROUP and HEAD_DIM, rounded up.
-    STRIDE_MULTIPLE: a divisor of all token strides.
+    STRIDE_MULTIPLE: a divisor of all token strides but out's.
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -281,7 +281,7 @@ def rope_decode(
     """Norm and rotate q and k, store k and v, and write the attention of the first num_decodes tokens to out_THd.
 
     These tokens are the queries of the first requests. q_THd, out_THd: [T, H, d]; k_TKd, v_TKd: [T, K, d]; d
-    contiguous. Launches a second kernel to combine several splits.
+    contiguous. If there are several splits, a second kernel combines them.
     """
     tiles = decode_tiles(q_THd.shape[2], q_THd.element_size(), splits.programs)
     rotating = RotatingArguments.of(q_THd, k_TKd, v_TKd, rotation)

@@ -40,10 +40,10 @@ class HeadCache(NamedTuple):
 
 
 def scales(scoring: Scoring) -> tuple[float, float]:
-    """Return (scale_log2, CAP_SCALE), the factors by which kernels turn products of queries and keys into weights.
+    """Return (scale_log2, CAP_SCALE), the factors by which kernels turn dot products of queries and keys into weights.
 
-    The weight of a key is 2 ** (score * scale_log2). Its score is the product, or tanh(product * CAP_SCALE) if scores
-    have a soft cap; CAP_SCALE 0: no soft cap.
+    The weight of a key is 2 ** (score * scale_log2). Its score is the dot product, or tanh(dot product * CAP_SCALE) if
+    scores have a soft cap; CAP_SCALE 0: no soft cap.
     """
     if scoring.soft_cap:
         return scoring.soft_cap * LOG2_E.value, scoring.scale / scoring.soft_cap
@@ -72,7 +72,7 @@ def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
 def keys_of_rows(
     seq_lens_ptr: tl.tensor, first_row: tl.tensor, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE_Q: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (first key that any query of a request sees, end of the keys, the request's last row without padding).
+    """Return (first key that any query of a request sees, end of the keys, the request's last row that is no padding).
 
     The request has the rows first_row .. first_row + QUERY_LEN - 1, padding last. TILE_Q: QUERY_LEN rounded up to a
     power of two.
@@ -137,7 +137,7 @@ def load_rows(
 
 @triton.jit
 def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
-    """Return the scores of these products of queries and keys, see `scales`."""
+    """Return the scores for these dot products of queries and keys, see `scales`. scores: the dot products."""
     if CAP_SCALE > 0:
         scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     return scores
@@ -189,7 +189,7 @@ def sum_of(weights_MN: tl.tensor, v_scale_N: tl.tensor | None) -> tl.tensor:
 
 @triton.jit
 def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return acc plus the tile's values times their weights. dtype: of both operands of the product."""
+    """Return acc plus the tile's values times their weights. dtype: in which weights and values are multiplied."""
     return tl.dot(weights_MN.to(dtype), numbers(v_ND, dtype), acc_MD, input_precision="ieee")
 
 
@@ -328,7 +328,7 @@ def attend_keys(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return (acc [M, D], max [M], sum [M]) of a request's queries over its keys first_key .. end_key - 1.
 
-    q_ptrs_M: the queries' heads. mask_M: rows that have one. Other arguments are those of fold_keys.
+    q_ptrs_M: pointers to each row's query head. mask_M: rows that exist. Other arguments are those of fold_keys.
     """
     d_D = tl.arange(0, TILE_D)
     mask_MD = mask_M[:, None] & (d_D[None, :] < cache.HEAD_DIM)

@@ -1,8 +1,8 @@
 """The work list of a batch's attention: splits of decodes and tiles of prompts.
 
-A kernel writes the list once per step, when the lengths are on the device; in each layer, persistent programs take
-items until none is left. So one captured graph serves any mixture of decodes and prompts. FlashInfer (Ye et al. 2025)
-and FlashAttention-3's scheduler metadata work like this.
+A kernel writes the list once per step (in each layer if layers have different heads), when the lengths are on the
+device; in each layer, persistent programs take items until none is left. So one captured graph serves any mixture of
+decodes and prompts. FlashInfer (Ye et al. 2025) and FlashAttention-3's scheduler metadata work like this.
 
 The list consists of these parts, int32, in order:
 
@@ -63,7 +63,7 @@ class WorkLayout:
 
 @triton.jit
 def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, GRAIN: tl.constexpr) -> tl.tensor:
-    """Return the keys per split: a multiple of GRAIN, or min_keys. The last splits of a request may have none."""
+    """Return the keys per split: a multiple of GRAIN, or min_keys. The last splits of a request may have no keys."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
 
 
