@@ -211,7 +211,7 @@ def tower_signature(config: EngineConfig, vision: VisionDescription) -> Signatur
     arguments = tower_arguments(vision)
     return Signature(
         arguments,
-        tower_tensors(vision),
+        tower_tensors(vision, config.model.dtype),
         {"embeddings_ED": f"model({', '.join(arguments)})"},
         returns=("embeddings_ED",),
         ranges=compile_ranges(config)[-1:],

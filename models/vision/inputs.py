@@ -148,12 +148,15 @@ def _blank_of_resolution(description: VisionDescription, num_embeddings: int) ->
     return blank
 
 
-def tower_tensors(description: VisionDescription) -> tuple[StepTensor, ...]:
-    """Declare the tower's inputs. The size "tokens" counts the embeddings of grids, or the tiles."""
+def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:
+    """Declare the tower's inputs. The size "tokens" counts the embeddings of grids, or the tiles.
+
+    dtype: the tower's, which the pixels have too.
+    """
     if description.tile_size:
         size = description.tile_size
         order = (StepTensor("order_E", ("embeddings",), torch.int64),) if description.resolutions else ()
-        pixels = StepTensor("pixels_NCHW", ("tokens", description.num_channels, size, size), torch.float32)
+        pixels = StepTensor("pixels_NCHW", ("tokens", description.num_channels, size, size), dtype)
         return (pixels, *_IMAGES, *order)
     merged = description.merged_patches
     table = (
@@ -166,7 +169,7 @@ def tower_tensors(description: VisionDescription) -> tuple[StepTensor, ...]:
         StepTensor("window_lens_W", ("windows",), torch.int32),
     )
     return (
-        StepTensor("pixels_EUX", ("tokens", merged, description.patch_elements), torch.float32),
+        StepTensor("pixels_EUX", ("tokens", merged, description.patch_elements), dtype),
         StepTensor("positions_EU2", ("tokens", merged, 2), torch.int64),
         *_IMAGES,
         *(table if description.table_side else ()),
@@ -176,25 +179,27 @@ def tower_tensors(description: VisionDescription) -> tuple[StepTensor, ...]:
 
 def tower_arguments(description: VisionDescription) -> tuple[str, ...]:
     """Return the names of the arguments of the tower's forward, in order."""
-    return tuple(dict.fromkeys(tensor.name.partition(".")[0] for tensor in tower_tensors(description)))
+    tensors = tower_tensors(description, torch.float32)
+    return tuple(dict.fromkeys(tensor.name.partition(".")[0] for tensor in tensors))
 
 
 def tower_inputs(
-    description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]
+    description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tower's inputs for these images, on the CPU, by the names of `tower_tensors`.
+    """Return the tower's inputs for these images, on the CPU, by the names of `tower_tensors`. dtype: the tower's.
 
     images: the processor's output for each image. Grids have pixel_values [patches, elements] and image_grid_thw [1, 3]
     or [3]; tiles have pixel_values of one or several tiles.
     """
     found = (_of_tiles if description.tile_size else _of_grids)(description, images)
-    return {tensor.name: found[tensor.name] for tensor in tower_tensors(description)}
+    tensors = tower_tensors(description, dtype)
+    return {tensor.name: found[tensor.name].to(tensor.dtype) for tensor in tensors}
 
 
 def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     tiles = [tiles_of(description, image) for image in images]
     count = sum(map(len, tiles))
-    found = {"pixels_NCHW": torch.cat(tiles).float(), **_attention(count, [description.tile_patches] * count)}
+    found = {"pixels_NCHW": torch.cat(tiles), **_attention(count, [description.tile_patches] * count)}
     if description.resolutions:
         starts = accumulate((len(each) * description.tile_embeddings for each in tiles), initial=0)
         order = [
@@ -213,7 +218,7 @@ def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torc
     vision_utils = _vision_utils()
     merge, merged = description.merge_size, description.merged_patches
     grids_I3 = torch.stack([image[GRIDS].flatten() for image in images])
-    pixels_EUX = torch.cat([image[PIXELS] for image in images]).float().unflatten(0, (-1, merged))
+    pixels_EUX = torch.cat([image[PIXELS] for image in images]).unflatten(0, (-1, merged))
     positions_P2 = vision_utils.get_vision_position_ids(grids_I3, merge)
     lens = [height * width for frames, height, width in grids_I3.tolist() for _ in range(frames)]
     found = {

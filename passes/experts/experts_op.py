@@ -44,14 +44,21 @@ class GroupedTiles:
     num_stages: int
 
 
-def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
-    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both weights."""
+def grouped_tiles(
+    num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0, *, coded: bool = False
+) -> GroupedTiles:
+    """Choose tiles by the number of tokens in the step, and by the numbers of columns of both weights.
+
+    coded: whether the weights are 8-bit codes.
+    """
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens <= FEW_TOKENS:
         if hidden_size % 128 or width % 128:
             return GroupedTiles(tokens=16, rows=64, block_k=64, num_warps=4, num_stages=6)
-        return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=4, num_stages=4)
+        if coded:
+            return GroupedTiles(tokens=16, rows=64, block_k=128, num_warps=4, num_stages=4)
+        return GroupedTiles(tokens=16, rows=128, block_k=128, num_warps=8, num_stages=3)
     if num_tokens <= SOME_TOKENS:
         return GroupedTiles(tokens=64, rows=64, block_k=64, num_warps=4, num_stages=4)
     return GroupedTiles(tokens=128, rows=128, block_k=64, num_warps=8, num_stages=3)
@@ -352,7 +359,8 @@ def _grouped(
         by_exponents = all(each.codes["PACKED"] == "e2m1" for each in (weights.gate_up, weights.down))
         tiles = packed_tiles(num_tokens, x_TD.dtype, top_k / num_experts, by_exponents)
     else:
-        tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width)
+        coded = weights.gate_up.scales_ERC is not None
+        tiles = grouped_tiles(num_tokens, x_TD.dtype, hidden_size, width, coded=coded)
     # Each expert's last tile may be partial.
     num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.tokens
     device, options = x_TD.device, dependent_launch(x_TD.device)

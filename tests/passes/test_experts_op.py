@@ -111,7 +111,7 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
     ],
 )
 def test_products_of_codes_compiled_for_hopper(num_tokens: int, tiles: tuple[int, int]) -> None:
-    grouped = grouped_tiles(num_tokens, torch.bfloat16)
+    grouped = grouped_tiles(num_tokens, torch.bfloat16, coded=True)
     constants = {"K": 2048, "NUM_ROWS": 1536, "TOP_K": 8, "GATED": True, "TOKENS": grouped.tokens, "ROWS": grouped.rows}
     constants |= GATE | {"BLOCK_K": grouped.block_k, "NUM_STAGES": grouped.num_stages}
     program = compiled(experts_grouped.grouped_kernel, constants, grouped.num_warps, tiles)
@@ -206,7 +206,7 @@ def test_tiles_are_within_what_a_multiprocessor_has() -> None:
     for num_tokens in (1, 2, 64, 65, 1024, 1025, 8192):
         tiles: GroupedTiles
         for tiles in (
-            grouped_tiles(num_tokens, torch.bfloat16),
+            *(grouped_tiles(num_tokens, torch.bfloat16, coded=coded) for coded in (False, True)),
             *(packed_tiles(num_tokens, torch.bfloat16, share, True) for share in (1 / 16, 1 / 8, 1)),
         ):
             assert tiles.num_stages * (tiles.tokens + tiles.rows) * tiles.block_k * 2 <= 227 << 10

@@ -66,7 +66,7 @@ class Tower:
 
         images: the processor's output for each image, on the CPU. Does not wait for the device.
         """
-        inputs = tower_inputs(self.description, images)
+        inputs = tower_inputs(self.description, images, self.config.model.dtype)
         given = {name: tensor if name in self._on_host else self._on_device(tensor) for name, tensor in inputs.items()}
         with torch.no_grad():
             embeddings: torch.Tensor = self._forward(*self._signature.passed(given))
