@@ -19,7 +19,8 @@ class CacheResource(Protocol):
     def longest_prefix(self, request: Request, most: int) -> int:
         """Return the length of the longest prefix, of at most `most` tokens, that this resource has cached.
 
-        A call with the returned number as `most` must return the same number.
+        A resource without a prefix cache limits no prefix, and returns `most`. A call with the
+        returned number as `most` must return the same number.
         """
         ...
 

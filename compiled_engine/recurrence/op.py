@@ -62,10 +62,10 @@ def apply_rule(
 ) -> None:
     """Apply the gated delta rule, see delta_rule.py, and write the results to `out_THv`; padding tokens get zeros.
 
-    H / G consecutive value heads share each query and key head. Queries are multiplied by k ** -0.5.
-    normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each of S rows; updated in
-    place. drafts_SHNw, lengths_SHv: the fields of Drafted, updated in place; None in an engine without drafts.
-    sequences: the fields of Sequences.
+    H / G consecutive value heads share each query and key head. Queries are divided by the square root of
+    their head size. normalises: first divide each query and key by its L2 norm. state_SHkv: fp32, a state for each of S
+    rows; updated in place. drafts_SHNw, lengths_SHv: the fields of Drafted (see delta_rule.py, also for the letters),
+    updated in place; None in an engine without drafts. sequences: the fields of Sequences.
     """
     drafted = None
     if drafts_SHNw is not None:

@@ -1,7 +1,8 @@
 """Writes, checks and copies entries of the compile cache: files that never change, and a manifest with their digests.
 
 An entry is never used in place. Its files are checked and copied to a work folder, which is used instead. Compilers
-write further files beside their artifacts when these are loaded or first run; the entry does not get such files.
+write further files beside their artifacts when these are loaded or first run; the entry does not get such files. An
+entry's factors are all that its content depends on; their digest is its key.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def factors_key(factors: dict[str, Any]) -> str:
 
 
 def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
-    """Copy the files of a build from `source` to the new folder `entry`, and add its factors and manifest."""
+    """Copy the files of a build from `source` to the new folder `entry`, and add the factors and the manifest.
+
+    A placeholder replaces the path of `source` in the files that contain it.
+    """
     digests = {}
     for path in sorted(source.rglob("*")):
         if not path.is_dir():

@@ -68,8 +68,8 @@ class StagePlan:
 def stage_plan(plan: Plan, stage: LayerShare) -> StagePlan:
     """Return the part of the whole plan that a stage runs. In it, the stage's KV caches are numbered from 0.
 
-    Raises ValueError if the plan does not have one attention op per layer, or if a value that must be sent to the next
-    stage has no row per token.
+    Raises ValueError if there are several stages and the plan does not have one attention op per layer, or if a value
+    that must be sent to the next stage has no row per token.
     """
     if stage.count == 1:
         return StagePlan(plan)

@@ -216,9 +216,10 @@ def _classifier(fields: JsonFields, path: Path, hidden_size: int, reasons: dict[
 
 
 def _of_cross_encoder(fields: JsonFields, path: Path, reasons: dict[str, str]) -> str | None:
-    """Return the activation stated by a cross encoder; None without one, or if it is no module of torch.
+    """Return the activation that sentence-transformers stored for a cross encoder; None without a class of torch.
 
-    fields: config.json, where earlier versions of sentence-transformers put it.
+    It is in a file of its own in the folder `path` or, from earlier versions, in config.json (`fields`). reasons: gets
+    the reason for the activation. Raises ValueError for a class of torch that is not supported.
     """
     name, old_name = "activation_fn", "sbert_ce_default_activation_function"
     stating = ((_json(path / PROMPTS), name), (fields.section("sentence_transformers"), name), (fields, old_name))

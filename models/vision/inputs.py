@@ -81,10 +81,11 @@ def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) 
 
 
 def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Return the order of an image's embeddings for LLaVA-NeXT, int [E].
+    """Return the order in which LLaVA-NeXT reads an image's embeddings, int [E].
 
-    Number 0 stands for the further embedding that ends each row, number n from 1 on for embedding n - 1 of the tiles.
-    The tile of the whole image comes first. The other tiles' rows follow, without padding, each with a 0 at its end.
+    A number n > 0 is embedding n - 1 of the tiles; 0 is the learned embedding that ends a row (`image_newline`). First
+    comes the tile of the whole image, without row ends. Then come the rows of the image that the other tiles form side
+    by side, without padding, with a 0 after each.
     """
     rows, columns = _grid_of_tiles(description, image)
     side, size = math.isqrt(description.tile_embeddings), description.tile_embeddings

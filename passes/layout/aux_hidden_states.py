@@ -72,7 +72,7 @@ class AuxHiddenStates(GraphPass):
 
 
 def _crossing(graph: fx.Graph, path: str, layer: int, aux_hidden_state: fx.Node) -> set[fx.Node]:
-    """Return the values that are computed before layer `layer` and read in it or after it.
+    """Return the values that depend on parameters of layers before `layer` and are read in this layer or after it.
 
     path: of the model's layers, see `layer_stack`. An op that reads `aux_hidden_state` counts as part of the layer.
     """

@@ -230,8 +230,9 @@ def rounded_launch(
     rounding: str,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `rounded_reference`, computed by one kernel if it supports the rounding and the size of x.
+    """Return the all-reduced sum's norm as codes and scales, and the sum; see `rounded_reference`.
 
+    One kernel computes them if the group has a push buffer with room for x, and if the kernel can round to this format.
     Otherwise the group's all-reduce runs first, then `round_inputs.sum_launch`.
     """
     pushed, parsed = current_group().pushed, round_inputs.rounding_of(rounding)

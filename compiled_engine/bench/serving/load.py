@@ -82,10 +82,11 @@ class LoadPlan:
 
 
 def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
-    """Run the plan and return the result. Its `runs` have the figures of each run, with `rate`: None for inf or a ramp.
+    """Run the plan and return the result. Its `runs` have the figures of each run.
 
-    Raises ProcessError if a client process fails. Raises ValueError if no warm-up request is completed, or if a rate is
-    a share of a run at inf in which none was completed.
+    A run's `rate` is in requests per second, None if all requests are sent at once (inf) or on a ramp. Raises
+    ProcessError if a client process fails. Raises ValueError if no warm-up request is completed, or if a rate is a
+    percentage of the throughput at inf and the run at inf has completed no request.
     """
     generator = np.random.default_rng(plan.seed)
     if plan.warm_ups:

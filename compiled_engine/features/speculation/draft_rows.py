@@ -276,11 +276,12 @@ def keep_drafts(
     draft: int,
     head: HeadInputs | None = None,
 ) -> None:
-    """Store a drafting pass's tokens, int64 [R], as draft `draft` of the first R rows of the batch in `buffers`.
+    """Store the tokens that a drafting pass has found, int64 [R], in `states`, as draft number `draft` from 0 on.
 
-    `room_R` has the most drafts of each row, int32; a row without room for this draft gets -1. Also sets the offsets of
-    the next pass, which computes these drafts. For a head the offsets are one less, because it computes the KV entry of
-    a position from the token after it; `head` then gets its inputs. May be captured.
+    They belong to the requests of the first R rows in `buffers`. room_R: the most drafts of each row, int32; a row
+    without room for this draft gets -1. Also sets the rows' offsets (see input_batch.py) for the next drafting pass,
+    whose input tokens are these drafts: `draft` + 1, or `draft` for a head, which computes the KV entry of a position
+    from the token after it. head: gets the head's next inputs; None if a model drafts. May be captured.
     """
     assert states.ahead_SK is not None
     assert buffers.offsets_R is not None

@@ -134,7 +134,9 @@ class TaggedAnswer:
 
 
 def begins_inside(tags: ReasoningTags, prompt: str, continued: str | None) -> bool | None:
-    """Return whether the text after `prompt` begins as reasoning; None if the reasoning has already ended.
+    """Return True if the text after `prompt` begins as reasoning, and None if the reasoning has already ended.
+
+    False otherwise: the text may then open the reasoning itself.
 
     `continued` is the message that the text continues, if any. If that message has text, its last tag decides; without
     a tag, the reasoning has ended. Otherwise the tag at the prompt's end decides and, without one, `tags.inside`.

@@ -201,7 +201,10 @@ class XmlParser:
         self._held = self._held[length:]
 
     def _give_up(self, pieces: list[Piece]) -> bool:
-        """End the call if it has begun. Emit text that belongs to no call as content."""
+        """End the call if it has begun. Otherwise emit the text that was read for it as content.
+
+        Markup that was read last and does not belong to the call is content too. Returns True: the next state reads on.
+        """
         raw = self._raw.lstrip() if self._begun else self._raw
         if self._begun:
             self._close(pieces)
