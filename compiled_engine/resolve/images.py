@@ -107,9 +107,7 @@ def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[st
 
     settings: arguments of the processor; those that the user does not give are the checkpoint's.
     """
-    path = folder / "preprocessor_config.json"
-    stated = JsonFields.from_file(path).values if path.is_file() else {}
-    values = {**stated, **settings}
+    values = {**_stated(folder), **settings}
 
     def edge(name: str) -> int | None:
         found = values.get(name)
@@ -126,3 +124,12 @@ def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[st
     elif values.get("do_pan_and_scan"):
         most_tiles = int(values.get("pan_and_scan_max_num_crops") or 4) + 1
     return vision.most_embeddings(most_pixels, most_tiles)
+
+
+def _stated(folder: Path) -> Mapping[str, Any]:
+    """Return the image processor's settings in a checkpoint, from the file that transformers prefers."""
+    path = folder / "processor_config.json"
+    if path.is_file() and isinstance(nested := JsonFields.from_file(path).values.get("image_processor"), Mapping):
+        return nested
+    path = folder / "preprocessor_config.json"
+    return JsonFields.from_file(path).values if path.is_file() else {}

@@ -40,6 +40,16 @@ def test_limits_follow_from_the_processor_and_the_step(tmp_path: Path) -> None:
     assert json.loads(images.config)["model_type"] == "qwen3_vl"
 
 
+def test_settings_within_those_of_the_whole_processor_come_first(tmp_path: Path) -> None:
+    """As newer versions of transformers write and read them."""
+    nested = {"processor_class": "Qwen3VLProcessor", "image_processor": {"size": {"longest_edge": 6400}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    for beside in (None, {"size": {"longest_edge": 64_000}}):
+        images = resolved(tmp_path, QWEN, beside).images
+        assert images is not None
+        assert images.most_embeddings == 100
+
+
 @pytest.mark.parametrize(
     ("architecture", "processor", "most"),
     [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +181,40 @@ def test_other_refusals(seeing: RunningServer) -> None:
 
 
 def test_images_that_may_become_large_wait_for_others() -> None:
-    """Whatever the length of their URLs."""
-    gate = ImageGate(1000)
-    with gate.admit(800), pytest.raises(ApiError, match="too many images wait"), gate.admit(300):
-        pass
-    with gate.admit(3000), pytest.raises(ApiError, match="too many images wait"), gate.admit(1):
-        pass
-    with pytest.raises(ApiError, match="too many images wait"), gate.admit(300, held=800):
-        pass
+    """In order, and a prompt alone has room for any image. Only the URLs that wait are bounded."""
+
+    async def ask() -> list[str]:
+        gate, begun = ImageGate(1000), list[str]()
+
+        async def admitted(name: str, urls: int, size: int) -> None:
+            async with gate.admit(urls, size):
+                begun.append(name)
+                await asyncio.sleep(0.02)
+                begun.append(f"end of {name}")
+
+        given = {"first": 1, "large": 3000, "small": 600, "other": 300, "next": 200}
+        asked = [asyncio.create_task(admitted(name, 200, size)) for name, size in given.items()]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="too many images wait"):
+            await admitted("sixth", 1, 1)
+        await asyncio.gather(*asked)
+        return begun
+
+    found = asyncio.run(ask())
+    assert found[:6] == ["first", "end of first", "large", "end of large", "small", "other"]
+    assert found.index("next") > found.index("end of small")
+
+
+def test_many_small_images_at_once_are_all_answered(seeing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although each of them may become so large that there is room for one."""
+    monkeypatch.setattr(seeing.serving.images, "most", seeing.engine.image_bytes(1)[0])
+
+    def ask(seed: int) -> int:
+        asked = {"messages": conversation(url_of(as_file(picture(24, 24, seed)))), **ASKS}
+        return httpx.post(f"{seeing.url}/v1/chat/completions", json=asked, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(ask, range(20, 28))) == {200}
 
 
 def test_a_prompt_that_is_truncated_may_be_longer(seeing: RunningServer) -> None:

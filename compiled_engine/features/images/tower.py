@@ -14,7 +14,7 @@ from compiled_engine.graphs.compiler.signature import FORWARD, callables_of
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.vision.description import describe_vision
-from compiled_engine.models.vision.inputs import blank_image, num_embeddings, tower_inputs
+from compiled_engine.models.vision.inputs import blank_image, largest_images, num_embeddings, tower_inputs
 from compiled_engine.models.vision.tower_config import tower_config
 from compiled_engine.models.vision.weights import tower_names
 from compiled_engine.parallel.group import Group
@@ -80,8 +80,8 @@ class Tower:
         return self._weights.check({name: tensors[name] for name in found}, source) if found else None
 
     def largest(self) -> list[Image]:
-        """Return images with as many embeddings as a call may have."""
-        return [blank_image(self.description, self.most_embeddings)]
+        """Return images as large as those of a call may be."""
+        return list(largest_images(self.description, self.most_embeddings))
 
     def num_embeddings(self, image: Image) -> int:
         """Return the number of embeddings of an image."""

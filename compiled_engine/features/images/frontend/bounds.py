@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from compiled_engine.vision import MOST_ASPECT
+
 # File formats that are decoded, by Pillow's names.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Longer side to shorter side. Processors scale the shorter side to a fixed size, so a thin image becomes a huge one.
-MOST_ASPECT = 200
 # Bytes of an image's file from the network or the disk. Those in a request are bounded by its body.
 MOST_FILE_BYTES = 64 << 20
 
