@@ -556,12 +556,10 @@ class AsyncLLM:
                 apart=is_slow,
             )
         await self._ready_core([prepared])
-        calls = list(prepared.calls)
-        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id, calls=())
+        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)
         stream = self._streams.add(prepared, output)
         try:
             self._send(prepared)
-            await self._make_calls(prepared, calls)
             while True:
                 self._owner.require_here()
                 result = await stream.next()
@@ -658,13 +656,6 @@ class AsyncLLM:
             if prepared.given is not None:
                 self._given[request.request_id] = prepared.given
             self._client.add(request)
-
-    async def _make_calls(self, prepared: PreparedRequest, calls: list[ControlCall]) -> None:
-        """Make the core serve the calls, and remove each from the list. One is sent when the one before has left."""
-        request_ids = [each.request_id for each in prepared.engine_requests]
-        for _ in range(len(calls)):
-            await self._client.drained()
-            self._client.tell(calls.pop(0), request_ids)
 
     def _new_id(self) -> str:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)

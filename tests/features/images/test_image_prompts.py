@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,22 +250,30 @@ def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
             assert (most > 0, held) == (True, 0)
             attached = [await engine.attach(prompt) for _ in range(2)]
             assert engine.image_bytes(1) == (most, 36 * 96 * 4 + 9 * 8 + 3 * 8)
-            for each in attached:
-                async for output in engine.generate(each, LONG):
-                    assert not output.finished
-                    break
+            outputs = engine.generate(attached.pop(), LONG)
+            assert not (await anext(outputs)).finished
+            attached.clear()
+            gc.collect()
             assert engine.image_bytes(1) == (most, 0)
+            await outputs.aclose()
         finally:
             await engine.shutdown()
 
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=["one core", "replicas"])
+@pytest.mark.parametrize(
+    "options", [{"mm_processor_cache_gb": 0}, {"data_parallel_size": 2}], ids=["processed again", "replicas"]
+)
 def test_images_in_many_parts_reach_a_core_in_another_process(
     qwen: Checkpoint, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pixels of all completions come once, in messages that are smaller than an image."""
+    """The pixels of all completions come once, in messages that are smaller than an image.
+
+    Where no pixels are held and none are cached, images are processed again when the core asks for them.
+    """
+    if "mm_processor_cache_gb" in options:
+        monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
     monkeypatch.setattr("compiled_engine.features.images.pixels.MOST_BYTES", 1000)
     monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 8000)
     prompts = {f"{seed} <|image_pad|>": picture(56, 56, seed) for seed in range(3)}
@@ -287,6 +296,31 @@ def test_images_in_many_parts_reach_a_core_in_another_process(
         ids, expected = qwen.answer(text, [prompts[text]])
         assert list(output.prompt_token_ids) == ids
         assert [list(each.token_ids) for each in output.outputs] == [expected] * 3
+
+
+def test_an_image_that_has_changed_since_it_was_read_fails_its_request_alone(
+    qwen: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it must be processed again."""
+    monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
+    file = tmp_path / "image.png"
+    prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": str(file)}}
+
+    async def ask() -> list[int]:
+        engine = AsyncLLM(qwen.folder, **ENGINE, core="in_process", mm_processor_cache_gb=0)
+        try:
+            file.write_bytes(as_file(picture(24, 24, 1)))
+            attached = await engine.attach(prompt)
+            file.write_bytes(as_file(picture(24, 24, 2)))
+            with pytest.raises(ValueError, match=r"\['image'\] has changed since it was read"):
+                await anext(engine.generate(attached, GREEDY))
+            async for output in engine.generate(prompt, GREEDY, output="final"):
+                return said(output)[1]
+            raise AssertionError
+        finally:
+            await engine.shutdown()
+
+    assert asyncio.run(ask()) == qwen.answer("<|image_pad|>", [picture(24, 24, 2)])[1]
 
 
 @pytest.fixture(scope="module")
