@@ -11,6 +11,8 @@ from typing import Any
 from compiled_engine.config import ImagesConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from compiled_engine.models.checkpoint.config_overrides import with_overrides
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.safetensors_files import tensor_names
+from compiled_engine.models.checkpoint.wrappers import text_name
 from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.speculation import MTP, WITH_MODEL, read_speculation
@@ -21,6 +23,8 @@ from compiled_engine.vision import VisionDescription
 MOST_PIXELS = 16_384 * 28 * 28
 # Most tiles of an image by family, where neither does: the defaults of transformers' processors.
 MOST_TILES = {"internvl": 13, "idefics3": 17}
+# Last parts of the names of tensors that only quantised modules have.
+_QUANTISED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 # Options that only engines with a tower have.
 _NEEDING = ("encoder_cache_size", "max_num_encoder_input_tokens")
 
@@ -49,6 +53,8 @@ def resolve_images(
         vision = describe_vision(config)
         if vision is None:
             obstacle = f"the vision tower of this {model.wrapper} is not supported, and its text model runs alone"
+        elif (module := _quantised_module(model)) is not None:
+            obstacle = f"its vision tower is quantised: {module}"
         elif vision.both_ways:
             obstacle = _obstacle_of_whole_images(vision, model, scheduler, attention_backend)
         elif vision.mrope_section is not None:
@@ -82,6 +88,14 @@ def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConf
     if options.sequence_parallel:
         return "sequence_parallel is True"
     return None
+
+
+def _quantised_module(model: ModelConfig) -> str | None:
+    """Return the first module outside the text model that the checkpoint holds quantised; None if it holds none."""
+    if model.quantisation is None:
+        return None
+    others = (name for name in tensor_names(model.path) if text_name(name) is None)
+    return next((module for name in others for module, dot, kind in [name.rpartition(".")] if kind in _QUANTISED), None)
 
 
 def _obstacle_of_whole_images(

@@ -89,9 +89,7 @@ def test_the_tower_sleeps_and_wakes_with_the_text_model(tmp_path: Path) -> None:
             core.call(ControlCall("sleep", {"level": level}))
             core.call(ControlCall("wake_up"))
             if level == 2:
-                with pytest.raises(
-                    ControlError, match=r"do not fit Qwen3VL.*'s tower"
-                ):
+                with pytest.raises(ControlError, match=r"do not fit Qwen3VL.*'s tower"):
                     update(core, {name: tensor for name, tensor in tensors.items() if ".visual." not in name})
                 update(core, tmp_path / "old")
             answers()
