@@ -10,6 +10,7 @@ from typing import Any
 
 from compiled_engine.config import ImagesConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from compiled_engine.models.checkpoint.config_overrides import with_overrides
+from compiled_engine.models.checkpoint.image_processor import image_processor_settings
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.safetensors_files import tensor_names
 from compiled_engine.models.checkpoint.wrappers import text_name
@@ -121,7 +122,7 @@ def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[st
 
     settings: arguments of the processor; those that the user does not give are the checkpoint's.
     """
-    values = {**_stated(folder), **settings}
+    values = {**(image_processor_settings(folder) or {}), **settings}
 
     def edge(name: str) -> int | None:
         found = values.get(name)
@@ -138,12 +139,3 @@ def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[st
     elif values.get("do_pan_and_scan"):
         most_tiles = int(values.get("pan_and_scan_max_num_crops") or 4) + 1
     return vision.most_embeddings(most_pixels, most_tiles)
-
-
-def _stated(folder: Path) -> Mapping[str, Any]:
-    """Return the image processor's settings in a checkpoint, from the file that transformers prefers."""
-    path = folder / "processor_config.json"
-    if path.is_file() and isinstance(nested := JsonFields.from_file(path).values.get("image_processor"), Mapping):
-        return nested
-    path = folder / "preprocessor_config.json"
-    return JsonFields.from_file(path).values if path.is_file() else {}

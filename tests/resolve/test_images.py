@@ -20,8 +20,7 @@ LLAVA, IDEFICS = "LlavaForConditionalGeneration", "Idefics3ForConditionalGenerat
 
 def resolved(folder: Path, architecture: str, processor: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
     (folder / "config.json").write_text(vision_config(architecture))
-    if processor is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor or {}))
     given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "mode": "compiled"} | options
     return resolve(EngineOptions(model=folder, **given))
 

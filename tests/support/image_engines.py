@@ -64,6 +64,7 @@ class Oracle:
         """config_json: by default that of vision_config."""
         self.folder = folder
         self.model = save_vision_folder(folder, architecture, config_json=config_json)
+        (folder / "preprocessor_config.json").write_text("{}")  # images are given as the processor prepares them
         found = describe_vision((folder / "config.json").read_text())
         assert found is not None
         self.vision = found

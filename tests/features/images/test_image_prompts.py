@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import gc
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from adapter_folders import make_adapter, merge
 from image_engines import Oracle
 from image_folders import PLACEHOLDERS, TEXT_TEMPLATE, as_file, picture, write_processor
 
-from compiled_engine import LLM, AsyncLLM, SamplingParams
+from compiled_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from compiled_engine.features.images.frontend.worker import load_processor
 from compiled_engine.frontend.outputs import RequestOutput
 
@@ -342,6 +344,25 @@ def test_truncation_keeps_images_whole(limited: LLM) -> None:
     assert list(kept(length - 3).prompt_token_ids) == list(whole.prompt_token_ids)[3:]
     with pytest.raises(ValueError, match="truncate_prompt_tokens must not cut an image"):
         kept(5)
+
+
+def test_an_adapter_changes_the_text_model_alone(qwen: Checkpoint, tmp_path: Path) -> None:
+    """Beside requests without it, with the same image."""
+    targets = ("q_proj", "v_proj", "down_proj")
+    adapted = copy.copy(qwen)
+    adapted.oracle = copy.copy(qwen.oracle)
+    adapted.oracle.model = merge(
+        copy.deepcopy(qwen.oracle.model), make_adapter(tmp_path, qwen.oracle.model, targets=targets)
+    )
+    texts = ["see <|image_pad|> and say", "no image"]
+    image = picture(24, 24, 1)
+    prompts: list[Any] = [{"prompt": texts[0], "multi_modal_data": {"image": image}}, texts[1]] * 2
+    adapters = [LoRARequest("a", 1, str(tmp_path))] * 2 + [None] * 2
+    with LLM(qwen.folder, **ENGINE, enable_lora=True, max_lora_rank=8) as llm:
+        outputs = llm.generate(prompts, GREEDY, lora_request=adapters)
+    expected = [each.answer(*given) for each in (adapted, qwen) for given in ((texts[0], [image]), (texts[1], []))]
+    assert [said(output) for output in outputs] == expected
+    assert expected[0] != expected[2]
 
 
 @pytest.mark.parametrize("options", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}])

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from image_engines import Oracle, Prompt, check, config_of, outputs_of, running
+from image_engines import TOLERANCE, Oracle, Prompt, check, config_of, outputs_of, running
 from packed_checkpoints import PACKINGS, pack_weight, write_section
 from quantised_checkpoints import LAYOUTS, load_all
 from safetensors.torch import save_file
+
+from compiled_engine.passes.framework.rounding import codes_of, decode, scales_of
+from compiled_engine.quantisation import LinearScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
@@ -65,6 +68,25 @@ def test_a_quantised_text_model_sees(form: str, tmp_path: Path) -> None:
     with running(oracle, mode="eager") as core:
         assert core.config.model.quantisation is not None
         check(oracle, prompts, outputs_of(core, [oracle.request(each, prompts[each]) for each in prompts]))
+
+
+@pytest.mark.product(one_in=4)
+@pytest.mark.parametrize(("preset", "tolerance"), [("int4", TOLERANCE), ("fp8", 0.15)])
+def test_a_text_model_that_is_quantised_while_it_is_loaded_sees(preset: str, tolerance: float, tmp_path: Path) -> None:
+    """With "fp8" the inputs of linears are rounded too, and the oracle's are not."""
+    oracle = Oracle(tmp_path, "LlavaForConditionalGeneration")
+    prompt = Prompt((5, None, 11, 12, 13), (oracle.image(2, 3),))
+    with running(oracle, mode="compiled", quantization=preset, compile_ranges=()) as core:
+        (found,) = outputs_of(core, [oracle.request("r", prompt, max_tokens=1)]).values()
+        assert core.config.model.quantisation is not None
+        (rule,) = core.config.model.quantisation.rules
+    rounding = LinearScheme.parse(rule.scheme).weight
+    for path, module in oracle.model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "language_model" in path:
+            scales_RC = scales_of(module.weight, rounding)
+            module.weight.copy_(decode(codes_of(module.weight, scales_RC, rounding), scales_RC, rounding))
+    (token,), (logprob,) = oracle.greedy(prompt, 1)
+    assert found == ([token], [pytest.approx(logprob, abs=tolerance)])
 
 
 @pytest.mark.parametrize("form", ["fp8", "packed"])

@@ -80,20 +80,23 @@ class ImageRequests(RequestFeature):
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> ImageRequests:
         """Return the feature's part for an engine."""
-        if (given := config.image_input) is None or config.images is None:
-            return cls(None, why_none=config.reasons.get("image_input", "the model takes only text"))
-        if missing := missing_packages():
-            return cls(None, why_none=f"the package {missing[0]} is not installed ({INSTALL})")
+        given, why_none = config.image_input, config.reasons.get("image_input", "the model takes only text")
+        if given is not None and (missing := missing_packages()):
+            given, why_none = None, f"the package {missing[0]} is not installed ({INSTALL})"
+            log.warning("prompts may have no images: %s", why_none)
+        if given is None or config.images is None:
+            return cls(None, why_none=why_none)
         model = config.model
         dtype = str(model.dtype).removeprefix("torch.")
         files = ProcessorFiles(model.path, config.tokenizer or model.path, dtype, given.max_pixels)
         processing = ImageProcessing(files, given.num_workers, given.cache_bytes)
+        processing.start()
         return cls(processing, given, config.images, tokenizer, model.max_model_len - model.yields_tokens)
 
     @property
     def why_none(self) -> str | None:
         """The reason why prompts may have no images; None if they may."""
-        return None if self.processing is not None else self._why_none
+        return self._why_none if self.processing is None else self.processing.unusable or None
 
     @property
     def placeholder(self) -> int | None:
@@ -117,7 +120,7 @@ class ImageRequests(RequestFeature):
         given = [] if images is None else list(images) if several else [images]
         if not given:
             return None
-        if self.processing is None or self._config is None:
+        if self._config is None or self.why_none is not None:
             raise ValueError(f"{name} must have no images: {self.why_none}")
         if len(given) > self._config.max_images:
             raise ValueError(

@@ -38,7 +38,8 @@ def main() -> None:
     image}. A message is {"input": path of a file with the source's data, "kind", "mode", "shape": see ImageSource,
     "output": path of the file to write, "settings": arguments of the processor}. An answer is {"token_ids": those that
     replace a placeholder, "placeholder": token id of a placeholder, "tensors": [[name, dtype, shape, bytes]]}, whose
-    elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault.
+    elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault,
+    and "unusable": true if no image can be processed. A message {} asks for the latter alone.
     """
     run_workers(_prepare)
 
@@ -60,7 +61,7 @@ class _Unwritable(Exception):
 
 def _refuse_all(messages: Messages, answer: Answer, reason: str) -> None:
     for _ in messages:
-        answer({"error": reason, "internal": True})
+        answer({"error": reason, "unusable": True})
 
 
 def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, order: dict[str, Any]) -> None:
@@ -69,6 +70,9 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
     torch.set_num_threads(1)
     _bound_memory(SPARE_BYTES + BYTES_OF_PIXEL * order["max_pixels"])
     for message in messages:
+        if not message:
+            answer({"usable": True})
+            continue
         signal.alarm(LONGEST_S)
         try:
             answer(_processed(message, processor, order))
