@@ -106,6 +106,23 @@ def test_answers_whole_and_streamed_are_equal(client: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens == text_alone.usage.prompt_tokens + 2 * (9 + 2)
 
 
+def test_requests_as_examples_make_them(client: openai.OpenAI) -> None:
+    """Those of vLLM's documented client: one image in base64, and several, with names of images and of limits."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url_of(as_file(picture(24, 24, seed), "JPEG"), "jpeg")}, "uuid": "u"}
+        for seed in (1, 2)
+    ]
+    texts = []
+    for images in (parts[:1], parts):
+        content: Any = [{"type": "text", "text": "What's in this image?"}, *images]
+        answer = client.chat.completions.create(
+            messages=[{"role": "user", "content": content}], model=MODEL, max_completion_tokens=8, temperature=0
+        )
+        assert answer.usage is not None
+        texts.append((answer.choices[0].message.content, answer.usage.prompt_tokens))
+    assert texts[1][1] - texts[0][1] == 9 + 2
+
+
 def test_every_api_gives_the_same_answer(seeing: RunningServer, client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=conversation(URL), **ASKS)
     parts: Any = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "what is it?"}]

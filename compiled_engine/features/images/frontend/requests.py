@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("compiled_engine")
 Result = TypeVar("Result")
 
-DATA, SETTINGS = "multi_modal_data", "mm_processor_kwargs"
+DATA, SETTINGS, NAMES = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
 INSTALL = "pip install 'compiled-engine[images]'"
 AHEAD = 8  # images of a prompt that are processed while an earlier one is awaited
 # Bytes of processed images that prompts hold until the core asks for them. Further ones may have to be processed again.
@@ -126,6 +126,7 @@ class ImageRequests(RequestFeature):
             raise ValueError(
                 f"{name} has {len(given)} images; allowed: at most {self._config.max_images} (limit_mm_per_prompt)"
             )
+        _check_names(prompt.part_name(NAMES), prompt.data.get(NAMES), len(given))
         settings = prompt.data.get(SETTINGS) or {}
         if not isinstance(settings, Mapping):
             raise TypeError(f"{prompt.part_name(SETTINGS)} must be a dict, got {settings!r}")
@@ -354,6 +355,19 @@ class PromptImages(Attachment):
         if again.key != key:
             raise ValueError(f"{name} has changed since it was read")
         return again.inputs
+
+
+def _check_names(name: str, given: Any, num_images: int) -> None:
+    """Raise TypeError or ValueError for names of images in a wrong form.
+
+    Names have no effect, as an image's content identifies it.
+    """
+    names = given.get("image") if isinstance(given, Mapping) else given
+    several = names if isinstance(names, list | tuple) else [names] * num_images
+    if not all(each is None or isinstance(each, str) for each in several) or isinstance(given, str):
+        raise TypeError(f"{name} must be a dict such as {{'image': name}}, got {given!r}")
+    if len(several) != num_images:
+        raise ValueError(f"{name} has {len(several)} names of images; allowed: {num_images}, one for each")
 
 
 def _release_all(requests: ImageRequests, held: dict[str, ProcessedImage]) -> None:
