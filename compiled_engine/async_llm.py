@@ -196,6 +196,7 @@ class AsyncLLM:
         tokens = await self._prepared(
             num_characters(prompt),
             lambda is_stopped: self._frontend.inputs.tokens(parsed, attached[0], sampling_params or SamplingParams()),
+            apart=True,  # data may stand for many tokens
         )
         return {**prompt, "prompt_token_ids": tokens, "multi_modal_data": {"image": attached[0]}}
 
@@ -553,7 +554,7 @@ class AsyncLLM:
                 lambda is_stopped: self._frontend.completions(
                     [prompt], sampling_params, priority, attached=attached, **given
                 ),
-                apart=is_slow,
+                apart=True,
             )
         await self._ready_core([prepared])
         prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)

@@ -21,7 +21,7 @@ log = logging.getLogger("compiled_engine")
 MOST_IMAGES = 999
 MEDIA = ("image", "video", "audio")  # kinds that limits may name; prompts have images alone
 GIB = 1 << 30
-# Options that a text model has not. limit_mm_per_prompt may allow no images there.
+# Options that need a multimodal checkpoint. Without one, limit_mm_per_prompt may still allow no images.
 _NEEDING = ("mm_processor_kwargs", "max_image_pixels", "image_workers", "allowed_media_domains")
 
 

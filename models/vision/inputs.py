@@ -78,10 +78,10 @@ def tiles_of(description: VisionDescription, image: Mapping[str, torch.Tensor]) 
 
 
 def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Return the rows of an image's embeddings among the further embedding (0) and those of its tiles (from 1 on).
+    """Return the order of an image's embeddings (LLaVA-NeXT): 0 is the newline's, from 1 on are those of the tiles.
 
-    The tile of the whole image comes first, then the rows of the others without padding, each with the further
-    embedding behind it (LLaVA-NeXT).
+    The tile of the whole image comes first. The rows of the other tiles follow, without padding, and each ends in a
+    newline.
     """
     rows, columns = _grid_of_tiles(description, image)
     side, size = math.isqrt(description.tile_embeddings), description.tile_embeddings
@@ -101,7 +101,7 @@ def ends_of_rows(description: VisionDescription, image: Mapping[str, torch.Tenso
 def _grid_of_tiles(description: VisionDescription, image: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Return the rows and columns of tiles of the best resolution for an image.
 
-    It keeps the most of the image's pixels, and then has the least space without pixels.
+    The best resolution keeps the most pixels of the image; of several, it is the one with the least empty space.
     """
     height, width = image[SIZES].flatten().tolist()
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from image_engines import Oracle
+from image_engines import WITH_PROCESSOR, Oracle
 from image_folders import as_file, picture, write_processor
 from running_server import MODEL, RunningServer, error_of, running
 
@@ -22,18 +22,7 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.serving import ImageGate
 
-ENGINE: dict[str, Any] = {
-    "mode": "eager",
-    "device": "cpu",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 128,
-    "image_workers": 1,
-    "max_image_pixels": 1 << 14,
-    "limit_mm_per_prompt": {"image": 3},
-    "progress": False,
-}
+ENGINE = WITH_PROCESSOR | {"max_image_pixels": 1 << 14, "limit_mm_per_prompt": {"image": 3}}
 ASKS: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 
 

@@ -26,7 +26,7 @@ from compiled_engine.features.images.extras import (
     TowerImage,
     images_of,
 )
-from compiled_engine.features.images.limits import check_params, check_size
+from compiled_engine.features.images.limits import check_num_embeddings, check_params
 from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
 
 _PLANNED = ("image_requests", "images", "image_cache_hits", "tower_images", "tower_embeddings")
@@ -46,7 +46,7 @@ class ImagePlan(PlanFeature):
         self._cache = EmbeddingCache(config.cache_size)
         self._images: dict[Request, tuple[PromptImage, ...]] = {}
         self.pixels = PixelStore(STEPS_AHEAD * config.step_size)
-        # Of the step being planned: embeddings that it may still compute, images that it computes, rows of images by
+        # The step being planned: embeddings that it may still compute, images that it computes, rows of images by
         # request, and images whose last position it computes.
         self._left = config.step_size
         self._computed: list[tuple[CachedImage, PromptImage]] = []
@@ -72,7 +72,7 @@ class ImagePlan(PlanFeature):
                 if not before <= first < first + length <= len(request.prompt_token_ids):
                     raise ValueError(f"{name} has the positions {image.runs}, which are not those of its prompt")
                 before = first + length
-            check_size(name, image.num_embeddings, self._config)
+            check_num_embeddings(name, image.num_embeddings, self._config)
         check_params(f"request {request.request_id!r}", request.sampling_params, self._config)
         if bool(self._config.sections) != (given.positions is not None):
             raise ValueError(f"request {request.request_id!r}: the positions of its tokens do not suit the model")

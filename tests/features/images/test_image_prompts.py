@@ -16,6 +16,7 @@ import PIL.Image
 import pytest
 import torch
 from adapter_folders import make_adapter, merge
+from image_engines import WITH_PROCESSOR as ENGINE
 from image_engines import Oracle
 from image_folders import PLACEHOLDERS, TEXT_TEMPLATE, as_file, picture, write_processor
 
@@ -23,16 +24,6 @@ from compiled_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from compiled_engine.features.images.frontend.worker import load_processor
 from compiled_engine.frontend.outputs import RequestOutput
 
-ENGINE: dict[str, Any] = {
-    "mode": "eager",
-    "device": "cpu",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 128,
-    "image_workers": 1,
-    "progress": False,
-}
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 ARCHITECTURES = (

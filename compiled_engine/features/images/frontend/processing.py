@@ -207,6 +207,8 @@ class ImageProcessing:
                     "settings": settings,
                 }
             )
+            if answer is None and not len(pool):
+                raise RuntimeError("no process can be started that processes images")
             if answer is None:
                 raise ValueError("the image could not be processed: its process ended, for time or memory")
             self._note(answer)
@@ -228,7 +230,7 @@ class ImageProcessing:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(CLOSED)
-            if self._folder is None:
+            if self._folder is None or not self._folder.is_dir():  # temporary folders may be cleared
                 self._folder = Path(tempfile.mkdtemp(prefix="images-"))
                 weakref.finalize(self, unless_forked(shutil.rmtree), self._folder, True)
             if self._pool is None:

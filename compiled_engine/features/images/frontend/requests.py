@@ -21,7 +21,7 @@ from compiled_engine.features.images.frontend.placeholders import expanded, runs
 from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles, missing_packages
 from compiled_engine.features.images.frontend.sources import ImageSource, read_source
 from compiled_engine.features.images.frontend.urls import UrlPolicy
-from compiled_engine.features.images.limits import check_params, check_size
+from compiled_engine.features.images.limits import check_num_embeddings, check_params
 from compiled_engine.features.images.pixels import calls_of
 from compiled_engine.frontend.image_parts import ImageUrl
 from compiled_engine.frontend.prompts import Prompt
@@ -169,7 +169,7 @@ class ImageRequests(RequestFeature):
         count, places = num_embeddings(vision, tensors), image.token_ids.count(vision.image_token_id)
         if count != places:
             raise ValueError(f"the processor gives the image {places} tokens; allowed: {count}, one for each embedding")
-        check_size("the image", count, self.images)
+        check_num_embeddings("the image", count, self.images)
 
     def most_bytes(self, num_images: int) -> int:
         """Return the most bytes of a prompt's images when they are processed."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_engine.features.images.frontend.bounds import FORMATS, check_size
+from compiled_engine.features.images.frontend.bounds import FORMATS, check_pixels
 from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 if TYPE_CHECKING:
@@ -195,9 +195,9 @@ def decoded_file(data: bytes, max_pixels: int) -> PIL.Image.Image:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound on pixels; check_size has the one that holds
+            warnings.simplefilter("ignore")  # Pillow's own bound on pixels; check_pixels has the one that holds
             image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
-        check_size(image.width, image.height, max_pixels)
+        check_pixels(image.width, image.height, max_pixels)
         image.load()
     except PIL.UnidentifiedImageError:
         raise ValueError(f"the file is no image of a known format; allowed: {', '.join(FORMATS)}") from None

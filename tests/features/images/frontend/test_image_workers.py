@@ -118,9 +118,11 @@ def test_a_folder_that_cannot_be_written_is_no_fault_of_the_image(
     with pytest.raises(RuntimeError, match=r"^the pixels of an image cannot be written: No such file or directory$"):
         processing.submit(read_source("image", source(1), 1 << 20), {}).result(120)
     folder.rmdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(RuntimeError, match=r"^images cannot be exchanged with the processes .*: No such file or"):
         submit(processing, source(2))
-    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert submit(processing, source(2)).inputs  # as the folder is made again
 
 
 def test_no_image_waits_when_it_is_closed(folder: Path) -> None:
