@@ -168,7 +168,7 @@ class EngineCore:
                     self._begin_late()
             if self._late_begun:
                 self._give_late()
-            self.patience_s = 0.0 if self._submitted else PATIENCE_S
+            self.patience_s = 0.0 if self._submitted or self._held_back else PATIENCE_S
             if not self._submitted:
                 return StepOutputs(others=self._take_apart())
             step, pending = self._submitted.popleft()

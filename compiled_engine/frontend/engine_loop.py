@@ -182,6 +182,8 @@ class EngineLoop:
             raise RuntimeError(f"a step failed and ended this request with it{self._failure}")
         if self._core.held and not self._core.can_step():
             raise RuntimeError(f"no step is run: {self._core.held}")
+        while self._data and not self._core.can_step():  # replicas, which may all wait for data
+            self._send_data(PATIENCE_S)
         with deferred_interrupt():
             try:
                 outputs = self._core.step()

@@ -255,6 +255,15 @@ def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
     asyncio.run(ask())
 
 
+def test_replicas_are_given_images_that_are_processed_again(qwen: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
+    images = [picture(24, 24, seed) for seed in range(4)]
+    prompts = [{"prompt": "<|image_pad|>", "multi_modal_data": {"image": image}} for image in images]
+    with LLM(qwen.folder, **ENGINE, data_parallel_size=2, mm_processor_cache_gb=0) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [said(output) for output in outputs] == [qwen.answer("<|image_pad|>", [image]) for image in images]
+
+
 @pytest.mark.parametrize(
     "options", [{"mm_processor_cache_gb": 0}, {"data_parallel_size": 2}], ids=["processed again", "replicas"]
 )
