@@ -197,6 +197,7 @@ class AsyncLLM:
         tokens = await self._prepared(
             num_characters(prompt),
             lambda is_stopped: self._frontend.inputs.tokens(parsed, attached[0], sampling_params or SamplingParams()),
+            apart=True,  # data may stand for many tokens
         )
         return {**prompt, "prompt_token_ids": tokens, "multi_modal_data": {"image": attached[0]}}
 
@@ -558,15 +559,13 @@ class AsyncLLM:
                 lambda is_stopped: self._frontend.completions(
                     [prompt], sampling_params, priority, attached=attached, **given
                 ),
-                apart=is_slow,
+                apart=True,
             )
         await self._ready_core([prepared])
-        calls = list(prepared.calls)
-        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id, calls=())
+        prepared = structs.replace(prepared, request_id=self._new_id() if request_id is None else request_id)
         stream = self._streams.add(prepared, output)
         try:
             self._send(prepared)
-            await self._make_calls(prepared, calls)
             while True:
                 self._owner.require_here()
                 result = await stream.next()
@@ -663,16 +662,6 @@ class AsyncLLM:
             if prepared.given is not None:
                 self._given[request.request_id] = prepared.given
             self._client.add(request)
-
-    async def _make_calls(self, prepared: PreparedRequest, calls: list[ControlCall]) -> None:
-        """Send the calls to the core, and remove each from the list.
-
-        Each call is sent after the socket has accepted the previous one.
-        """
-        request_ids = [each.request_id for each in prepared.engine_requests]
-        for _ in range(len(calls)):
-            await self._client.drained()
-            self._client.tell(calls.pop(0), request_ids)
 
     def _new_id(self) -> str:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Longer side to shorter side of an image. Processors scale the shorter side to a fixed size, so a thin image becomes a
+# huge one.
+MOST_ASPECT = 200
+
 
 @dataclass(frozen=True)
 class VisionDescription:

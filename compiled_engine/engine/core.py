@@ -36,7 +36,7 @@ from compiled_engine.sampling.params import derived
 
 log = logging.getLogger("compiled_engine")
 
-# Longest wait of a step for a held-back request if there is nothing else to do.
+# Longest wait for a held-back request, or for data of a request, if there is nothing else to do.
 PATIENCE_S = 0.005
 
 
@@ -103,6 +103,7 @@ class EngineCore:
         self._start_s = start_s
         self._generated_tokens = 0
         self.held = ""  # why no step is planned; "" if steps are
+        self.patience_s = 0.0  # how long to wait for a message before the next step, if the last one found no work
         self._pause: Pause | None = None  # since `pause`, until `resume`
 
     def add(self, request: EngineRequest, given: Any = None) -> None:
@@ -171,8 +172,9 @@ class EngineCore:
                     self._begin_late()
             if self._late_begun:
                 self._give_late()
+            self.patience_s = 0.0 if self._submitted or self._held_back else PATIENCE_S
             if not self._submitted:
-                return StepOutputs(others=self._take_ended_apart())
+                return StepOutputs(others=self._take_apart())
             step, pending = self._submitted.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
@@ -186,7 +188,8 @@ class EngineCore:
             self._drain()
             raise
         self._scheduler.check_idle()
-        return replace(outputs, others=[*outputs.others, *self._take_ended_apart()]) if self._ended_apart else outputs
+        apart = self._take_apart()
+        return replace(outputs, others=[*outputs.others, *apart]) if apart else outputs
 
     def _begin_late(self) -> None:
         """Start computing the newest step's late inputs, if all tokens before it are known."""
@@ -221,9 +224,12 @@ class EngineCore:
                 self._held_back.remove(request.request_id)
                 self._scheduler.add(request)
 
-    def _take_ended_apart(self) -> list[EngineOutput]:
-        ended, self._ended_apart = self._ended_apart, []
-        return ended
+    def _take_apart(self) -> list[EngineOutput]:
+        """Return the outputs that belong to no step."""
+        outputs, self._ended_apart = self._ended_apart, []
+        for take_asks in self._hooks.take_asks:
+            outputs += take_asks()
+        return outputs
 
     def _withdraw(self, request_id: str) -> None:
         self._held_back.remove(request_id)

@@ -154,6 +154,9 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     # When the request was first scheduled, in seconds of time.perf_counter; sent like num_cached_tokens.
     scheduled_time: float | None = None
     extras: dict[str, Any] = {}  # features' plain data, by feature name
+    # Keys of data of the request that the core lacks, and that control calls must give it. Such an output has nothing
+    # else.
+    asks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,10 @@ class PlanFeature:
     def planned(self, step: StepInFlight) -> None:
         """Note a step that is about to be sent to the ranks, and add to its output's extras."""
 
+    def take_asks(self) -> list[EngineOutput]:
+        """Return outputs that ask for data of requests, see EngineOutput.asks, each once. Called after each step."""
+        return []
+
     def begin_late(self, requests: Sequence[Request]) -> None:
         """Start computing the feature's late inputs for a step.
 
@@ -244,6 +248,7 @@ class PlanHooks:
         self.admitted = overriding(features, PlanFeature.admitted)
         self.reached_end = overriding(features, PlanFeature.reached_end)
         self.planned = overriding(features, PlanFeature.planned)
+        self.take_asks = overriding(features, PlanFeature.take_asks)
         self.begin_late = overriding(features, PlanFeature.begin_late)
         self.finish_late = overriding(features, PlanFeature.finish_late)
         self.output_extras = overriding(features, PlanFeature.output_extras)

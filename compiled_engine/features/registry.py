@@ -27,7 +27,7 @@ from compiled_engine.features.prompt_logprobs.step_prompt_logprobs import StepPr
 from compiled_engine.features.recurrence.snapshots import StateSnapshots
 from compiled_engine.features.recurrence.state_rows import StateRows
 from compiled_engine.features.sleep.plan import Sleep
-from compiled_engine.features.sleep.step_sleep import StepSleep
+from compiled_engine.features.sleep.step_sleep import LoseWeights, StepSleep
 from compiled_engine.features.speculation import draft_plan as drafts
 from compiled_engine.features.speculation.draft_length import DraftLength
 from compiled_engine.features.speculation.draft_plan import DraftPlan, NoDrafts
@@ -113,9 +113,11 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     config, model = parts.config, parts.config.model
     features = drafting(parts)
     others: list[CheckTensors] = []
+    asleep: list[LoseWeights] = []
     if config.images is not None:
         features.insert(0, images_on_device := StepImagesOnDevice.of(parts, config.images))
         others.append(images_on_device.tower.check_weights)
+        asleep.append(images_on_device.tower.lose_weights)
     tail: Tail | None = None
     advance: Advance = StepAdvance(parts.states, parts.buffers)
     if config.speculation.num_tokens:
@@ -142,5 +144,5 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
     num_ranks, tensor = config.parallel.devices_per_replica, config.parallel.tensor_parallel_size
     features.append(StepWeightUpdates(parts.weights, stage * tensor + parts.group.rank, num_ranks, others))
     if config.sleeps:
-        features.append(StepSleep(parts.weights, parts.model))
+        features.append(StepSleep(parts.weights, parts.model, asleep))
     return RunnerFeatures(features, tail, advance)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from compiled_engine.engine.messages import ControlCall, EngineRequest, StepOutputs
+from compiled_engine.frontend.asked_data import AskedData
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest, Running
@@ -46,6 +47,8 @@ def deferred_interrupt() -> Iterator[None]:
 
 # Requests added between two checks for Ctrl-C.
 AT_A_TIME = 32
+# Longest wait for data that the core has asked for, if a step gave no output.
+PATIENCE_S = 0.005
 
 
 class Core(Protocol):
@@ -79,6 +82,7 @@ class EngineLoop:
     def __init__(self, core: Core, outputs: OutputProcessor) -> None:
         self._core = core
         self._outputs = outputs
+        self._data = AskedData()
         self._changed: dict[str, Running] = {}  # not yet yielded, by request id
         self._closed = False
         self._owner = Owner("LLM")
@@ -90,6 +94,7 @@ class EngineLoop:
         """Stop all runs: a run that needs another step raises RuntimeError. Called before the core is closed."""
         with self._turn():
             self._closed = True
+            self._data.close()
 
     def run(
         self, requests: Sequence[PreparedRequest], *, partial: bool = False
@@ -145,8 +150,6 @@ class EngineLoop:
                         for engine_request in request.engine_requests:
                             self._core.add(engine_request, request.given)
                             added.add(engine_request.request_id)
-                        for call in request.calls:
-                            self._core.tell(call, [each.request_id for each in request.engine_requests])
             while running:
                 changed = [request_id for request_id in self._changed if request_id in running]
                 if not changed:
@@ -179,6 +182,8 @@ class EngineLoop:
             raise RuntimeError(f"a step failed and ended this request with it{self._failure}")
         if self._core.held and not self._core.can_step():
             raise RuntimeError(f"no step is run: {self._core.held}")
+        while self._data and not self._core.can_step():  # replicas, which may all wait for data
+            self._send_data(PATIENCE_S)
         with deferred_interrupt():
             try:
                 outputs = self._core.step()
@@ -186,7 +191,17 @@ class EngineLoop:
                 self._failure = f": {type(error).__name__}: {error}"
                 raise
             changed, aborts = self._outputs.process(outputs)
+            for asked in self._outputs.take_asked():
+                self._data.begin(asked)
             for engine_request_id in aborts:
                 self._core.abort(engine_request_id, stopped=True)
             for state in changed:
                 self._changed[state.request.request_id] = state
+        if self._data:
+            self._send_data(0 if outputs else PATIENCE_S)
+
+    def _send_data(self, timeout_s: float) -> None:
+        """Send the core data that it has asked for and that is ready."""
+        for request_id, calls in self._data.take(timeout_s):
+            for call in calls:
+                self._core.tell(call, [request_id])

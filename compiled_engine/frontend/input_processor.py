@@ -179,9 +179,7 @@ class InputProcessor:
             )
             for index in range(params.n)
         )
-        return PreparedRequest(
-            request_id, prompt.text, token_ids, params, requests, part.given, part.output, part.calls
-        )
+        return PreparedRequest(request_id, prompt.text, token_ids, params, requests, part.given, part.output, part.give)
 
 
 def require_one_each(name: str, given: Sized, count: int) -> None:

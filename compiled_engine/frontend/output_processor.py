@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 from compiled_engine.engine.messages import EngineOutput, StepOutputs
 from compiled_engine.features.prompt_logprobs.extras import rows_in
@@ -13,7 +14,7 @@ from compiled_engine.features.weight_updates.extras import version_in
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from compiled_engine.frontend.prepared_request import PreparedRequest, Running
+from compiled_engine.frontend.prepared_request import Give, PreparedRequest, Running
 from compiled_engine.frontend.tokenizer import Tokenizer
 
 NO_DRAFTS = VerifiedDrafts()
@@ -152,6 +153,15 @@ class RunningRequest:
         )
 
 
+class Asked(NamedTuple):
+    """Data that the core asks for."""
+
+    give: Give
+    request_id: str  # of the prompt
+    engine_request_id: str
+    keys: tuple[str, ...]
+
+
 class OutputProcessor:
     """Routes the core's outputs to the running requests."""
 
@@ -164,6 +174,7 @@ class OutputProcessor:
         self._token_sinks: dict[str, Callable[[int], None]] = {}
         self._logprob_sinks: dict[str, GrowingLogprobs] = {}
         self._watched: dict[str, RunningRequest] = {}
+        self._asked: list[Asked] = []
 
     def add(self, request: PreparedRequest, *, partial: bool = True) -> Running:
         """Start tracking a request that arrives now.
@@ -203,8 +214,20 @@ class OutputProcessor:
         else:
             self._add_several_tokens(outputs, outputs.lengths, now, changed, aborts)
         for output in outputs.others:
-            self._add_output(output, now, changed, aborts)
+            if not output.asks:
+                self._add_output(output, now, changed, aborts)
+            elif (state := self._states.get(output.request_id)) is not None and state.request.give is not None:
+                self._asked.append(Asked(state.request.give, state.request.request_id, output.request_id, output.asks))
         return list(changed.values()), aborts
+
+    def take_asked(self) -> list[Asked]:
+        """Return what the core has asked for since the last call."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def is_tracked(self, engine_request_id: str) -> bool:
+        """Return whether an engine request runs, as far as is known here."""
+        return engine_request_id in self._states
 
     def _add_single_tokens(
         self, outputs: StepOutputs, now: float, changed: dict[int, Running], aborts: list[str]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from compiled_engine.engine.messages import ControlCall, EngineOutput, EngineRequest
+from compiled_engine.process.smallest_first import Stopped
 from compiled_engine.sampling.params import SamplingParams
+
+Give = Callable[[Sequence[str], Stopped], Sequence[ControlCall]]
+"""Returns the control calls with the data of these keys. Called in any thread, as that may take long; polls its second
+argument, and raises WorkStopped if that returns True. Raises TypeError, ValueError or OSError for data that is gone."""
 
 
 class PreparedRequest(msgspec.Struct, frozen=True):
@@ -21,7 +26,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     engine_requests: tuple[EngineRequest, ...]
     given: Any = None  # for the core besides each engine request, see EngineCore.add
     output: Mapping[str, Any] = {}  # fields of its RequestOutput that features set
-    calls: tuple[ControlCall, ...] = ()  # that the core must serve once it has the engine requests
+    give: Give | None = None  # gives the core the data that it asks for, see EngineOutput.asks
     collect: Callable[[PreparedRequest], Running] | None = None  # makes its Running; None: RunningRequest
 
 

@@ -15,14 +15,15 @@ PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 
 A dict may also have a "cache_salt", a string: only prompts with the same salt share cached prefixes; and images, as
 "multi_modal_data": {"image": one or a list}, with "mm_processor_kwargs", a dict. The prompt has a placeholder for each.
+"multi_modal_uuids" have no effect.
 """
 
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-DATA_KEYS = ("multi_modal_data", "mm_processor_kwargs")  # read by a feature
+DATA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")  # read by a feature
 ALL_KEYS = (*KEYS, *DATA_KEYS)
 KNOWN = frozenset(ALL_KEYS)
-OF_OTHER_ENGINES = frozenset(("prompt_embeds", "multi_modal_uuids"))
+OF_OTHER_ENGINES = frozenset(("prompt_embeds",))
 LONGEST_SALT = 256  # characters
 LONGEST_VALUE = 200  # characters of a value in an error
 VALUE_SIZE = 8  # a key, number, array or object costs a template and tokenizer as much as this many characters

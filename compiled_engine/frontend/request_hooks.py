@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from compiled_engine.engine.messages import Content, ControlCall, EngineRequest
+from compiled_engine.frontend.prepared_request import Give
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.process.smallest_first import Stopped, never
 from compiled_engine.sampling.params import SamplingParams
@@ -23,7 +24,7 @@ class RequestPart(NamedTuple):
     given: Any = None  # the argument `given` of EngineCore.add; at most one feature sets it
     output: Mapping[str, Any] = {}  # fields of its RequestOutput
     contents: tuple[Content, ...] = ()  # of its EngineRequests; at most one feature sets them
-    calls: tuple[ControlCall, ...] = ()  # that the core must serve once it has its EngineRequests
+    give: Give | None = None  # see PreparedRequest; at most one feature sets it
 
 
 NO_PART = RequestPart()
@@ -161,5 +162,5 @@ def joined(parts: Sequence[RequestPart]) -> RequestPart:
         contents=next((part.contents for part in parts if part.contents), ()),
         given=next((part.given for part in parts if part.given is not None), None),
         output={name: value for part in parts for name, value in part.output.items()},
-        calls=tuple(call for part in parts for call in part.calls),
+        give=next((part.give for part in parts if part.give is not None), None),
     )

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Literal, get_args
 
 from compiled_engine.engine.messages import EngineOutput, StepOutputs
-from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.asked_data import AskedDataOfStreams
+from compiled_engine.frontend.output_processor import Asked, OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prepared_request import PreparedRequest, Running
 from compiled_engine.processes.channel import Connection
@@ -109,6 +110,22 @@ class RequestStreams:
             self._streams[state.request.request_id].wake()
         return complete
 
+    def take_asked(self) -> list[Asked]:
+        """Return what the core has asked for since the last call."""
+        return self._outputs.take_asked()
+
+    def is_tracked(self, engine_request_id: str) -> bool:
+        """Return whether an engine request runs."""
+        return self._outputs.is_tracked(engine_request_id)
+
+    def fail(self, request_id: str, error: Exception) -> list[str]:
+        """Raise an error in the reader of a request. Return the ids of its engine requests that still run."""
+        if (stream := self._streams.get(request_id)) is None:
+            return []
+        unfinished = self.remove(stream)
+        stream.fail(error)
+        return unfinished
+
     def abort(self, request_id: str) -> list[str]:
         """End a request with finish_reason "abort". Return the ids of its engine requests that still run.
 
@@ -120,15 +137,8 @@ class RequestStreams:
         return unfinished
 
     def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
-        """Stop tracking all requests, and raise an error in the readers of unfinished ones.
-
-        Returns the ids of engine requests that still run.
-        """
-        unfinished = []
-        for stream in list(self._streams.values()):
-            unfinished += self.remove(stream)
-            stream.fail(make_error())
-        return unfinished
+        """Raise an error in every reader of an unfinished request. Return the ids of engine requests that still run."""
+        return [each for request_id in list(self._streams) for each in self.fail(request_id, make_error())]
 
 
 # The connection of an API process's requests to its engine core: outputs in, aborts out.
@@ -139,9 +149,12 @@ _EXIT_S = 30.0
 def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
     """Return a client that passes steps to `streams`, and fails the streams when the core dies."""
     client: CoreClient
+    data = AskedDataOfStreams(streams.is_tracked, streams.fail)
 
     def on_outputs(outputs: StepOutputs) -> None:
         client.abort(streams.process(outputs), stopped=True)
+        for asked in streams.take_asked():
+            data.begin(asked, client)
 
     def on_death(reason: str) -> None:
         streams.fail_all(lambda: EngineDeadError(reason))

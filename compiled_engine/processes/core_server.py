@@ -139,7 +139,7 @@ class CoreServer:
         core = self._core
         try:
             while self._starter in self._api_processes:
-                self._serve_sockets(0 if core.can_step() else None)
+                self._serve_sockets(core.patience_s if core.can_step() else None)
                 if core.can_step():
                     self._send_outputs(core.step())
         except BaseException as error:

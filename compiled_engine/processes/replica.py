@@ -15,7 +15,7 @@ from compiled_engine.features.prompt_logprobs import extras as prompt_logprobs
 from compiled_engine.processes.channel import Connection, frame
 from compiled_engine.processes.core_child import RunningCore
 from compiled_engine.processes.router import Route
-from compiled_engine.processes.wire import Tell, ToApi, ToCore, encode
+from compiled_engine.processes.wire import ToApi, ToCore, encode
 
 _EXIT_S = 0.5
 
@@ -29,7 +29,6 @@ class RoutedRequest:
     route: Route | None = None  # None while it is queued
     token_ids: list[int] = field(default_factory=list)  # generated so far
     next_prompt_logprob: int = prompt_logprobs.FIRST
-    calls: list[Tell] = field(default_factory=list)  # that a replica must serve after the request
     lost: int = 0  # replicas that died while running it
 
     def add(self, output: EngineOutput) -> None:

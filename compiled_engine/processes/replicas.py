@@ -79,6 +79,7 @@ class Replicas:
         self._start_s, self._num_rerun = start_s, 0
         self._selector = selectors.EpollSelector()
         self.bell: int = self._selector.fileno()
+        self.patience_s = 0.0  # see EngineCore; `can_step` says whether a replica has sent something
         for replica in replicas:
             self._selector.register(replica.connection, selectors.EVENT_READ, replica)
 
@@ -163,14 +164,11 @@ class Replicas:
     def tell(self, call: ControlCall, request_ids: Sequence[str] = ()) -> None:
         """Make replicas serve a control call before later requests. There are no answers.
 
-        request_ids: only replicas that have any of these requests, or get one later, serve the call; none: all replicas
-        serve it.
+        request_ids: the call is for the replicas that have these requests now; none: for all replicas.
         """
         self._require_living()
         message = Tell(call, tuple(request_ids))
         needing = [routed for each in request_ids if (routed := self._requests.get(each)) is not None]
-        for routed in needing:
-            routed.calls.append(message)
         having = {routed.route.replica for routed in needing if routed.route is not None}
         for replica in list(self._living.values()):
             if not request_ids or replica.number in having:
@@ -203,8 +201,6 @@ class Replicas:
                 replica = self._living[routed.route.replica]
                 replica.requests[request.request_id] = routed
                 self._send(replica, Add(request))
-                for call in routed.calls:
-                    self._send(replica, call)
             heapq.heappop(self._waiting)
 
     def _abort_queued(self) -> None:

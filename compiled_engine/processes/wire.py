@@ -66,7 +66,7 @@ class Tell(msgspec.Struct, tag=True, frozen=True):
     """A control call that gets no answer."""
 
     call: ControlCall
-    # Only cores that have one of these requests need the call; it comes after them. Empty: all cores need it.
+    # Only cores that have one of these requests need the call. Empty: all cores need it.
     request_ids: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import ImageInput, ModelConfig
+from compiled_engine.models.checkpoint.image_processor import SETTINGS_FILE, image_processor_settings
 from compiled_engine.options import EngineOptions
 from compiled_engine.schema import is_integer, read_mapping, require_defaults
 from compiled_engine.vision import VisionDescription
 
+log = logging.getLogger("compiled_engine")
+
 MOST_IMAGES = 999
 MEDIA = ("image", "video", "audio")  # kinds that limits may name; prompts have images alone
 GIB = 1 << 30
-# Options that a text model has not. limit_mm_per_prompt may allow no images there.
+# Options that need a multimodal checkpoint. Without one, limit_mm_per_prompt may still allow no images.
 _NEEDING = ("mm_processor_kwargs", "max_image_pixels", "image_workers", "allowed_media_domains")
 
 
@@ -37,6 +41,10 @@ def resolve_image_input(
         require_defaults(options, "the model takes only text", *_NEEDING)
     if vision is None or not max_images:
         reasons["image_input"] = _why_none(options, model, max_images, reasons)
+        return None
+    if image_processor_settings(model.path) is None:
+        reasons["image_input"] = f"the checkpoint has no image processor ({SETTINGS_FILE})"
+        log.warning("prompts may have no images: %s", reasons["image_input"])
         return None
     num_workers = options.image_workers
     if num_workers is None:

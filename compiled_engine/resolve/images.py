@@ -10,7 +10,10 @@ from typing import Any
 
 from compiled_engine.config import ImagesConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from compiled_engine.models.checkpoint.config_overrides import with_overrides
+from compiled_engine.models.checkpoint.image_processor import image_processor_settings
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.safetensors_files import tensor_names
+from compiled_engine.models.checkpoint.wrappers import text_name
 from compiled_engine.models.vision.description import describe_vision
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.speculation import MTP, WITH_MODEL, read_speculation
@@ -21,6 +24,8 @@ from compiled_engine.vision import VisionDescription
 MOST_PIXELS = 16_384 * 28 * 28
 # Most tiles of an image by family, where neither does: the defaults of transformers' processors.
 MOST_TILES = {"internvl": 13, "idefics3": 17}
+# Last parts of the names of tensors that only quantised modules have.
+_QUANTISED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 # Options that only engines with a tower have.
 _NEEDING = ("encoder_cache_size", "max_num_encoder_input_tokens")
 
@@ -49,6 +54,8 @@ def resolve_images(
         vision = describe_vision(config)
         if vision is None:
             obstacle = f"the vision tower of this {model.wrapper} is not supported, and its text model runs alone"
+        elif (module := _quantised_module(model)) is not None:
+            obstacle = f"its vision tower is quantised: {module}"
         elif vision.both_ways:
             obstacle = _obstacle_of_whole_images(vision, model, scheduler, attention_backend)
         elif vision.mrope_section is not None:
@@ -84,6 +91,14 @@ def _obstacle(options: EngineOptions, model: ModelConfig, parallel: ParallelConf
     return None
 
 
+def _quantised_module(model: ModelConfig) -> str | None:
+    """Return the first module outside the text model that the checkpoint holds quantised; None if it holds none."""
+    if model.quantisation is None:
+        return None
+    others = (name for name in tensor_names(model.path) if text_name(name) is None)
+    return next((module for name in others for module, dot, kind in [name.rpartition(".")] if kind in _QUANTISED), None)
+
+
 def _obstacle_of_whole_images(
     vision: VisionDescription, model: ModelConfig, scheduler: SchedulerConfig, attention_backend: str
 ) -> str | None:
@@ -107,9 +122,7 @@ def _most_of_image(vision: VisionDescription, folder: Path, settings: Mapping[st
 
     settings: the user's arguments of the processor; the checkpoint has the others.
     """
-    path = folder / "preprocessor_config.json"
-    stated = JsonFields.from_file(path).values if path.is_file() else {}
-    values = {**stated, **settings}
+    values = {**(image_processor_settings(folder) or {}), **settings}
 
     def edge(name: str) -> int | None:
         found = values.get(name)

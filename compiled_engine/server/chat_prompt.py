@@ -109,8 +109,9 @@ async def with_images(serving: Serving, prompt: Prompt, params: SamplingParams |
     if not prompt.data:
         return plain
     images = prompt.data["multi_modal_data"]["image"]
-    most, held = serving.engine.image_bytes(len(images))
-    with serving.images.admit(sum(len(image.url) for image in images if isinstance(image, ImageUrl)) + most, held):
+    most, _ = serving.engine.image_bytes(len(images))
+    urls = sum(len(image.url) for image in images if isinstance(image, ImageUrl))
+    async with serving.images.admit(urls, most):
         try:
             return await serving.engine.attach({**plain, **prompt.data}, params)
         except (TypeError, ValueError, OSError) as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -29,7 +29,7 @@ from compiled_engine.server.shared_figures import SharedFigures
 # The delay that a busy server suggests to its clients.
 
 RETRY_AFTER_S = 1
-# Bytes of images, as URLs and as the model's processor may make of them, beyond which the server is busy.
+# Bytes of images, see ImageGate.
 MOST_WAITING = 4 << 30
 
 
@@ -81,30 +81,45 @@ class Admission:
 
 
 class ImageGate:
-    """Bounds the memory of images that this process handles."""
+    """Bounds the images that are processed at once in this process. Prompts wait until there is room, in order.
+
+    most: bytes of these images, as the model's processor may make of them; and of the URLs of all prompts, beyond which
+    a prompt is refused.
+    """
 
     def __init__(self, most: int = MOST_WAITING) -> None:
-        self._most, self._waiting = most, 0
+        self.most, self._urls, self._processing = most, 0, 0
+        self._turn = asyncio.Lock()  # held by the prompt that is next
+        self._ended = asyncio.Event()  # some images are processed
 
-    @contextmanager
-    def admit(self, size: int, held: int = 0) -> Iterator[None]:
-        """Count a prompt's images within the block. `size` is the largest number of bytes that they may take.
+    @asynccontextmanager
+    async def admit(self, urls: int, size: int) -> AsyncIterator[None]:
+        """Count a prompt within the block, which begins when there is room.
 
-        `held` is the number of bytes of processed images that other prompts hold. Raises ApiError 503 if the sum
-        exceeds the bound, unless there is no other prompt.
+        urls: bytes of its URLs. size: the most bytes of its images. A prompt alone has room, whatever its size. Raises
+        ApiError 503 if the URLs exceed the bound and there are other prompts.
         """
-        if (others := self._waiting + held) and others + size > self._most:
+        if self._urls and self._urls + urls > self.most:
             raise ApiError(
                 503,
                 "the server is busy: too many images wait to be processed",
                 code="server_busy",
                 headers={"retry-after": str(RETRY_AFTER_S)},
             )
-        self._waiting += size
+        self._urls += urls
         try:
-            yield
+            async with self._turn:
+                while self._processing and self._processing + size > self.most:
+                    self._ended.clear()
+                    await self._ended.wait()
+            self._processing += size
+            try:
+                yield
+            finally:
+                self._processing -= size
+                self._ended.set()
         finally:
-            self._waiting -= size
+            self._urls -= urls
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from compiled_engine.models.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from compiled_engine.models.checkpoint.file_names import name_some
+from compiled_engine.models.checkpoint.image_processor import SETTINGS_FILE, WHOLE_FILE
 from compiled_engine.models.checkpoint.pooling_folder import POOLING_FILES
 from compiled_engine.models.checkpoint.quantisation_config import SETTINGS
 from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files
@@ -44,7 +45,7 @@ TOKENIZER_FILES = (
     *VOCABULARY_FILES,
 )
 CONFIG = "config.json"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # of images
+PROCESSOR_FILES = (SETTINGS_FILE, WHOLE_FILE)  # of images
 MODEL_FILES = (
     *(CONFIG, "generation_config.json", INDEX),
     *(*SETTINGS, *POOLING_FILES, *PROCESSOR_FILES, *TOKENIZER_FILES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -72,6 +73,20 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if problems:
         raise ValueError(f"{folder}: " + "; ".join(problems))
     return tensors
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of the folder's tensors, sorted; none if neither an index nor a readable file is there.
+
+    Raises ValueError for a damaged index.
+    """
+    if (folder / INDEX).is_file():
+        return sorted(_weight_map(folder))
+    names: list[str] = []
+    for shard in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(shard, framework="pt") as file:
+            names += file.keys()
+    return sorted(names)
 
 
 def indexed_files(folder: Path) -> list[str]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.models.foreign.description import IMPORTING
-from compiled_engine.vision import VisionDescription
+from compiled_engine.vision import MOST_ASPECT, VisionDescription
 
 # Names of the processor's output.
 PIXELS, GRIDS, SIZES, MASK = "pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"
@@ -123,30 +123,50 @@ def blank_image(description: VisionDescription, num_embeddings: int) -> dict[str
 
     The image has more if a single tile, or the smallest resolution, has more. A grid is about as wide as it is high.
     """
+    if description.resolutions:
+        fitting = [each for each in _sizes(description) if each.num_embeddings <= num_embeddings]
+        return _blank_of_size(description, max(fitting, default=min(_sizes(description))))
     if description.tile_size:
         size = description.tile_size
         num_tiles = max(1, num_embeddings // description.tile_embeddings)
-        if description.resolutions:
-            return _blank_of_resolution(description, num_embeddings)
         return {PIXELS: torch.zeros(num_tiles, description.num_channels, size, size)}
     rows = max(1, math.isqrt(num_embeddings))
     grid = [1, rows * description.merge_size, max(1, num_embeddings // rows) * description.merge_size]
     return {PIXELS: torch.zeros(math.prod(grid), description.patch_elements), GRIDS: torch.tensor([grid])}
 
 
-def _blank_of_resolution(description: VisionDescription, num_embeddings: int) -> dict[str, torch.Tensor]:
-    """Return a black image that fills the largest resolution with at most `num_embeddings` embeddings.
+def largest_images(description: VisionDescription, num_embeddings: int) -> list[dict[str, torch.Tensor]]:
+    """Return black images with at most this many embeddings together and as many patches as possible, at least one."""
+    fitting = [each for each in _sizes(description) if each.num_embeddings <= num_embeddings]
+    if not fitting:
+        return [blank_image(description, num_embeddings)]
+    size = max(fitting, key=lambda each: num_embeddings // each.num_embeddings * each.num_tiles)
+    return [_blank_of_size(description, size)] * (num_embeddings // size.num_embeddings)
 
-    If all resolutions have more, it fills the smallest one.
-    """
-    size, blank = description.tile_size, {}
-    for height, width in sorted(description.resolutions, key=math.prod, reverse=True):
-        tiles = 1 + height * width // size**2
-        pixels = torch.zeros(tiles, description.num_channels, size, size)
-        blank = {PIXELS: pixels, SIZES: torch.tensor([[height, width]])}
-        if len(ends_of_rows(description, blank)) <= num_embeddings:
-            break
-    return blank
+
+class _Size(NamedTuple):
+    """A size of images that are divided into tiles by one of several resolutions."""
+
+    num_tiles: int
+    num_embeddings: int
+    height: int
+    width: int
+
+
+def _sizes(description: VisionDescription) -> list[_Size]:
+    """Return sizes that fill each resolution, and the thinnest ones of its height and width; none for other towers."""
+    found = []
+    for height, width in description.resolutions:
+        for size in ((height, width), (height, -(-height // MOST_ASPECT)), (-(-width // MOST_ASPECT), width)):
+            given = {SIZES: torch.tensor([size])}
+            num_tiles = 1 + math.prod(_grid_of_tiles(description, given))
+            found.append(_Size(num_tiles, len(ends_of_rows(description, given)), *size))
+    return found
+
+
+def _blank_of_size(description: VisionDescription, size: _Size) -> dict[str, torch.Tensor]:
+    pixels = torch.zeros(size.num_tiles, description.num_channels, description.tile_size, description.tile_size)
+    return {PIXELS: pixels, SIZES: torch.tensor([[size.height, size.width]])}
 
 
 def tower_tensors(description: VisionDescription, dtype: torch.dtype) -> tuple[StepTensor, ...]:

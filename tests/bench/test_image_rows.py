@@ -40,6 +40,7 @@ def test_rows_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_bounds_grow_with_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(vision_config("Qwen3VLForConditionalGeneration"))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
     config = resolve(EngineOptions(model=tmp_path, load_format="dummy", device="cpu", max_num_batched_tokens=8192))
     assert config.images is not None
     sizes, rates = with_tower(model_sizes(config.model), config.images), Rates(1e9, 1e9, "")

@@ -105,7 +105,7 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
         {"text": "a"},
         ValueError,
         "prompts has the unknown key 'text'; known are 'prompt', 'prompt_token_ids', 'cache_salt', "
-        "'multi_modal_data', 'mm_processor_kwargs'",
+        "'multi_modal_data', 'mm_processor_kwargs', 'multi_modal_uuids'",
     ),
     ({}, ValueError, "prompts must have 'prompt' or 'prompt_token_ids', got {}"),
     (["a", {"prompt": None}], ValueError, r"prompts\[1\] must have 'prompt' or 'prompt_token_ids', got"),

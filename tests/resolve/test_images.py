@@ -20,8 +20,7 @@ LLAVA, IDEFICS = "LlavaForConditionalGeneration", "Idefics3ForConditionalGenerat
 
 def resolved(folder: Path, architecture: str, processor: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
     (folder / "config.json").write_text(vision_config(architecture))
-    if processor is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor or {}))
     given = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "mode": "compiled"} | options
     return resolve(EngineOptions(model=folder, **given))
 
@@ -38,6 +37,16 @@ def test_limits_follow_from_the_processor_and_the_step(tmp_path: Path) -> None:
     assert smaller is not None
     assert smaller.most_embeddings == 100
     assert json.loads(images.config)["model_type"] == "qwen3_vl"
+
+
+def test_settings_within_those_of_the_whole_processor_come_first(tmp_path: Path) -> None:
+    """As newer versions of transformers write and read them."""
+    nested = {"processor_class": "Qwen3VLProcessor", "image_processor": {"size": {"longest_edge": 6400}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    for beside in (None, {"size": {"longest_edge": 64_000}}):
+        images = resolved(tmp_path, QWEN, beside).images
+        assert images is not None
+        assert images.most_embeddings == 100
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from image_engines import Oracle
+from image_engines import WITH_PROCESSOR, Oracle
 from image_folders import as_file, picture, write_processor
 from running_server import MODEL, RunningServer, error_of, running
 
@@ -20,18 +22,7 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.serving import ImageGate
 
-ENGINE: dict[str, Any] = {
-    "mode": "eager",
-    "device": "cpu",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 128,
-    "image_workers": 1,
-    "max_image_pixels": 1 << 14,
-    "limit_mm_per_prompt": {"image": 3},
-    "progress": False,
-}
+ENGINE = WITH_PROCESSOR | {"max_image_pixels": 1 << 14, "limit_mm_per_prompt": {"image": 3}}
 ASKS: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 
 
@@ -102,6 +93,23 @@ def test_answers_whole_and_streamed_are_equal(client: openai.OpenAI) -> None:
     text_alone = client.chat.completions.create(model=MODEL, messages=conversation(), **ASKS)
     assert text_alone.usage is not None
     assert whole.usage.prompt_tokens == text_alone.usage.prompt_tokens + 2 * (9 + 2)
+
+
+def test_requests_as_examples_make_them(client: openai.OpenAI) -> None:
+    """Those of vLLM's documented client: one image in base64, and several, with names of images and of limits."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url_of(as_file(picture(24, 24, seed), "JPEG"), "jpeg")}, "uuid": "u"}
+        for seed in (1, 2)
+    ]
+    texts = []
+    for images in (parts[:1], parts):
+        content: Any = [{"type": "text", "text": "What's in this image?"}, *images]
+        answer = client.chat.completions.create(
+            messages=[{"role": "user", "content": content}], model=MODEL, max_completion_tokens=8, temperature=0
+        )
+        assert answer.usage is not None
+        texts.append((answer.choices[0].message.content, answer.usage.prompt_tokens))
+    assert texts[1][1] - texts[0][1] == 9 + 2
 
 
 def test_every_api_gives_the_same_answer(seeing: RunningServer, client: openai.OpenAI) -> None:
@@ -179,14 +187,40 @@ def test_other_refusals(seeing: RunningServer) -> None:
 
 
 def test_images_that_may_become_large_wait_for_others() -> None:
-    """Whatever the length of their URLs."""
-    gate = ImageGate(1000)
-    with gate.admit(800), pytest.raises(ApiError, match="too many images wait"), gate.admit(300):
-        pass
-    with gate.admit(3000), pytest.raises(ApiError, match="too many images wait"), gate.admit(1):
-        pass
-    with pytest.raises(ApiError, match="too many images wait"), gate.admit(300, held=800):
-        pass
+    """In order, and a prompt alone has room for any image. Only the URLs that wait are bounded."""
+
+    async def ask() -> list[str]:
+        gate, begun = ImageGate(1000), list[str]()
+
+        async def admitted(name: str, urls: int, size: int) -> None:
+            async with gate.admit(urls, size):
+                begun.append(name)
+                await asyncio.sleep(0.02)
+                begun.append(f"end of {name}")
+
+        given = {"first": 1, "large": 3000, "small": 600, "other": 300, "next": 200}
+        asked = [asyncio.create_task(admitted(name, 200, size)) for name, size in given.items()]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="too many images wait"):
+            await admitted("sixth", 1, 1)
+        await asyncio.gather(*asked)
+        return begun
+
+    found = asyncio.run(ask())
+    assert found[:6] == ["first", "end of first", "large", "end of large", "small", "other"]
+    assert found.index("next") > found.index("end of small")
+
+
+def test_many_small_images_at_once_are_all_answered(seeing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although each of them may become so large that there is room for one."""
+    monkeypatch.setattr(seeing.serving.images, "most", seeing.engine.image_bytes(1)[0])
+
+    def ask(seed: int) -> int:
+        asked = {"messages": conversation(url_of(as_file(picture(24, 24, seed)))), **ASKS}
+        return httpx.post(f"{seeing.url}/v1/chat/completions", json=asked, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(ask, range(20, 28))) == {200}
 
 
 def test_a_prompt_that_is_truncated_may_be_longer(seeing: RunningServer) -> None:

@@ -37,6 +37,18 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+# Options of an LLM with a processor.
+WITH_PROCESSOR: dict[str, Any] = {
+    "mode": "eager",
+    "device": "cpu",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 128,
+    "image_workers": 1,
+    "progress": False,
+}
+
 TOLERANCE = 3e-4  # of log-probabilities
 Outputs = dict[str, tuple[list[int], list[float]]]
 
@@ -64,6 +76,7 @@ class Oracle:
         """config_json: by default that of vision_config."""
         self.folder = folder
         self.model = save_vision_folder(folder, architecture, config_json=config_json)
+        (folder / "preprocessor_config.json").write_text("{}")  # images are given as the processor prepares them
         found = describe_vision((folder / "config.json").read_text())
         assert found is not None
         self.vision = found

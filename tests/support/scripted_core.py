@@ -42,6 +42,7 @@ class ScriptedCore:
         self.stopped += [request_id] * stopped
 
     held = ""
+    patience_s = 0.0
 
     def has_unfinished(self) -> bool:
         return bool(self.live)

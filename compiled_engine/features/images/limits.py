@@ -7,7 +7,7 @@ from compiled_engine.features.prompt_logprobs.extras import MOST_PROMPT_LOGPROBS
 from compiled_engine.sampling.params import SamplingParams
 
 
-def check_size(name: str, num_embeddings: int, config: ImagesConfig) -> None:
+def check_num_embeddings(name: str, num_embeddings: int, config: ImagesConfig) -> None:
     """Raise ValueError, beginning with the image's name, unless steps can compute an image of this size."""
     most = min(config.cache_size, config.most_embeddings)
     if not 0 < num_embeddings <= most:

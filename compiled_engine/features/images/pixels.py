@@ -1,9 +1,9 @@
-"""Pixels of images on their way to the plan, which come in parts behind the requests that need them.
+"""Pixels of images on their way to the plan, which asks for them when a request comes to their place.
 
-A request comes first, and waits until the pixels of its images are complete. They may come while it is held back. They
-come once for all completions of a prompt, in control calls that are small enough to be sent between others. Requests
-with the same image share its pixels, which are kept until the last of them ends, since a preempted request may need
-them again. Parts that no request needs are dropped, so a client that goes away leaves none behind.
+An image whose embeddings are on the device, or whose positions are in the prefix cache, is not asked for. Pixels come
+in control calls that are small enough to be sent between others. Requests with the same image share its pixels, which
+are dropped when a step computes the embeddings. A preempted request whose embeddings are gone asks again. Parts that
+are not asked for are dropped, so a client that goes away leaves none behind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from compiled_engine.engine.messages import ControlCall
+from compiled_engine.engine.messages import ControlCall, EngineOutput
 from compiled_engine.features.images.extras import PlainTensor
 
 GIVE = "give_pixels"  # the control call with a part
@@ -39,7 +39,8 @@ def calls_of(images: Mapping[str, Mapping[str, PlainTensor]]) -> Iterator[Contro
 class _Pixels:
     """An image's pieces by number; `count` is known with the first of them."""
 
-    requests: set[str] = field(default_factory=set)
+    request_id: str  # of the request on whose behalf it is asked for
+    num_embeddings: int
     pieces: dict[int, Piece] = field(default_factory=dict)
     count: int = 1
 
@@ -49,28 +50,47 @@ class _Pixels:
 
 
 class PixelStore:
-    """The pixels of the images that requests need, by the images' keys."""
+    """The pixels that are asked for, by the images' keys.
 
-    def __init__(self) -> None:
+    most_ahead: embeddings of images that are asked for before a running request needs them.
+    """
+
+    def __init__(self, most_ahead: int) -> None:
+        self._most_ahead, self._ahead = most_ahead, 0
         self._images: dict[str, _Pixels] = {}
-        self._keys: dict[str, set[str]] = {}  # by request id
+        self._new: dict[str, list[str]] = {}  # keys that no output has asked for yet, by request
         self._completed = False
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def need(self, request_id: str, keys: set[str]) -> None:
-        """Note that a request needs the pixels of these images; may be called again."""
-        self._keys[request_id] = keys
-        for key in keys:
-            self._images.setdefault(key, _Pixels()).requests.add(request_id)
+    def ask(self, request_id: str, key: str, num_embeddings: int, *, now: bool) -> bool:
+        """Ask for an image on behalf of a request, unless it is asked for. Returns False if it would be one too many.
 
-    def has(self, request_id: str) -> bool:
-        """Return whether all pixels of a request have come."""
-        return all(self._images[key].complete for key in self._keys.get(request_id, ()))
+        now: it may not be too many.
+        """
+        if key in self._images:
+            return True
+        if not now and self._ahead and self._ahead + num_embeddings > self._most_ahead:
+            return False
+        self._images[key] = _Pixels(request_id, num_embeddings)
+        self._ahead += num_embeddings
+        self._new.setdefault(request_id, []).append(key)
+        return True
+
+    def take_asks(self) -> list[EngineOutput]:
+        """Return outputs with what was asked for since the last call."""
+        if not self._new:
+            return []
+        new, self._new = self._new, {}
+        return [EngineOutput(request_id, (), asks=tuple(keys)) for request_id, keys in new.items()]
+
+    def has(self, key: str) -> bool:
+        """Return whether all pixels of an image have come."""
+        return key in self._images and self._images[key].complete
 
     def give(self, key: str, number: int, count: int, piece: Piece) -> None:
-        """Add a part, unless no request needs it or it has come before."""
+        """Add a part, unless it is not asked for or has come before."""
         image = self._images.get(key)
         if image is None or image.complete:
             return
@@ -92,9 +112,15 @@ class PixelStore:
         about = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in pieces.values()}
         return {name: PlainTensor(*about[name], b"".join(parts)) for name, parts in data.items()}
 
-    def forget(self, request_id: str) -> None:
-        """Drop the pixels that only this request needs."""
-        for key in self._keys.pop(request_id, ()):
-            (image := self._images[key]).requests.discard(request_id)
-            if not image.requests:
-                del self._images[key]
+    def drop(self, key: str) -> None:
+        """Drop the pixels of an image, if they are here or asked for."""
+        if (image := self._images.pop(key, None)) is not None:
+            self._ahead -= image.num_embeddings
+
+    def forget(self, request_id: str) -> bool:
+        """Drop what was asked for on behalf of a request that has ended; returns whether there was any."""
+        self._new.pop(request_id, None)
+        asked = [key for key, image in self._images.items() if image.request_id == request_id]
+        for key in asked:
+            self.drop(key)
+        return bool(asked)

@@ -2,8 +2,8 @@
 
 A step computes the positions of an image only if its embeddings are in the cache, or are computed at the step's
 beginning. A step computes a limited number of embeddings, and the cache has a limited number of rows; a request waits
-at the first position of an image that does not fit. Pixels are sent to the ranks with the step that computes an
-image's embeddings, and with no other.
+at the first position of an image that does not fit, or whose pixels have not come. Pixels are sent to the ranks with
+the step that computes an image's embeddings, and with no other.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from compiled_engine.config import ImagesConfig
 from compiled_engine.engine.cache_resource import CacheResource
-from compiled_engine.engine.messages import EngineRequest
+from compiled_engine.engine.messages import EngineOutput, EngineRequest
 from compiled_engine.engine.plan_hooks import PlanFeature
-from compiled_engine.engine.request import Request
+from compiled_engine.engine.request import Request, RequestStatus
 from compiled_engine.engine.steps import StepBuilder, StepInFlight
 from compiled_engine.features.images.embedding_cache import CachedImage, EmbeddingCache
 from compiled_engine.features.images.extras import (
@@ -26,10 +26,12 @@ from compiled_engine.features.images.extras import (
     TowerImage,
     images_of,
 )
-from compiled_engine.features.images.limits import check_params, check_size
+from compiled_engine.features.images.limits import check_num_embeddings, check_params
 from compiled_engine.features.images.pixels import GIVE, Piece, PixelStore
 
 _PLANNED = ("image_requests", "images", "image_cache_hits", "tower_images", "tower_embeddings")
+# Pixels are asked for before they are needed as long as they are those of so many full steps.
+STEPS_AHEAD = 4
 COUNTERS = (*_PLANNED, "tower_runs", "tower_compiles")  # the last two are the ranks'
 GAUGES = ("image_cache_rows", "image_cache_rows_used")
 
@@ -43,16 +45,16 @@ class ImagePlan(PlanFeature):
         self._config = config
         self._cache = EmbeddingCache(config.cache_size)
         self._images: dict[Request, tuple[PromptImage, ...]] = {}
-        self.pixels = PixelStore()
-        # Of the step being planned: embeddings that it may still compute, images that it computes, rows of images by
+        self.pixels = PixelStore(STEPS_AHEAD * config.step_size)
+        # The step being planned: embeddings that it may still compute, images that it computes, rows of images by
         # request, and images whose last position it computes.
         self._left = config.step_size
         self._computed: list[tuple[CachedImage, PromptImage]] = []
         self._placed: dict[Request, list[tuple[int, Runs]]] = {}
         self._passing: list[tuple[Request, int]] = []
-        # Waiting requests whose image had no room, and that image. Whether the step being planned has refused room for
-        # an image, and whether it has refused tokens for one that belongs to one step.
-        self._awaited: dict[Request, PromptImage] = {}
+        # Requests with the number of the image that lacked room or pixels. Whether the step being planned has refused
+        # room for an image, and whether it has refused tokens for one that belongs to one step.
+        self._awaited: dict[Request, int] = {}
         self._lacks_room = self._lacks_tokens = False
         self._skips = False  # waiting requests, since the last `reconsiders`
         self._counts = dict.fromkeys(_PLANNED, 0)
@@ -70,15 +72,10 @@ class ImagePlan(PlanFeature):
                 if not before <= first < first + length <= len(request.prompt_token_ids):
                     raise ValueError(f"{name} has the positions {image.runs}, which are not those of its prompt")
                 before = first + length
-            check_size(name, image.num_embeddings, self._config)
+            check_num_embeddings(name, image.num_embeddings, self._config)
         check_params(f"request {request.request_id!r}", request.sampling_params, self._config)
         if bool(self._config.sections) != (given.positions is not None):
             raise ValueError(f"request {request.request_id!r}: the positions of its tokens do not suit the model")
-        # Already here, since pixels come while another feature holds the request back.
-        self.pixels.need(request.request_id, {image.key for image in given.images if not image.inputs})
-
-    def withdrawn(self, request_id: str) -> None:
-        self.pixels.forget(request_id)
 
     def added(self, request: Request) -> None:
         if (given := images_of(request.asked)) is None:
@@ -95,14 +92,16 @@ class ImagePlan(PlanFeature):
         self.pixels.give(key, number, count, piece)
 
     def may_start(self, request: Request) -> bool:
-        """Let a request wait for its pixels, and text overtake an image without room.
+        """Let a request wait for pixels, and text overtake an image without room.
 
         Nothing overtakes an image without tokens, which decodes take. Images are computed in the order of requests.
         """
-        if not self.pixels.has(request.request_id):
-            return False
-        if request in self._images and not self._lacks_room and (image := self._awaited.get(request)) is not None:
-            self._lacks_room = not self._has_room(image)
+        if (number := self._awaited.get(request)) is not None:
+            if not self._is_here(image := self._images[request][number]):
+                self._ask(request, number)
+                return False
+            if not self._lacks_room:
+                self._lacks_room = not self._has_room(image)
         refused = self._lacks_tokens or (self._lacks_room and request in self._images)
         self._skips |= refused
         return not refused
@@ -117,6 +116,7 @@ class ImagePlan(PlanFeature):
             return num_tokens
         start = request.num_computed_tokens
         end = start + num_tokens
+        begins = request.status is RequestStatus.RUNNING
         for number, image in enumerate(images):
             first, behind = image.runs[0][0], sum(image.runs[-1])
             if behind <= start or end <= first:
@@ -125,10 +125,16 @@ class ImagePlan(PlanFeature):
             cut = _cut(image.runs, end) if self._config.vision.both_ways else None
             stop = end if cut is None else cut
             needed = any(each < stop and start < each + length for each, length in image.runs)
+            if needed and not self._is_here(image):
+                self._awaited[request] = number
+                self._ask(request, number)
+                # A request that waits does not begin with the text before its first image, whose pixels come soon.
+                return max(0, first - start) if begins else 0
             if needed and not self._place(request, number, image):
                 if first <= start:
-                    self._awaited[request], self._lacks_room, self._skips = image, True, True
+                    self._awaited[request], self._lacks_room, self._skips = number, True, True
                 return max(0, first - start)
+            begins |= needed
             self._awaited.pop(request, None)
             if cut is not None:
                 if cut <= start:
@@ -137,6 +143,23 @@ class ImagePlan(PlanFeature):
             if behind <= end:
                 self._passing.append((request, number))
         return num_tokens
+
+    def take_asks(self) -> list[EngineOutput]:
+        return self.pixels.take_asks()
+
+    def _is_here(self, image: PromptImage) -> bool:
+        """Return whether the cache has an image, or a step can compute it."""
+        return self._cache.has(image.key) or bool(image.inputs) or self.pixels.has(image.key)
+
+    def _ask(self, request: Request, number: int) -> None:
+        """Ask for the pixels of a request's image, and of those behind it."""
+        runs = request.status is RequestStatus.RUNNING
+        for place, image in enumerate(self._images[request][number:]):
+            if self._is_here(image):
+                continue
+            if not self.pixels.ask(request.request_id, image.key, image.num_embeddings, now=runs and not place):
+                self._skips = True
+                return
 
     def _place(self, request: Request, number: int, image: PromptImage) -> bool:
         """Let a request hold an image, which the step computes if the cache lacks it; returns False without room."""
@@ -178,6 +201,8 @@ class ImagePlan(PlanFeature):
             for held, image in self._computed
             if held.is_there
         ]
+        for _, image in self._computed:
+            self.pixels.drop(image.key)
         placed = {request.request_id: rows for request, rows in self._placed.items() if self._cache.runs(request)}
         if computed or placed:
             step.output.extras[NAME] = StepImages(computed, placed)
@@ -189,9 +214,9 @@ class ImagePlan(PlanFeature):
         self._reset()
 
     def ended(self, request: Request) -> None:
-        self._images.pop(request, None)
-        self.pixels.forget(request.request_id)
-        self._awaited.pop(request, None)
+        if self._images.pop(request, None) is not None:
+            self._awaited.pop(request, None)
+            self._skips |= self.pixels.forget(request.request_id)  # others may need them too
 
     def metrics(self) -> dict[str, Any]:
         rows = dict(zip(GAUGES, (self._cache.num_rows, self._cache.num_used), strict=True))

@@ -44,6 +44,10 @@ class EmbedsImages(Protocol):
         """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower."""
         ...
 
+    def lose_weights(self) -> list[torch.Tensor]:
+        """Return the tensors that the checkpoint fills. The next update must fill them again."""
+        ...
+
     def largest(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """Return inputs of images as large as a step may have, for the start."""
         ...

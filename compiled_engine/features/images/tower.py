@@ -14,7 +14,7 @@ from compiled_engine.graphs.compiler.signature import FORWARD, callables_of
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import CheckedWeights
 from compiled_engine.models.vision.description import describe_vision
-from compiled_engine.models.vision.inputs import blank_image, num_embeddings, tower_inputs
+from compiled_engine.models.vision.inputs import blank_image, largest_images, num_embeddings, tower_inputs
 from compiled_engine.models.vision.tower_config import tower_config
 from compiled_engine.models.vision.weights import tower_names
 from compiled_engine.parallel.group import Group
@@ -49,7 +49,7 @@ class Tower:
         self.compiled: CompiledModel | None = compile_in_turn(self.config, group, build_model, progress, self.timeline)
         with self.timeline.span("load weights"):
             loaded = load_model(self.config, self.compiled, group, progress)
-        self._weights = loaded.weights
+        self._weights, self._lost = loaded.weights, False
         self.num_parameters = loaded.num_parameters
         self._signature = callables_of(self.config)[FORWARD]
         self._on_host = {tensor.name for tensor in self._signature.tensors if tensor.on_host}
@@ -73,15 +73,27 @@ class Tower:
         return embeddings
 
     def check_weights(self, tensors: dict[str, torch.Tensor], source: Path) -> CheckedWeights | None:
-        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower."""
+        """Check a checkpoint's tensors as RankWeights does; None if none of them belongs to the tower.
+
+        They may only lack the tower if it has weights, see `lose_weights`.
+        """
         model = self._weights.config
         assert model.transformers is not None
         found = tower_names(model.transformers.config, model.dtype, tensors)
-        return self._weights.check({name: tensors[name] for name in found}, source) if found else None
+        if not found and not self._lost:
+            return None
+        checked = self._weights.check({name: tensors[name] for name in found}, source)
+        self._lost = False
+        return checked
+
+    def lose_weights(self) -> list[torch.Tensor]:
+        """Return the tensors that the checkpoint fills. The next update must fill them again."""
+        self._lost = True
+        return list(self._weights.stored.filled())
 
     def largest(self) -> list[Image]:
-        """Return images with as many embeddings as a call may have."""
-        return [blank_image(self.description, self.most_embeddings)]
+        """Return images as large as those of a call may be."""
+        return list(largest_images(self.description, self.most_embeddings))
 
     def num_embeddings(self, image: Image) -> int:
         """Return the number of embeddings of an image."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -12,6 +12,9 @@ from compiled_engine.engine.forward import ModelForward
 from compiled_engine.engine.load_model import RankWeights
 from compiled_engine.engine.step_hooks import StepFeature
 from compiled_engine.features.sleep.plan import KV_CACHE, NAME, WEIGHTS
+
+# Return a model's tensors that the checkpoint fills, and note that their values are lost.
+LoseWeights = Callable[[], Iterable[torch.Tensor]]
 
 
 class StepSleep(StepFeature):
@@ -24,8 +27,9 @@ class StepSleep(StepFeature):
     name = NAME
     calls = ("give_back",)
 
-    def __init__(self, weights: RankWeights, model: ModelForward) -> None:
-        self._weights, self._model = weights, model
+    def __init__(self, weights: RankWeights, model: ModelForward, others: Sequence[LoseWeights] = ()) -> None:
+        """Make the feature of a rank. others: of models beside the text model."""
+        self._weights, self._model, self._others = weights, model, tuple(others)
 
     def give_back(self, tags: Sequence[str]) -> None:
         """Give back the memory of the parts `tags`, see TAGS."""
@@ -33,9 +37,11 @@ class StepSleep(StepFeature):
             give_back(self._model.kv_caches)
         if WEIGHTS in tags:
             give_back(self._weights.stored.filled())
+            for lose_weights in self._others:
+                give_back(lose_weights())
 
     def close(self) -> None:
-        del self._weights, self._model
+        del self._weights, self._model, self._others
 
 
 def give_back(tensors: Iterable[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vision_models import vision_config
 
 from compiled_engine.config import CacheConfig, ImagesConfig, SchedulerConfig
-from compiled_engine.engine.messages import ControlCall, EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.engine.request import Request
 from compiled_engine.engine.scheduler import Scheduler
 from compiled_engine.features.images.embedding_cache import EmbeddingCache, FreeRows
@@ -296,56 +296,111 @@ def test_the_integrity_check_finds_a_request_that_was_not_freed() -> None:
         cache.check_all_free()
 
 
+class Asking:
+    """A scheduler of requests whose pixels are elsewhere. Each image has 5 embeddings."""
+
+    def __init__(self, config: ImagesConfig | None = None, num_blocks: int = 40, num_requests: int = 3) -> None:
+        self.plan = ImagePlan(config or images_config())
+        self.scheduler = scheduler_of(self.plan, num_requests, num_blocks)
+
+    def add(self, name: str, parts: list[int | str]) -> None:
+        self.plan.check(asked := request(name, parts, dict.fromkeys("abcdef", 5), {}))
+        self.scheduler.add(asked)
+
+    def step(self) -> tuple[list[str], list[tuple[str, tuple[str, ...]]]]:
+        """Run a step. Return its requests, and the images that requests ask for."""
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if step is not None:
+            self.scheduler.update(step, RunnerOutput([5] * sum(step.samples)))
+        self.computed = [] if step is None else [image.inputs for image in step.extras.get(NAME, NOTHING).computed]
+        asks = [(output.request_id, output.asks) for output in self.plan.take_asks()]
+        return ([] if step is None else step.request_ids), asks
+
+    def give(self, *keys: str) -> None:
+        for call in calls_of({key: inputs_of(key) for key in keys}):
+            self.plan.give_pixels(**call.arguments)
+
+
+NOTHING = StepImages([], {})
+
+
+def inputs_of(key: str) -> dict[str, PlainTensor]:
+    return {"a": PlainTensor("uint8", (1, 3), key.encode() * 3), "b": PlainTensor("uint8", (0,), b"")}
+
+
 def test_a_request_waits_until_its_pixels_are_complete() -> None:
-    """Requests behind it do not, requests with the same image share them, and the last one drops them."""
-    plan = ImagePlan(images_config())
-    scheduler = Scheduler(SchedulerConfig(3, 12, 64, "fcfs"), CacheConfig(4, 40, 0.9, True), 40, 100, features=[plan])
-    inputs = {"a": PlainTensor("uint8", (2, 3), b"abcdef"), "b": PlainTensor("uint8", (0,), b"")}
-    calls = list(calls_of({"a": inputs}))
-
-    def give(*calls: ControlCall) -> None:
-        for call in calls:
-            getattr(plan, call.name)(**call.arguments)
-
-    def step() -> SchedulerOutput:
-        planned = scheduler.schedule()
-        assert planned is not None
-        scheduler.update(planned, RunnerOutput([5] * sum(planned.samples)))
-        return planned
-
-    give(*calls)  # nobody needs them
+    """Requests behind it do not, and requests with the same image share them until they are computed."""
+    asking = Asking()
+    asking.give("a")  # nobody has asked
     for name, parts in (("one", [2, "a", 3]), ("other", ["a", 2]), ("text", [4])):
-        plan.check(asked := request(name, parts, {"a": 3}, {}))
-        scheduler.add(asked)
-    assert step().request_ids == ["text"]
-    give(calls[1])
-    assert step().request_ids == ["text"]
-    give(calls[1], calls[0])
-    planned = step()
-    assert {*planned.request_ids} == {"text", "one", "other"}
-    (computed,) = planned.extras[NAME].computed
-    assert computed.inputs == inputs
-    assert len(plan.pixels) == 1
-    scheduler.abort("one")
-    assert len(plan.pixels) == 1
-    while scheduler.has_unfinished():
-        step()
-    assert len(plan.pixels) == 0
+        asking.add(name, list(parts))
+    assert asking.step() == (["text"], [("one", ("a",))])
+    first, last = calls_of({"a": inputs_of("a")})
+    for call in (last, last):
+        asking.plan.give_pixels(**call.arguments)
+        assert asking.step() == (["text"], [])
+        asking.add("more", [1]) if call is first else None
+        break
+    asking.plan.give_pixels(**first.arguments)
+    requests, asks = asking.step()
+    assert ({*requests}, asks) == ({"text", "one", "other"}, [])
+    assert asking.computed == [inputs_of("a")]
+    assert len(asking.plan.pixels) == 0
 
 
-def test_pixels_may_come_while_a_request_is_held_back() -> None:
-    """A grammar that is compiled holds back its request. One that is aborted then leaves no pixels behind."""
-    for is_withdrawn in (False, True):
-        plan = ImagePlan(images_config())
-        asked = request("r", [2, "a", 3], {"a": 5}, {})
-        plan.check(asked)
-        for call in calls_of({"a": INPUTS}):
-            plan.give_pixels(**call.arguments)
-        if is_withdrawn:
-            plan.withdrawn("r")
-        else:
-            plan.check(asked)  # again, when it is ready
-            plan.added(waiting := Request.of(asked, (0, 0), 100))
-            assert plan.may_start(waiting)
-            plan.ended(waiting)
-        assert len(plan.pixels) == 0
+def test_an_image_that_is_on_the_device_is_not_asked_for() -> None:
+    asking = Asking()
+    asking.add("one", [2, "a"])
+    assert asking.step()[1] == [("one", ("a",))]
+    asking.give("a")
+    asking.step()
+    asking.add("same prefix", [2, "a", 1])
+    asking.add("other prefix", [3, "a", 1])
+    assert asking.step() == (["one", "same prefix", "other prefix"], [])
+
+
+def test_images_of_a_prompt_are_asked_for_together_and_those_of_others_within_a_bound() -> None:
+    """4 steps' worth of embeddings, of which there are 10; pixels make room when they are computed."""
+    asking = Asking(images_config(cache_size=40, step_size=10), num_requests=8)
+    asking.add("first", [1, "a", "b", "c", 1])
+    for name in "defghijk":
+        asking.plan.check(asked := request(name, [1, name], dict.fromkeys("defghijk", 5), {}))
+        asking.scheduler.add(asked)
+    asks = [ask for _ in range(3) for ask in asking.step()[1]]
+    assert asks == [("first", ("a", "b", "c")), *((name, (name,)) for name in "defgh")]
+    asking.give("a", "b")
+    assert asking.step()[0] == ["first"]
+    assert [ask for _ in range(3) for ask in asking.step()[1]] == [("i", ("i",)), ("j", ("j",))]
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_what_a_request_has_asked_for_is_asked_for_again_when_it_ends(has_come: bool) -> None:
+    asking = Asking()
+    asking.add("one", ["a", 2])
+    asking.add("other", [1, "a", 2])
+    assert asking.step() == ([], [("one", ("a",))])
+    if has_come:
+        asking.give("a")
+    asking.scheduler.abort("one")
+    assert asking.step() == ([], [("other", ("a",))])
+    asking.give("a")
+    assert asking.step() == (["other"], [])
+    asking.scheduler.abort("other")
+    assert len(asking.plan.pixels) == 0
+
+
+def test_a_preempted_request_asks_again_if_its_embeddings_are_gone() -> None:
+    asking = Asking(images_config(cache_size=5), num_blocks=4)
+    asking.add("one", [1, "a", 1])
+    asking.step()
+    asking.give("a")
+    asking.step()
+    asking.scheduler.reset_prefix_cache(of_running=True)
+    asked = []
+    while asking.scheduler.has_unfinished():
+        for _, keys in asking.step()[1]:
+            asked += keys
+            asking.give(*keys)
+    assert asked == ["a"]
+    assert asking.plan.metrics()["tower_images"] == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +15,15 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from adapter_folders import make_adapter, merge
+from image_engines import WITH_PROCESSOR as ENGINE
 from image_engines import Oracle
 from image_folders import PLACEHOLDERS, TEXT_TEMPLATE, as_file, picture, write_processor
 
-from compiled_engine import LLM, AsyncLLM, SamplingParams
+from compiled_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from compiled_engine.features.images.frontend.worker import load_processor
 from compiled_engine.frontend.outputs import RequestOutput
 
-ENGINE: dict[str, Any] = {
-    "mode": "eager",
-    "device": "cpu",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 128,
-    "image_workers": 1,
-    "progress": False,
-}
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 ARCHITECTURES = (
@@ -249,22 +243,39 @@ def test_images_are_held_only_until_they_are_sent(qwen: Checkpoint) -> None:
             assert (most > 0, held) == (True, 0)
             attached = [await engine.attach(prompt) for _ in range(2)]
             assert engine.image_bytes(1) == (most, 36 * 96 * 4 + 9 * 8 + 3 * 8)
-            for each in attached:
-                async for output in engine.generate(each, LONG):
-                    assert not output.finished
-                    break
+            outputs = engine.generate(attached.pop(), LONG)
+            assert not (await anext(outputs)).finished
+            attached.clear()
+            gc.collect()
             assert engine.image_bytes(1) == (most, 0)
+            await outputs.aclose()
         finally:
             await engine.shutdown()
 
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=["one core", "replicas"])
+def test_replicas_are_given_images_that_are_processed_again(qwen: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
+    images = [picture(24, 24, seed) for seed in range(4)]
+    prompts = [{"prompt": "<|image_pad|>", "multi_modal_data": {"image": image}} for image in images]
+    with LLM(qwen.folder, **ENGINE, data_parallel_size=2, mm_processor_cache_gb=0) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [said(output) for output in outputs] == [qwen.answer("<|image_pad|>", [image]) for image in images]
+
+
+@pytest.mark.parametrize(
+    "options", [{"mm_processor_cache_gb": 0}, {"data_parallel_size": 2}], ids=["processed again", "replicas"]
+)
 def test_images_in_many_parts_reach_a_core_in_another_process(
     qwen: Checkpoint, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pixels of all completions come once, in messages that are smaller than an image."""
+    """The pixels of all completions come once, in messages that are smaller than an image.
+
+    Where no pixels are held and none are cached, images are processed again when the core asks for them.
+    """
+    if "mm_processor_cache_gb" in options:
+        monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
     monkeypatch.setattr("compiled_engine.features.images.pixels.MOST_BYTES", 1000)
     monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 8000)
     prompts = {f"{seed} <|image_pad|>": picture(56, 56, seed) for seed in range(3)}
@@ -289,6 +300,31 @@ def test_images_in_many_parts_reach_a_core_in_another_process(
         assert [list(each.token_ids) for each in output.outputs] == [expected] * 3
 
 
+def test_an_image_that_has_changed_since_it_was_read_fails_its_request_alone(
+    qwen: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it must be processed again."""
+    monkeypatch.setattr("compiled_engine.features.images.frontend.requests.MOST_HELD", 0)
+    file = tmp_path / "image.png"
+    prompt = {"prompt": "<|image_pad|>", "multi_modal_data": {"image": str(file)}}
+
+    async def ask() -> list[int]:
+        engine = AsyncLLM(qwen.folder, **ENGINE, core="in_process", mm_processor_cache_gb=0)
+        try:
+            file.write_bytes(as_file(picture(24, 24, 1)))
+            attached = await engine.attach(prompt)
+            file.write_bytes(as_file(picture(24, 24, 2)))
+            with pytest.raises(ValueError, match=r"\['image'\] has changed since it was read"):
+                await anext(engine.generate(attached, GREEDY))
+            async for output in engine.generate(prompt, GREEDY, output="final"):
+                return said(output)[1]
+            raise AssertionError
+        finally:
+            await engine.shutdown()
+
+    assert asyncio.run(ask()) == qwen.answer("<|image_pad|>", [picture(24, 24, 2)])[1]
+
+
 @pytest.fixture(scope="module")
 def limited(qwen: Checkpoint) -> Iterator[LLM]:
     options = {"limit_mm_per_prompt": {"image": 3}, "max_image_pixels": 1 << 14, "mm_processor_cache_gb": 0}
@@ -308,6 +344,25 @@ def test_truncation_keeps_images_whole(limited: LLM) -> None:
     assert list(kept(length - 3).prompt_token_ids) == list(whole.prompt_token_ids)[3:]
     with pytest.raises(ValueError, match="truncate_prompt_tokens must not cut an image"):
         kept(5)
+
+
+def test_an_adapter_changes_the_text_model_alone(qwen: Checkpoint, tmp_path: Path) -> None:
+    """Beside requests without it, with the same image."""
+    targets = ("q_proj", "v_proj", "down_proj")
+    adapted = copy.copy(qwen)
+    adapted.oracle = copy.copy(qwen.oracle)
+    adapted.oracle.model = merge(
+        copy.deepcopy(qwen.oracle.model), make_adapter(tmp_path, qwen.oracle.model, targets=targets)
+    )
+    texts = ["see <|image_pad|> and say", "no image"]
+    image = picture(24, 24, 1)
+    prompts: list[Any] = [{"prompt": texts[0], "multi_modal_data": {"image": image}}, texts[1]] * 2
+    adapters = [LoRARequest("a", 1, str(tmp_path))] * 2 + [None] * 2
+    with LLM(qwen.folder, **ENGINE, enable_lora=True, max_lora_rank=8) as llm:
+        outputs = llm.generate(prompts, GREEDY, lora_request=adapters)
+    expected = [each.answer(*given) for each in (adapted, qwen) for given in ((texts[0], [image]), (texts[1], []))]
+    assert [said(output) for output in outputs] == expected
+    assert expected[0] != expected[2]
 
 
 @pytest.mark.parametrize("options", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from compiled_engine.engine.control import ControlError
 from compiled_engine.engine.core import EngineCore
+from compiled_engine.engine.messages import ControlCall
 from compiled_engine.features.weight_updates.frontend import update_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,6 +70,26 @@ def test_an_update_with_a_part_of_the_tower_changes_nothing(tmp_path: Path) -> N
     (tmp_path / "new").mkdir()
     save_file(lacking, tmp_path / "new" / "model.safetensors")
     with running(oracle, mode="eager") as core:
-        with pytest.raises(ControlError, match="do not fit Qwen3VLForConditionalGeneration's tower: 12 missing"):
+        with pytest.raises(ControlError, match=r"do not fit Qwen3VLForConditionalGeneration's tower: 12 missing"):
             update(core, tmp_path / "new")
         check(oracle, prompts, outputs_of(core, [oracle.request("r", prompts["r"])]))
+
+
+def test_the_tower_sleeps_and_wakes_with_the_text_model(tmp_path: Path) -> None:
+    oracle = Oracle(tmp_path / "old", "Qwen3VLForConditionalGeneration")
+    prompts = {"r": Prompt(PROMPT, (oracle.image(2, 3),))}
+    tensors = load_file(tmp_path / "old" / "model.safetensors")
+    with running(oracle, mode="eager", enable_sleep_mode=True) as core:
+
+        def answers() -> None:
+            check(oracle, prompts, outputs_of(core, [oracle.request("r", prompts["r"])]))
+
+        answers()
+        for level in (1, 2):
+            core.call(ControlCall("sleep", {"level": level}))
+            core.call(ControlCall("wake_up"))
+            if level == 2:
+                with pytest.raises(ControlError, match=r"do not fit Qwen3VL.*'s tower"):
+                    update(core, {name: tensor for name, tensor in tensors.items() if ".visual." not in name})
+                update(core, tmp_path / "old")
+            answers()

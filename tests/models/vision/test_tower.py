@@ -16,7 +16,7 @@ from vision_models import ARCHITECTURES, image_features, random_image, save_visi
 
 from compiled_engine.features.images.tower import Tower
 from compiled_engine.graphs.cache.key import cache_factors
-from compiled_engine.models.vision.inputs import blank_image, num_embeddings
+from compiled_engine.models.vision.inputs import blank_image, largest_images, num_embeddings, tiles_of
 from compiled_engine.models.vision.tower import positions_of_patches
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.group import FakeGroup
@@ -176,6 +176,19 @@ def test_blank_images_have_as_many_embeddings_as_asked_for(folders: Callable[[st
                 assert found == max(1, wanted // description.tile_embeddings) * description.tile_embeddings
             else:
                 assert wanted * 0.9 <= found <= wanted
+
+
+def test_the_start_runs_as_many_tiles_as_a_step_may_have(folders: Callable[[str], Any]) -> None:
+    """Images of LLaVA-NeXT have several tiles each, and thin ones have few embeddings for them."""
+    description = make_tower(folders("LlavaNextForConditionalGeneration")[0], "eager").description
+    for wanted in (120, 200, 400, 1200):
+        images = largest_images(description, wanted)
+        assert sum(num_embeddings(description, image) for image in images) <= wanted
+        num_tiles = sum(len(image["pixel_values"]) for image in images)
+        for size in ((24, 24), (48, 48), (9, 72), (72, 3), (24, 72), (48, 24), (1, 200)):
+            image = {"pixel_values": torch.zeros(9, 3, 24, 24), "image_sizes": torch.tensor([size])}
+            count = wanted // num_embeddings(description, image)
+            assert count * len(tiles_of(description, image)) <= num_tiles <= description.most_tiles(wanted)
 
 
 def test_options_of_the_text_model_have_no_effect(folders: Callable[[str], Any]) -> None:

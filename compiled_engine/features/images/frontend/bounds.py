@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from compiled_engine.vision import MOST_ASPECT
+
 # File formats that are decoded, by Pillow's names.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Longer side to shorter side. Processors scale the shorter side to a fixed size, so a thin image becomes a huge one.
-MOST_ASPECT = 200
-# Bytes of an image's file from the network or the disk. Those in a request are bounded by its body.
+# Bytes of an image's file from the network or the disk. A file within a request is bounded by the request's body.
 MOST_FILE_BYTES = 64 << 20
 
 
-def check_size(width: int, height: int, max_pixels: int) -> None:
+def check_pixels(width: int, height: int, max_pixels: int) -> None:
     """Raise ValueError for an image without pixels, with too many, or with one side far longer than the other."""
     if min(width, height) < 1:
         raise ValueError(f"the image has {width} x {height} pixels; allowed: at least 1 x 1")

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from compiled_engine.features.images.extras import PlainTensor
 
+GRID = "grid_thw"  # end of the names of inputs with an image's rows and columns
+
 
 class ProcessedImage(NamedTuple):
-    """What the checkpoint's processor makes of an image."""
+    """An image as the checkpoint's processor returns it."""
 
     key: str  # digest of the image and the settings
     placeholder: int  # token id of a placeholder in prompts
@@ -19,6 +21,10 @@ class ProcessedImage(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return 8 * len(self.token_ids) + sum(len(tensor.data) for tensor in self.inputs.values())
+
+    def without_pixels(self) -> ProcessedImage:
+        """Return the image with only those inputs that positions depend on."""
+        return self._replace(inputs={name: each for name, each in self.inputs.items() if name.endswith(GRID)})
 
 
 class ImageCache:

@@ -26,7 +26,7 @@ _TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48",
 
 
 class Target(NamedTuple):
-    """Where to fetch an image."""
+    """The place of an image on the network."""
 
     scheme: str
     host: str

@@ -54,7 +54,10 @@ def _meet_as_text(replacements: Sequence[Sequence[int]], special_ids: frozenset[
 
 
 def _joined(pieces: Sequence[Sequence[int]], special_ids: frozenset[int], tokenizer: TextTokens) -> tuple[int, ...]:
-    """Join pieces. Text that is in several pieces is tokenised again, if that keeps each of its parts otherwise."""
+    """Join pieces, and tokenise text again that goes on from one piece to the next.
+
+    The tokens of such text stay if one of its parts alone would get other tokens than it has.
+    """
     marked = [(token_id, number) for number, piece in enumerate(pieces) for token_id in piece]
     joined: list[int] = []
     for is_special, group in groupby(marked, lambda each: each[0] in special_ids):

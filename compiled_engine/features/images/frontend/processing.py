@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -53,7 +54,8 @@ class ProcessorFiles(NamedTuple):
 class ImageProcessing:
     """Processes images with the checkpoint's processor. Thread-safe.
 
-    num_workers: processes, which start with the first image. cache_bytes: see ImageCache.
+    num_workers: processes, which start with the first image or with `start`. cache_bytes: see ImageCache. unusable: why
+    the processor cannot be used, once that is known.
     """
 
     def __init__(self, files: ProcessorFiles, num_workers: int, cache_bytes: int) -> None:
@@ -70,17 +72,35 @@ class ImageProcessing:
         self._asking: Counter[WorkerPool] = Counter()  # images that each pool processes
         self._folder: Path | None = None  # through which the processes exchange data
         self.num_queries, self.num_hits, self.seconds = 0, 0, 0.0
+        self.unusable = ""
 
     @property
     def dtype(self) -> str:
         """The dtype of the tower's input, torch's name."""
         return self._files.dtype
 
+    def start(self) -> None:
+        """Start the processes, and warn if they cannot load the processor. Does not wait for them."""
+        self._threads.submit(self._try)
+
+    def _try(self) -> None:
+        with suppress(OSError, RuntimeError):  # which the first image will report; closed
+            pool, _ = self._begin()
+            answer = pool.ask({})
+            self._end(pool, has_ended=answer is None)
+            self._note(answer)
+
+    def _note(self, answer: Mapping[str, Any] | None) -> None:
+        """Note whether a process can use the processor."""
+        if answer is not None and answer.get("unusable") and not self.unusable:
+            self.unusable = answer["error"]
+            log.warning("prompts may have no images: %s", self.unusable)
+
     def submit(self, source: ImageSource, settings: Mapping[str, Any]) -> Future[ProcessedImage]:
         """Begin to process an image, unless the cache has it or it is being processed already.
 
         settings: arguments of the processor. The result raises ValueError for an image that cannot be processed, and
-        RuntimeError if the processor cannot be used, or after `close`.
+        RuntimeError after `close`, or if no processes can be used.
         """
         stated = json.dumps(settings, sort_keys=True, default=str)
         key = source.digest(self._identity + stated)
@@ -187,8 +207,11 @@ class ImageProcessing:
                     "settings": settings,
                 }
             )
+            if answer is None and not len(pool):
+                raise RuntimeError("no process can be started that processes images")
             if answer is None:
                 raise ValueError("the image could not be processed: its process ended, for time or memory")
+            self._note(answer)
             if "error" in answer:
                 raise (RuntimeError if answer.get("internal") else ValueError)(answer["error"])
             data = made.read_bytes()
@@ -207,7 +230,7 @@ class ImageProcessing:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(CLOSED)
-            if self._folder is None:
+            if self._folder is None or not self._folder.is_dir():  # temporary folders may be cleared
                 self._folder = Path(tempfile.mkdtemp(prefix="images-"))
                 weakref.finalize(self, unless_forked(shutil.rmtree), self._folder, True)
             if self._pool is None:

@@ -13,14 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compiled_engine.features.images.extras import PromptImage, contents_of, extras_of
+from compiled_engine.engine.messages import ControlCall
+from compiled_engine.features.images.extras import PlainTensor, PromptImage, contents_of, extras_of
 from compiled_engine.features.images.frontend.cache import ProcessedImage
 from compiled_engine.features.images.frontend.download import Downloader, PromptDownloads
 from compiled_engine.features.images.frontend.placeholders import expanded, runs_of_images
 from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles, missing_packages
-from compiled_engine.features.images.frontend.sources import read_source
+from compiled_engine.features.images.frontend.sources import ImageSource, read_source
 from compiled_engine.features.images.frontend.urls import UrlPolicy
-from compiled_engine.features.images.limits import check_params, check_size
+from compiled_engine.features.images.limits import check_num_embeddings, check_params
 from compiled_engine.features.images.pixels import calls_of
 from compiled_engine.frontend.image_parts import ImageUrl
 from compiled_engine.frontend.prompts import Prompt
@@ -35,9 +36,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("compiled_engine")
 Result = TypeVar("Result")
 
-DATA, SETTINGS = "multi_modal_data", "mm_processor_kwargs"
+DATA, SETTINGS, NAMES = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
 INSTALL = "pip install 'compiled-engine[images]'"
 AHEAD = 8  # images of a prompt that are processed while an earlier one is awaited
+# Bytes of processed images that prompts hold until the core asks for them. Further ones may have to be processed again.
+MOST_HELD = 4 << 30
+
+
+Begun = tuple[ImageSource, Future[ProcessedImage]]
+"""An image that is being processed."""
 
 
 class ImageRequests(RequestFeature):
@@ -66,27 +73,30 @@ class ImageRequests(RequestFeature):
         self.element_bytes = 2 if processing is not None and processing.dtype in ("bfloat16", "float16") else 4
         self._held: Counter[str] = Counter()  # prompts that hold each processed image, by key
         self._guard = threading.Lock()  # protects `_held` and `held_bytes`
-        self.held_bytes = 0  # of these images
+        self.held_bytes, self.most_held = 0, MOST_HELD  # of these images
         self.downloader = downloader or Downloader()
         self.policy = UrlPolicy() if config is None else UrlPolicy(config.allowed_domains, config.local_folder)
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> ImageRequests:
         """Return the feature's part for an engine."""
-        if (given := config.image_input) is None or config.images is None:
-            return cls(None, why_none=config.reasons.get("image_input", "the model takes only text"))
-        if missing := missing_packages():
-            return cls(None, why_none=f"the package {missing[0]} is not installed ({INSTALL})")
+        given, why_none = config.image_input, config.reasons.get("image_input", "the model takes only text")
+        if given is not None and (missing := missing_packages()):
+            given, why_none = None, f"the package {missing[0]} is not installed ({INSTALL})"
+            log.warning("prompts may have no images: %s", why_none)
+        if given is None or config.images is None:
+            return cls(None, why_none=why_none)
         model = config.model
         dtype = str(model.dtype).removeprefix("torch.")
         files = ProcessorFiles(model.path, config.tokenizer or model.path, dtype, given.max_pixels)
         processing = ImageProcessing(files, given.num_workers, given.cache_bytes)
+        processing.start()
         return cls(processing, given, config.images, tokenizer, model.max_model_len - model.yields_tokens)
 
     @property
     def why_none(self) -> str | None:
         """The reason why prompts may have no images; None if they may."""
-        return None if self.processing is not None else self._why_none
+        return self._why_none if self.processing is None else self.processing.unusable or None
 
     @property
     def placeholder(self) -> int | None:
@@ -110,12 +120,13 @@ class ImageRequests(RequestFeature):
         given = [] if images is None else list(images) if several else [images]
         if not given:
             return None
-        if self.processing is None or self._config is None:
+        if self._config is None or self.why_none is not None:
             raise ValueError(f"{name} must have no images: {self.why_none}")
         if len(given) > self._config.max_images:
             raise ValueError(
                 f"{name} has {len(given)} images; allowed: at most {self._config.max_images} (limit_mm_per_prompt)"
             )
+        _check_names(prompt.part_name(NAMES), prompt.data.get(NAMES), len(given))
         settings = prompt.data.get(SETTINGS) or {}
         if not isinstance(settings, Mapping):
             raise TypeError(f"{prompt.part_name(SETTINGS)} must be a dict, got {settings!r}")
@@ -132,21 +143,18 @@ class ImageRequests(RequestFeature):
             self, prompt.name, list(zip(names, given, strict=True)), {**self._config.settings, **settings}
         )
 
-    def begin(
-        self, name: str, image: Any, settings: Mapping[str, Any], downloads: PromptDownloads
-    ) -> Future[ProcessedImage]:
-        """Read an image, and begin to process it. Raises TypeError, ValueError or OSError with its name."""
-        assert self.processing is not None
+    def read(self, name: str, image: Any, downloads: PromptDownloads) -> ImageSource:
+        """Read an image. Raises TypeError, ValueError or OSError, beginning with its name."""
         assert self._config is not None
-        if isinstance(image, ImageUrl):
-            try:
-                source = self.policy.read(image.url, downloads)
-            except (ValueError, OSError) as error:
-                reason = error if isinstance(error, ValueError) else "it cannot be read"
-                raise ValueError(f"{name}: {reason}") from None
-        else:
-            source = read_source(name, image, self._config.max_pixels)
-        return self.processing.submit(source, settings)
+        if isinstance(image, ImageSource):  # read before
+            return image
+        if not isinstance(image, ImageUrl):
+            return read_source(name, image, self._config.max_pixels)
+        try:
+            return self.policy.read(image.url, downloads)
+        except (ValueError, OSError) as error:
+            reason = error if isinstance(error, ValueError) else "it cannot be read"
+            raise ValueError(f"{name}: {reason}") from None
 
     def require_fit(self, image: ProcessedImage) -> None:
         """Raise ValueError unless the engine can compute a processed image."""
@@ -161,7 +169,7 @@ class ImageRequests(RequestFeature):
         count, places = num_embeddings(vision, tensors), image.token_ids.count(vision.image_token_id)
         if count != places:
             raise ValueError(f"the processor gives the image {places} tokens; allowed: {count}, one for each embedding")
-        check_size("the image", count, self.images)
+        check_num_embeddings("the image", count, self.images)
 
     def most_bytes(self, num_images: int) -> int:
         """Return the most bytes of a prompt's images when they are processed."""
@@ -171,21 +179,26 @@ class ImageRequests(RequestFeature):
         bytes_of_each = self.images.vision.input_elements * self.element_bytes
         return min(num_images * most, self.longest_prompt + most) * bytes_of_each
 
-    def hold(self, images: Sequence[ProcessedImage]) -> None:
-        """Count images that a prompt holds. An image that several prompts hold counts once."""
-        with self._guard:
-            for image in images:
-                self.held_bytes += 0 if self._held[image.key] else image.num_bytes
-                self._held[image.key] += 1
+    def hold(self, image: ProcessedImage) -> bool:
+        """Count an image that a prompt holds; returns False if it would be one too many.
 
-    def release(self, images: Sequence[ProcessedImage]) -> None:
+        An image that several prompts hold counts once.
+        """
+        with self._guard:
+            size = 0 if self._held[image.key] else image.num_bytes
+            if self.held_bytes + size > self.most_held:
+                return False
+            self.held_bytes += size
+            self._held[image.key] += 1
+            return True
+
+    def release(self, image: ProcessedImage) -> None:
         """Undo `hold`."""
         with self._guard:
-            for image in images:
-                self._held[image.key] -= 1
-                if not self._held[image.key]:
-                    del self._held[image.key]
-                    self.held_bytes -= image.num_bytes
+            self._held[image.key] -= 1
+            if not self._held[image.key]:
+                del self._held[image.key]
+                self.held_bytes -= image.num_bytes
 
     def forget(self) -> None:
         """Empty the cache of processed images."""
@@ -201,70 +214,69 @@ class ImageRequests(RequestFeature):
 
 
 class PromptImages(Attachment):
-    """The images of a prompt, being processed.
+    """The images of a prompt: processed in `wait`, and given to the core when it asks for them.
 
-    name: the prompt's, for errors. given: each image with its name. settings: arguments of the processor.
+    Their pixels are held until then, within the bound of ImageRequests. Others come from the cache, or their images are
+    processed again. name: the prompt's, for errors. given: each image with its name. settings: arguments of the
+    processor.
     """
 
     def __init__(
         self, requests: ImageRequests, name: str, given: Sequence[tuple[str, Any]], settings: Mapping[str, Any]
     ) -> None:
         self._requests, self._name, self._settings = requests, name, settings
-        self._given = given
-        self._images: list[ProcessedImage] = []
+        self._given = list(given)
+        self._images: list[ProcessedImage] = []  # without pixels
         self._expanded: tuple[int, ...] | None = None
-        self._release: Callable[[], object] = lambda: None
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the images as given; 0 when they have been waited for."""
-        return sum(len(image.url) for _, image in self._given if isinstance(image, ImageUrl))
+        self._held: dict[str, ProcessedImage] = {}  # with pixels, by key
+        weakref.finalize(self, _release_all, requests, self._held)
 
     @property
     def is_ready(self) -> bool:
-        return not self._given
+        return bool(self._images)
 
     @property
     def is_remote(self) -> bool:
-        return any(isinstance(image, ImageUrl) and image.url[:4].lower() == "http" for _, image in self._given)
+        return any(map(_is_remote, self._given))
 
     def wait(self, is_stopped: Stopped = never) -> None:
-        if not self._given:
+        if self._images:
             return
         with closing(self._begun(is_stopped)) as begun:
             self._take_all(begun, is_stopped)
 
-    def _take_all(self, begun: Iterator[tuple[str, Future[ProcessedImage]]], is_stopped: Stopped) -> None:
+    def _take_all(self, begun: Iterator[tuple[str, Begun]], is_stopped: Stopped) -> None:
         assert self._requests.processing is not None
         images, num_tokens = list[ProcessedImage](), 0
-        for name, each in begun:
+        for number, (name, (source, running)) in enumerate(begun):
             try:
-                image = self._requests.processing.result(each, is_stopped)
+                image = self._requests.processing.result(running, is_stopped)
                 self._requests.require_fit(image)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            images.append(image)
+            images.append(image.without_pixels())
             num_tokens += len(image.token_ids)
             if num_tokens > (longest := self._requests.longest_prompt):
                 raise ValueError(
                     f"{self._name} must have at most {longest} tokens (max_model_len {longest + 1}, less one to"
                     f" generate), got at least {num_tokens} for its images"
                 )
-        self._requests.hold(images)
-        self._release = weakref.finalize(self, self._requests.release, tuple(images))
-        self._images, self._given = images, ()
+            if _is_remote(self._given[number]):
+                self._given[number] = name, source  # which is not fetched again
+            if image.key not in self._held and self._requests.hold(image):
+                self._held[image.key] = image
+        self._images = images
 
-    def _begun(self, is_stopped: Stopped) -> Generator[tuple[str, Future[ProcessedImage]], None, None]:
+    def _begun(self, is_stopped: Stopped) -> Generator[tuple[str, Begun], None, None]:
         """Yield the images in order. Only a few of them are processed ahead, as a limit may end the rest."""
         assert self._requests.processing is not None
         downloads = PromptDownloads(self._requests.downloader, is_stopped)
         # Images that other machines send are awaited together.
         threads = ThreadPoolExecutor(AHEAD + 1) if self.is_remote else None
-        ahead: deque[tuple[str, Future[Future[ProcessedImage]]]] = deque()
+        ahead: deque[tuple[str, Future[Begun]]] = deque()
         try:
             for name, image in self._given:
-                given = (name, image, self._settings, downloads)
-                ahead.append((name, _called(threads, self._requests.begin, *given)))
+                ahead.append((name, _called(threads, self._begin, name, image, downloads)))
                 if len(ahead) > AHEAD:
                     yield _first(ahead)
             while ahead:
@@ -276,9 +288,15 @@ class PromptImages(Attachment):
             if threads is not None:
                 threads.shutdown(wait=False)
 
-    def _leave(self, begun: Future[Future[ProcessedImage]]) -> None:
+    def _begin(self, name: str, image: Any, downloads: PromptDownloads) -> Begun:
+        """Read an image, and begin to process it. Raises as ImageRequests.read does."""
+        assert self._requests.processing is not None
+        source = self._requests.read(name, image, downloads)
+        return source, self._requests.processing.submit(source, self._settings)
+
+    def _leave(self, begun: Future[Begun]) -> None:
         if not begun.cancelled() and begun.exception() is None and self._requests.processing is not None:
-            self._requests.processing.leave(begun.result())
+            self._requests.processing.leave(begun.result()[1])
 
     def expand(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         if self._expanded is not None and token_ids == self._expanded:
@@ -310,28 +328,55 @@ class PromptImages(Attachment):
             runs = runs_of_images(token_ids, vision.image_token_id, counts)
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}") from None
-        processed = self._take()
-        images = [PromptImage(image.key, places) for image, places in zip(processed, runs, strict=True)]
+        images = [PromptImage(image.key, places) for image, places in zip(self._images, runs, strict=True)]
         positions, offset = None, 0
         if vision.mrope_section is not None:
             from compiled_engine.models.vision.positions import image_positions
 
-            tensors = [{name: value.tensor() for name, value in image.inputs.items() if name.endswith("grid_thw")}
-                       for image in processed]  # fmt: skip
+            tensors = [{name: value.tensor() for name, value in image.inputs.items()} for image in self._images]
             positions, offset = image_positions(vision, token_ids, tensors)
-        pixels = calls_of({image.key: image.inputs for image in processed})
-        return RequestPart(extras_of(images, positions, offset), contents=contents_of(images), calls=tuple(pixels))
+        return RequestPart(extras_of(images, positions, offset), contents=contents_of(images), give=self.give)
 
-    def _take(self) -> list[ProcessedImage]:
-        """Return the images, and hold their pixels no longer. For a later call these are in the cache, if anywhere."""
+    def give(self, keys: Sequence[str], is_stopped: Stopped = never) -> list[ControlCall]:
+        """Return the control calls with the pixels of these images, see PreparedRequest."""
+        numbers = {image.key: number for number, image in enumerate(self._images)}
+        return list(calls_of({key: self._inputs(key, numbers[key], is_stopped) for key in keys}))
+
+    def _inputs(self, key: str, number: int, is_stopped: Stopped) -> Mapping[str, PlainTensor]:
         assert self._requests.processing is not None
-        cache = self._requests.processing.cache
-        taken = [image if image.inputs else cache.get(image.key) for image in self._images]
-        if None in taken:
-            raise ValueError(f"{self._name}: its images have been used by another call, and are in no cache any more")
-        self._images = [image._replace(inputs={}) for image in self._images]
-        self._release()
-        return [image for image in taken if image is not None]
+        if (image := self._held.pop(key, None)) is not None:
+            self._requests.release(image)
+            return image.inputs
+        if (image := self._requests.processing.cache.get(key)) is not None:
+            return image.inputs
+        name, given = self._given[number]
+        _, running = self._begin(name, given, PromptDownloads(self._requests.downloader, is_stopped))
+        again = self._requests.processing.result(running, is_stopped)
+        if again.key != key:
+            raise ValueError(f"{name} has changed since it was read")
+        return again.inputs
+
+
+def _check_names(name: str, given: Any, num_images: int) -> None:
+    """Raise TypeError or ValueError for names of images in a wrong form.
+
+    Names have no effect, as an image's content identifies it.
+    """
+    names = given.get("image") if isinstance(given, Mapping) else given
+    several = names if isinstance(names, list | tuple) else [names] * num_images
+    if not all(each is None or isinstance(each, str) for each in several) or isinstance(given, str):
+        raise TypeError(f"{name} must be a dict such as {{'image': name}}, got {given!r}")
+    if len(several) != num_images:
+        raise ValueError(f"{name} has {len(several)} names of images; allowed: {num_images}, one for each")
+
+
+def _release_all(requests: ImageRequests, held: dict[str, ProcessedImage]) -> None:
+    while held:
+        requests.release(held.popitem()[1])
+
+
+def _is_remote(given: tuple[str, Any]) -> bool:
+    return isinstance(given[1], ImageUrl) and given[1].url[:4].lower() == "http"
 
 
 def _first(ahead: deque[tuple[str, Future[Result]]]) -> tuple[str, Result]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from compiled_engine.features.images.frontend.bounds import MOST_FILE_BYTES, check_size
+from compiled_engine.features.images.frontend.bounds import MOST_FILE_BYTES, check_pixels
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -110,7 +110,7 @@ def is_pil_image(value: Any) -> bool:
 
 def _of_pil(image: PIL.Image.Image, max_pixels: int) -> ImageSource:
     """Keep RGB and RGBA. Processors convert other modes in the same way: transparent ones to RGBA first."""
-    check_size(image.width, image.height, max_pixels)
+    check_pixels(image.width, image.height, max_pixels)
     if image.mode not in ("RGB", "RGBA"):
         has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
         image = image.convert("RGBA" if has_alpha else "RGB")
@@ -124,7 +124,7 @@ def _of_array(array: np.ndarray[Any, Any], max_pixels: int) -> ImageSource:
             f"{array.dtype} of shape {list(array.shape)}"
         )
     height, width = array.shape[:2] if array.shape[-1] == 3 else array.shape[1:]
-    check_size(width, height, max_pixels)
+    check_pixels(width, height, max_pixels)
     return ImageSource("array", np.ascontiguousarray(array).tobytes(), shape=tuple(array.shape))
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiled_engine.features.images.frontend.bounds import FORMATS, check_size
+from compiled_engine.features.images.frontend.bounds import FORMATS, check_pixels
 from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def main() -> None:
     image}. A message is {"input": path of a file with the source's data, "kind", "mode", "shape": see ImageSource,
     "output": path of the file to write, "settings": arguments of the processor}. An answer is {"token_ids": those that
     replace a placeholder, "placeholder": token id of a placeholder, "tensors": [[name, dtype, shape, bytes]]}, whose
-    elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault.
+    elements follow each other in the output; or {"error": text}, with "internal": true if it is not the image's fault,
+    and "unusable": true if no image can be processed. A message {} asks for the latter alone.
     """
     run_workers(_prepare)
 
@@ -60,7 +61,7 @@ class _Unwritable(Exception):
 
 def _refuse_all(messages: Messages, answer: Answer, reason: str) -> None:
     for _ in messages:
-        answer({"error": reason, "internal": True})
+        answer({"error": reason, "unusable": True})
 
 
 def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, order: dict[str, Any]) -> None:
@@ -69,6 +70,9 @@ def _process_all(messages: Messages, answer: Answer, processor: ProcessorMixin, 
     torch.set_num_threads(1)
     _bound_memory(SPARE_BYTES + BYTES_OF_PIXEL * order["max_pixels"])
     for message in messages:
+        if not message:
+            answer({"usable": True})
+            continue
         signal.alarm(LONGEST_S)
         try:
             answer(_processed(message, processor, order))
@@ -191,9 +195,9 @@ def decoded_file(data: bytes, max_pixels: int) -> PIL.Image.Image:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound on pixels; check_size has the one that holds
+            warnings.simplefilter("ignore")  # Pillow's own bound on pixels; check_pixels has the one that holds
             image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
-        check_size(image.width, image.height, max_pixels)
+        check_pixels(image.width, image.height, max_pixels)
         image.load()
     except PIL.UnidentifiedImageError:
         raise ValueError(f"the file is no image of a known format; allowed: {', '.join(FORMATS)}") from None

@@ -8,16 +8,22 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from image_folders import as_file, picture, write_processor
+from vision_models import vision_config
 
 from compiled_engine.features.images.extras import PlainTensor
 from compiled_engine.features.images.frontend.cache import ImageCache, ProcessedImage
 from compiled_engine.features.images.frontend.processing import ImageProcessing, ProcessorFiles
+from compiled_engine.features.images.frontend.requests import ImageRequests
 from compiled_engine.features.images.frontend.sources import read_source
+from compiled_engine.frontend.prompts import parse_prompt
+from compiled_engine.options import EngineOptions
 from compiled_engine.process.smallest_first import WorkStopped
+from compiled_engine.resolve.engine import resolve
 
 ARCHITECTURE = "LlavaForConditionalGeneration"
 
@@ -112,9 +118,11 @@ def test_a_folder_that_cannot_be_written_is_no_fault_of_the_image(
     with pytest.raises(RuntimeError, match=r"^the pixels of an image cannot be written: No such file or directory$"):
         processing.submit(read_source("image", source(1), 1 << 20), {}).result(120)
     folder.rmdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(RuntimeError, match=r"^images cannot be exchanged with the processes .*: No such file or"):
         submit(processing, source(2))
-    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert submit(processing, source(2)).inputs  # as the folder is made again
 
 
 def test_no_image_waits_when_it_is_closed(folder: Path) -> None:
@@ -131,11 +139,43 @@ def test_no_image_waits_when_it_is_closed(folder: Path) -> None:
     assert workers() == []
 
 
-def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
-    processing = ImageProcessing(ProcessorFiles(tmp_path, tmp_path, "float32", 1 << 20), 1, 1 << 20)
-    with pytest.raises(RuntimeError, match=r"^the image processor of .* cannot be loaded: "):
-        submit(processing, source())
-    processing.close()
+def requests_of(folder: Path, *settings: str) -> ImageRequests:
+    """The feature's part in an engine. settings: the content of preprocessor_config.json, if there is one."""
+    (folder / "config.json").write_text(vision_config(ARCHITECTURE))
+    for content in settings:
+        (folder / "preprocessor_config.json").write_text(content)
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "image_workers": 1}
+    return ImageRequests.of(resolve(EngineOptions(model=folder, skip_tokenizer_init=True, **options)), None)
+
+
+PROMPT = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": b"an image"}}
+
+
+def test_a_processor_that_cannot_be_loaded_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An image that comes before that is known is refused too."""
+    requests = requests_of(tmp_path, '{"image_processor_type": "Unknown"}')
+    assert requests.processing is not None
+    with pytest.raises(ValueError, match=r"^the image processor of .* cannot be loaded: "):
+        submit(requests.processing, source())
+    assert [each.message for each in caplog.records if "the image processor of" in each.message] == [
+        f"prompts may have no images: {requests.why_none}"
+    ]
+    with pytest.raises(ValueError, match=r"must have no images: the image processor of .* cannot be loaded: "):
+        requests.attach([parse_prompt(PROMPT)])
+    requests.close()
+
+
+def test_a_checkpoint_without_a_processor_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = requests_of(tmp_path)
+    reason = "the checkpoint has no image processor (preprocessor_config.json)"
+    assert f"prompts may have no images: {reason}" in caplog.messages
+    assert requests.why_none == reason
+    with pytest.raises(ValueError, match="must have no images: the checkpoint has no image processor"):
+        requests.attach([parse_prompt(PROMPT)])
 
 
 def test_the_cache_drops_the_least_recently_used() -> None:

@@ -28,6 +28,7 @@ from compiled_engine.frontend.image_parts import ImageUrl
 from compiled_engine.frontend.prompts import parse_prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.vision.description import describe_vision
+from compiled_engine.process.smallest_first import never
 from compiled_engine.sampling.params import SamplingParams
 
 TEXTS = {"one": "before {0}\nafter", "alone": "{0}", "three": "a\n\n{0}{0}\n text {0}\n\n", "line": "\n{0}\n{0}\n"}
@@ -75,12 +76,14 @@ class Inputs:
         request = EngineRequest("0", ids, SamplingParams(), extras=dict(part.extras))
         images = images_of(request)
         assert images is not None
-        store = PixelStore()
-        store.need("r", {image.key for image in images.images})
-        assert not store.has("r")
-        for call in part.calls:
+        store = PixelStore(0)
+        for image in images.images:
+            store.ask("r", image.key, image.num_embeddings, now=True)
+        assert not any(store.has(image.key) for image in images.images)
+        assert part.give is not None
+        for call in part.give([key for output in store.take_asks() for key in output.asks], never):
             store.give(**call.arguments)
-        assert store.has("r")
+        assert all(store.has(image.key) for image in images.images)
         whole = tuple(structs.replace(image, inputs=store.inputs(image.key)) for image in images.images)
         return ids, structs.replace(images, images=whole)
 
@@ -200,6 +203,21 @@ def test_an_image_is_processed_once(inputs: Inputs) -> None:
     after = inputs.requests.metrics()
     assert after["mm_cache_queries"] == before["mm_cache_queries"] + 4
     assert after["mm_cache_hits"] == before["mm_cache_hits"] + 3
+
+
+def test_pixels_that_are_held_no_longer_are_made_again(inputs: Inputs, tmp_path: Path) -> None:
+    image, path = picture(40, 30, seed=9), tmp_path / "image.png"
+    path.write_bytes(as_file(image))
+    prompt = {"prompt": inputs.placeholder, "multi_modal_data": {"image": path}}
+    first = inputs.run(prompt)[1].images[0]
+    most, inputs.requests.most_held = inputs.requests.most_held, 0
+    try:
+        for changes_cache in (lambda: None, inputs.requests.forget):
+            changes_cache()
+            assert inputs.run(prompt)[1].images[0] == first
+        assert inputs.requests.held_bytes == 0
+    finally:
+        inputs.requests.most_held = most
 
 
 def test_bfloat16_is_rounded_as_transformers_rounds_it(tmp_path: Path) -> None:
