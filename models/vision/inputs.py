@@ -220,7 +220,7 @@ def tower_inputs(
 def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     tiles = [tiles_of(description, image) for image in images]
     count = sum(map(len, tiles))
-    found = {"pixels_NCHW": torch.cat(tiles), **_attention(count, [description.tile_patches] * count)}
+    found = {"pixels_NCHW": _joined(tiles), **_attention(count, [description.tile_patches] * count)}
     if description.resolutions:
         starts = accumulate((len(each) * description.tile_embeddings for each in tiles), initial=0)
         order = [
@@ -228,6 +228,11 @@ def _of_tiles(description: VisionDescription, images: Sequence[Mapping[str, torc
         ]
         found["order_E"] = torch.from_numpy(np.concatenate(order))
     return found
+
+
+def _joined(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the images' pixels, one after the other; those of a single image are not copied."""
+    return pixels[0] if len(pixels) == 1 else torch.cat(list(pixels))
 
 
 def _shifted(rows: np.ndarray, start: int) -> np.ndarray:
@@ -239,7 +244,7 @@ def _of_grids(description: VisionDescription, images: Sequence[Mapping[str, torc
     vision_utils = _vision_utils()
     merge, merged = description.merge_size, description.merged_patches
     grids_I3 = torch.stack([image[GRIDS].flatten() for image in images])
-    pixels_EUX = torch.cat([image[PIXELS] for image in images]).unflatten(0, (-1, merged))
+    pixels_EUX = _joined([image[PIXELS] for image in images]).unflatten(0, (-1, merged))
     positions_P2 = vision_utils.get_vision_position_ids(grids_I3, merge)
     lens = [height * width for frames, height, width in grids_I3.tolist() for _ in range(frames)]
     found = {

@@ -20,7 +20,7 @@ class PlainTensor(msgspec.Struct, frozen=True, array_like=True):
 
     dtype: str  # torch's name without "torch.", such as "bfloat16"
     shape: tuple[int, ...]
-    data: bytes  # the elements, contiguous
+    data: bytes  # the elements, contiguous; a bytearray if they may be written
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> PlainTensor:
@@ -28,8 +28,9 @@ class PlainTensor(msgspec.Struct, frozen=True, array_like=True):
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().tobytes())
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor, which shares no memory with the data."""
-        flat = torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
+        """Return the tensor. It shares its memory with the data if that is a bytearray, and otherwise has its own."""
+        own = self.data if isinstance(self.data, bytearray) else bytearray(self.data)
+        flat = torch.frombuffer(own, dtype=torch.uint8)
         return flat.view(getattr(torch, self.dtype)).view(self.shape)
 
     def without_data(self) -> torch.Tensor:

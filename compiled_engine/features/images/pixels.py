@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from compiled_engine.engine.messages import ControlCall, EngineOutput
 from compiled_engine.features.images.extras import PlainTensor
@@ -104,13 +105,13 @@ class PixelStore:
         return completed
 
     def inputs(self, key: str) -> dict[str, PlainTensor]:
-        """Return the tower's inputs of an image, whose pixels are complete."""
+        """Return the tower's inputs of an image, whose pixels are complete. Their data may be written."""
         pieces = self._images[key].pieces
         data: dict[str, list[bytes]] = {}
         for number in sorted(pieces):
             data.setdefault(pieces[number][0], []).append(pieces[number][3])
         about = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in pieces.values()}
-        return {name: PlainTensor(*about[name], b"".join(parts)) for name, parts in data.items()}
+        return {name: PlainTensor(*about[name], cast(bytes, bytearray().join(parts))) for name, parts in data.items()}
 
     def drop(self, key: str) -> None:
         """Drop the pixels of an image, if they are here or asked for."""

@@ -214,15 +214,15 @@ class ImageProcessing:
             self._note(answer)
             if "error" in answer:
                 raise (RuntimeError if answer.get("internal") else ValueError)(answer["error"])
-            data = made.read_bytes()
+            with made.open("rb") as file:
+                inputs = {
+                    name: PlainTensor(dtype, tuple(shape), file.read(size))
+                    for name, dtype, shape, size in answer["tensors"]
+                }
         finally:
             self._end(pool, has_ended=answer is None)
             given.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
-        inputs, place = {}, 0
-        for name, dtype, shape, size in answer["tensors"]:
-            inputs[name] = PlainTensor(dtype, tuple(shape), data[place : place + size])
-            place += size
         return ProcessedImage(key, answer["placeholder"], tuple(answer["token_ids"]), inputs)
 
     def _begin(self) -> tuple[WorkerPool, Path]:

@@ -146,13 +146,13 @@ def _processed(message: Mapping[str, Any], processor: ProcessorMixin, order: Map
             **message["settings"],
         )
     (token_ids,) = features.pop("input_ids").tolist()
-    tensors, pixels = [], list[bytes]()
+    tensors, pixels = [], list[Any]()
     for name, value in features.items():
         if name in _OF_TEXT or not isinstance(value, torch.Tensor):
             continue
         tensor = value.to(getattr(torch, order["dtype"])) if value.is_floating_point() else value
-        pixels.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), len(pixels[-1])])
+        pixels.append(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        tensors.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), pixels[-1].nbytes])
     try:
         with open(message["output"], "wb") as output:
             output.writelines(pixels)
