@@ -21,7 +21,7 @@ from compiled_engine.vision import VisionDescription
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of the rotary position embedding. kind: default, linear, llama3 or yarn."""
+    """Parameters of the rotary position embedding. kind: default, linear, llama3, yarn, longrope or dynamic."""
 
     theta: float
     kind: str = "default"
@@ -35,21 +35,39 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    # LongRoPE's factors of each pair's wavelength, for requests up to the original length and for longer ones.
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @property
     def angle_scale(self) -> float:
-        """Factor by which cos and sin are multiplied; 1 except in YaRN (Peng et al., 2023)."""
+        """Factor by which cos and sin are multiplied; 1 except in YaRN (Peng et al., 2023) and LongRoPE."""
 
         def magnitude(mscale: float) -> float:
             return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            original = self.original_max_position_embeddings
+            return math.sqrt(1 + math.log(self.factor) / math.log(original)) if original and self.factor > 1 else 1.0
         if self.mscale and self.mscale_all_dim:
             return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
         return magnitude(1.0)
+
+
+@dataclass(frozen=True)
+class LengthAngles:
+    """Rotary angles that depend on a request's length if it is longer than `border` tokens.
+
+    recomputes: all angles of a request change when it exceeds the border, so its keys are computed again (LongRoPE).
+    Otherwise keys keep the angles with which they were computed (dynamic NTK).
+    """
+
+    border: int
+    recomputes: bool
 
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
@@ -206,6 +224,7 @@ class ModelConfig:
     # False for an encoder: tokens see later ones too, so a text is computed in one step, and nothing is cached.
     causal: bool = True
     token_types: int = 0  # number of token types; 0: tokens have no types
+    length_angles: LengthAngles | None = None  # None: rotary angles depend on positions alone
     recurrences: Recurrences | None = None  # None: no layer has a recurrent state
     merged_adapter: Path | None = None  # folder of an adapter that is merged into the weights when they are loaded
     head: HeadConfig | None = None  # set for a draft head, whose vocab_size is that of its embedding

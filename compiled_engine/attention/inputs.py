@@ -177,14 +177,32 @@ def _token_types(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
 # The row field with the number of tokens before the second of two texts, and the types of tokens that follow from it.
 SECOND_TEXT, NO_SECOND_TEXT = "second_text", (1 << 31) - 1
 TOKEN_TYPES = StepTensor("token_types_T", ("tokens",), torch.int64, fill=_token_types)
+
+
+def _angle_lengths(step: Mapping[str, torch.Tensor], states: Any) -> torch.Tensor:
+    lengths_T = step["positions_T"] + 1
+    first_S = states.fields.if_declared(FIRST_LENGTH)
+    if first_S is None:  # the states are those of a model that a draft model drafts for
+        return lengths_T
+    rows_R = step["rows_R"].clamp(min=0).long()
+    return torch.maximum(lengths_T, first_S[rows_R][request_of_tokens(step)].long())
+
+
+# The row field with the number of tokens that a request is computed with at first, and the length that each token's
+# rotary angles assume: that number, or for later tokens the number of tokens up to this one.
+FIRST_LENGTH = "first_length"
+ANGLE_LENGTHS = StepTensor("angle_lengths_T", ("tokens",), torch.int64, fill=_angle_lengths)
 _NAMES = frozenset(t.name for t in STEP_TENSORS)
 _FIELDS = [(t.name.partition(".")[2], t.name) for t in STEP_TENSORS if "." in t.name]
 _FIELDS_ON_DEVICE = [t.name.partition(".")[2] for t in STEP_TENSORS if "." in t.name and not t.on_host]
 
 
-def tensors_of_model(token_types: int) -> tuple[StepTensor, ...]:
-    """Return the additional step tensors of a model: token types, if it has any."""
-    return (TOKEN_TYPES,) if token_types else ()
+def tensors_of_model(token_types: int, *, length_angles: bool = False) -> tuple[StepTensor, ...]:
+    """Return the additional step tensors of a model: token types, if it has any, and the lengths of angles.
+
+    length_angles: the model's rotary angles depend on a request's length.
+    """
+    return (*((TOKEN_TYPES,) if token_types else ()), *((ANGLE_LENGTHS,) if length_angles else ()))
 
 
 def kv_cache_tensors(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[StepTensor, ...]:

@@ -10,6 +10,7 @@ The order of the hooks of a request, with the state in which each is called:
     check, holds_back            it arrives
     take_ready, check            only if it was held back; `withdrawn` if it will not be added
     added                        it joins the waiting ones
+    outgrown                     it waits, and has more tokens than its `outgrown_at`
     may_start                    it is the first in order that is not skipped; then its resources are taken
     admitted                     it has its resources, and joins a step
     reached_end                  a step reaches one of its `step_ends`
@@ -18,8 +19,8 @@ The order of the hooks of a request, with the state in which each is called:
     first_extras                 a step with its first token is processed
     ended                        it has ended, at any time after `added`
 
-Between `admitted` and `ended` a request may be preempted. A feature sees its resources freed (CacheResource.free), and
-later `may_start` and `admitted` again.
+Between `admitted` and `ended` a request may be preempted, and is once it has more tokens than its `outgrown_at`. A
+feature sees its resources freed (CacheResource.free), and later `may_start` and `admitted` again.
 
 The order of the hooks of a step, with the state in which each is called:
 
@@ -42,6 +43,8 @@ Fields of Request that a feature may set:
     extras                                        in `added`
     max_step_tokens                               in `added`; only lowered, as other features limit it too
     computes_every_token                          at any time; read at each admission
+    outgrown_at                                   in `added` and `outgrown`
+    prefix_root                                   in `added`, and in `outgrown` if `block_hashes` are cleared
     step_ends                                     when its resources are taken; cleared when they are freed
     limit_to_single_tokens(), a method            in `built`
     failure                                       at any time; `set_steady_limits()` must follow
@@ -103,6 +106,13 @@ class PlanFeature:
 
     def added(self, request: Request) -> None:
         """Note a new waiting request. Called once per request; its `extras` are sent to the ranks at each admission."""
+
+    def outgrown(self, request: Request) -> None:
+        """Let a request that waits have more tokens than its `outgrown_at`, and raise that number.
+
+        All its tokens are computed again, so what its keys and values depend on may change; then its `prefix_root` must
+        change too.
+        """
 
     def may_start(self, request: Request) -> bool:
         """Return whether the first waiting request may be admitted.
@@ -237,6 +247,7 @@ class PlanHooks:
         self.take_ready = sole_overriding(features, PlanFeature.take_ready)
         self.withdrawn = overriding(features, PlanFeature.withdrawn)
         self.added = overriding(features, PlanFeature.added)
+        self.outgrown = overriding(features, PlanFeature.outgrown)
         self.may_start = overriding(features, PlanFeature.may_start)
         self.reconsiders = overriding(features, PlanFeature.reconsiders)
         self.holds_steps = overriding(features, PlanFeature.holds_steps)

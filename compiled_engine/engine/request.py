@@ -103,6 +103,8 @@ class Request:
     scheduled_time: float | None = None  # of the first admission, in seconds of time.perf_counter; None before
     max_step_tokens: int = sys.maxsize  # most known tokens that one step computes
     step_ends: tuple[int, ...] = ()  # token counts, ascending, at which a step must end, see PlanFeature.reached_end
+    # Most tokens that may be computed; once more are known, all are computed again, see PlanFeature.outgrown.
+    outgrown_at: int = sys.maxsize
     computes_every_token: bool = False  # compute prompt tokens even if cached, as their outputs are needed
     returns_tokens: bool = True  # its sampled tokens are its output; otherwise they mean nothing
     extras: dict[str, Any] = field(default_factory=dict)  # see NewRequest; sent at each admission
@@ -184,7 +186,8 @@ class Request:
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
         most = self.max_new_tokens_per_step
-        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.has_sampled else 0
+        longest = min(self.num_slots - most + 1, last - most, self.outgrown_at - most + 1)
+        until_computed = longest if decodes and self.has_sampled else 0
         return until_computed, last if generates else 0
 
     def correct_counts(self, bound: int, count: int) -> None:

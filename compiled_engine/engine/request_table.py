@@ -95,6 +95,14 @@ class RequestTable:
         self.waiting.push(request)
         return request
 
+    def preempt(self, requests: Sequence[Request]) -> None:
+        """Preempt requests as `preempt_last` does; those that no longer run are ignored."""
+        for request in requests:
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+                self._release(request, RequestStatus.PREEMPTED)
+                self.waiting.push(request)
+
     def retire(self, requests: Sequence[Request]) -> None:
         """Free the resources of requests whose last token is in flight. Requests that no longer run are ignored."""
         retired = [request for request in requests if request.status is RequestStatus.RUNNING]

@@ -224,6 +224,7 @@ class Scheduler:
         """Schedule running requests. Returns the tokens of the budget that are left for waiting requests."""
         budget, decode_tokens = self._config.max_num_batched_tokens, builder.decode_tokens
         add_request, add_start = builder.decodes.append, builder.decode_starts.append
+        outgrown: list[Request] = []
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
             # The limits of a request that does not run are 0, so its status needs no check.
@@ -238,16 +239,21 @@ class Scheduler:
                 continue
             if request.num_tokens == request.max_num_tokens:  # an upper bound, which steps in flight will correct
                 continue
+            room = request.outgrown_at - start
+            if room <= 0:  # `start` is an upper bound too
+                if not request.awaits_token:
+                    outgrown.append(request)
+                continue
             num_uncomputed = request.num_tokens - start
             if num_uncomputed > 1:
                 # Reserve the tokens of a decode for each later request, so that no long prompt delays a decode.
-                room = builder.room_for_prompts(budget - (len(running) - index) * decode_tokens)
+                room = min(room, builder.room_for_prompts(budget - (len(running) - index) * decode_tokens))
                 if room < 1:
                     continue
                 num_tokens, bound = min(num_uncomputed, room, request.step_limit), 1
             else:
-                bound = min(request.max_new_tokens_per_step, decode_tokens, request.max_num_tokens - request.num_tokens)
-                num_tokens = bound
+                most, left = request.max_new_tokens_per_step, request.max_num_tokens - request.num_tokens
+                num_tokens = bound = min(most, decode_tokens, left, room)
             for limit_share in self.hooks.limit_share:
                 num_tokens = limit_share(request, num_tokens)
             if not num_tokens:
@@ -260,6 +266,7 @@ class Scheduler:
                 builder.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
             self._schedule_tokens(builder, request, num_tokens, bound)
+        self._requests.preempt(outgrown)
         return budget
 
     def _admit_waiting(self, builder: StepBuilder, budget: int, room: int) -> None:
@@ -271,6 +278,9 @@ class Scheduler:
             # A preempted request waits until its tokens in flight are known, and requests behind it in order wait too.
             if request.awaits_token or (self._whole and request.num_tokens > budget):
                 break
+            if request.num_tokens > request.outgrown_at:
+                for let_grow in self.hooks.outgrown:
+                    let_grow(request)
             if not self._admits_new and request.status is RequestStatus.WAITING:
                 waiting.skip()
                 continue

@@ -14,6 +14,8 @@ from compiled_engine.features.adapters import table as adapters
 from compiled_engine.features.adapters.eager_adapters import EagerAdapters
 from compiled_engine.features.adapters.plan import Adapters, NoAdapters
 from compiled_engine.features.adapters.step_adapters import StepAdapters
+from compiled_engine.features.angles.plan import AnglesByLength
+from compiled_engine.features.angles.step_angles import StepAngles
 from compiled_engine.features.images import plan as images
 from compiled_engine.features.images.eager_images import EagerImages
 from compiled_engine.features.images.plan import ImagePlan
@@ -63,6 +65,8 @@ def plan_features(config: EngineConfig, executor: Executor) -> list[PlanFeature]
     if config.parallel.num_stages > 1:
         stages, most_requests = config.parallel.num_stages, config.scheduler.max_num_seqs
         features.append(MicroBatches(stages, most_requests, config.steps_in_flight))
+    if config.model.length_angles is not None:
+        features.append(AnglesByLength(config.model.length_angles))
     recurrences = config.model.recurrences
     if recurrences is not None and recurrences.num_snapshots and config.cache.enable_prefix_caching:
         features.append(StateSnapshots(recurrences.num_snapshots, config.cache.block_size))
@@ -131,6 +135,8 @@ def step_features(parts: RunnerParts, link: StageLink | None = None) -> RunnerFe
             tail = SendTail(traffic, advance)
     if model.recurrences is not None:
         features.append(StateRows(model.recurrences, parts.tensors, parts.states))
+    if model.length_angles is not None:
+        features.append(StepAngles(model.length_angles, parts.states.fields))
     if model.token_types > 0:
         features.append(TokenTypes(parts.states.fields))
     if model.pooling is not None:

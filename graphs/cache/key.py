@@ -70,6 +70,9 @@ OTHER_POOLING_FIELDS = tuple(
 )
 # Fields of a model with recurrences.
 RECURRENCE_FIELDS = tuple(f"model.recurrences.{name}" for name in ("states", "num_rows", "num_snapshots", "num_drafts"))
+# Fields of a model whose rotary angles depend on a request's length, and those that its graph then has as constants.
+LENGTH_ANGLES_FIELDS = ("model.length_angles.border", "model.length_angles.recomputes")
+ANGLE_CONSTANTS = ("model.rope.kind", "model.rope.theta", "model.rope.factor")
 # Fields of a draft head.
 HEAD_FIELDS = tuple(
     f"model.head.{name}"
@@ -122,6 +125,8 @@ OTHER_FIELDS = (
     "model.rope.beta_fast",
     "model.rope.beta_slow",
     "model.rope.truncate",
+    "model.rope.short_factor",
+    "model.rope.long_factor",
     "model.attention_sinks",
     "model.local_rope_theta",
     "model.tie_word_embeddings",
@@ -135,6 +140,7 @@ OTHER_FIELDS = (
     "model.pooling",  # None, for models that generate
     "model.causal",  # these two follow from model.transformers.config, and from the head
     "model.token_types",
+    "model.length_angles",  # None, for angles that depend on positions alone
     "model.recurrences",  # None, for models of attention alone
     "model.head",  # None, for all but heads that draft
     "model.vision",  # None, for all but vision towers
@@ -210,7 +216,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     optional = (
         *(*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *OTHER_POOLING_FIELDS, *RECURRENCE_FIELDS),
         *(*HEAD_FIELDS, *VISION_FIELDS, *ADAPTER_FIELDS, *OTHER_ADAPTER_FIELDS, *IMAGE_FIELDS, *OTHER_IMAGE_FIELDS),
-        *OTHER_INPUT_FIELDS,
+        *(*LENGTH_ANGLES_FIELDS, *OTHER_INPUT_FIELDS),
     )
     declared = {CACHE_FORMAT, *FOR_HEADS, *GRAPH_FIELDS, *optional, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS}
     undeclared = sorted(flat.keys() - declared)
@@ -221,5 +227,7 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
         factors[CACHE_FORMAT] = flat[CACHE_FORMAT]
     factors |= {name: flat[name] for name in FOR_HEADS if flat[name]}
     more = (*FOREIGN_FIELDS, *QUANTISED_FIELDS, *POOLING_FIELDS, *RECURRENCE_FIELDS, *HEAD_FIELDS, *ADAPTER_FIELDS)
-    more = (*more, *VISION_FIELDS, *IMAGE_FIELDS)
+    more = (*more, *VISION_FIELDS, *IMAGE_FIELDS, *LENGTH_ANGLES_FIELDS)
+    if config.model.length_angles is not None:
+        more = (*more, *ANGLE_CONSTANTS)
     return factors | {name: flat[name] for name in more if name in flat}

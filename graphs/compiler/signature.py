@@ -147,7 +147,8 @@ def extra_step_tensors(config: EngineConfig) -> tuple[StepTensor, ...]:
 
 def _of_model(config: EngineConfig) -> tuple[StepTensor, ...]:
     model = config.model
-    return (*tensors_of_model(model.token_types), *model_step_tensors(model), *head_step_tensors(model))
+    own = tensors_of_model(model.token_types, length_angles=model.length_angles is not None)
+    return (*own, *model_step_tensors(model), *head_step_tensors(model))
 
 
 def forward_signature(config: EngineConfig) -> Signature:

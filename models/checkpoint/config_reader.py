@@ -134,6 +134,7 @@ def read_model_config(
         kept = [HEAD] * model.tie_word_embeddings  # the head is the embedding, whose rows are looked up
         kept += [POOLER] * (pools is not None)
         quantisation = replace(quantisation, ignore=(*quantisation.ignore, *kept))
+    angles = model.length_angles
     model = replace(
         model,
         hub_name=hub_name,
@@ -142,6 +143,7 @@ def read_model_config(
         seed=seed,
         wrapper=wrapper,
         max_model_len=max_model_len,
+        length_angles=angles if angles is not None and max_model_len > angles.border else None,
         quantisation=quantisation,
         overrides=json.dumps(overrides, sort_keys=True) if overrides else "",
     )

@@ -60,7 +60,13 @@ def read_head(path: Path, target: ModelConfig, max_model_len: int, load_format: 
         norm_before_fc=fields.boolean("norm_before_fc", False),
     )
     model = replace(
-        model, architecture=EAGLE3, max_model_len=max_model_len, load_format=load_format, seed=target.seed, head=head
+        model,
+        architecture=EAGLE3,
+        max_model_len=max_model_len,
+        load_format=load_format,
+        seed=target.seed,
+        head=head,
+        length_angles=None,  # a head's angles depend on positions alone, which changes only its drafts
     )
     if load_format != "dummy":
         tensors = map_tensors(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -123,6 +124,14 @@ class JsonFields:
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, "a number above 0")
         return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of at least one finite number above 0."""
+        value = self._value(name, None)
+        are_numbers = isinstance(value, list) and value and all(type(each) in (int, float) for each in value)
+        if not are_numbers or not all(math.isfinite(each) and each > 0 for each in value):
+            raise self.error(name, "a list of finite numbers above 0")
+        return tuple(map(float, value))
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
         value = self._value(name, default)

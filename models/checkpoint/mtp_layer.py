@@ -134,6 +134,7 @@ def read_mtp_layer(target: ModelConfig, max_model_len: int, cache_dir: Path | No
         wrapper=target.wrapper,
         overrides=target.overrides,
         quantisation=quantisation,
+        length_angles=None,  # as in eagle3_folder
         head=HeadConfig(
             model.hidden_size, 0, model.vocab_size, hidden_first=layout.hidden_first, shares_norm=not layout.norm
         ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.config import ExpertsConfig, ModelConfig, RopeConfig
+from compiled_engine.config import ExpertsConfig, LengthAngles, ModelConfig, RopeConfig
 from compiled_engine.models.checkpoint.families import FAMILIES, Family
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.textbook.rope import ROPE_KINDS
@@ -28,6 +28,8 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
     fields.require("num_key_value_heads", num_heads % num_kv_heads == 0, divisor)
     max_position_embeddings = fields.integer("max_position_embeddings")
     rope, local_theta = _ropes(fields, family, max_position_embeddings)
+    head_dim = _head_dim(fields, family.head_dim, hidden_size, num_heads)
+    _check_length_angles(fields, rope, local_theta, head_dim)
     biases = family.biases(fields)
     supported_length, origin = _supported_length(rope, local_theta, max_position_embeddings)
     model = ModelConfig(
@@ -41,7 +43,7 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, family.head_dim, hidden_size, num_heads),
+        head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=rope,
@@ -58,6 +60,7 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
         attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping", family.soft_caps[0]),
         logit_soft_cap=_soft_cap(fields, "final_logit_softcapping", family.soft_caps[1]),
         local_rope_theta=local_theta,
+        length_angles=_length_angles(rope),
         experts=family.experts(fields, num_layers) if family.experts else ExpertsConfig(),
     )
     return model, origin
@@ -125,6 +128,8 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
     scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", default_theta)
     kind_field = "rope_type" if "rope_type" in scaling else "type"
+    if scaling.values.get(kind_field) == "su":  # LongRoPE's first name
+        scaling = scaling.replaced(**{kind_field: "longrope"})
     kind = scaling.one_of(kind_field, ROPE_KINDS, "default")
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
         raise _only_of_transformers(scaling, "partial_rotary_factor", "1.0")
@@ -132,12 +137,24 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, factor=scaling.number("factor"))
+    if kind == "dynamic":
+        return RopeConfig(theta, kind, scaling.number("factor"), max_position_embeddings)
     lengths = fields if "original_max_position_embeddings" in fields else scaling
     original = lengths.integer("original_max_position_embeddings", max_position_embeddings)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
         scaling.require("high_freq_factor", low < high, f"above low_freq_factor = {low}")
         return RopeConfig(theta, kind, scaling.number("factor"), original, low, high)
+    if kind == "longrope":
+        return RopeConfig(
+            theta,
+            kind,
+            factor=scaling.number("factor", max_position_embeddings / original),
+            original_max_position_embeddings=original,
+            attention_factor=scaling.number("attention_factor") if "attention_factor" in scaling else None,
+            short_factor=scaling.numbers("short_factor"),
+            long_factor=scaling.numbers("long_factor"),
+        )
     return RopeConfig(
         theta,
         kind,
@@ -152,13 +169,31 @@ def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int
     )
 
 
+def _check_length_angles(fields: JsonFields, rope: RopeConfig, local_theta: float | None, head_dim: int) -> None:
+    """Raise ValueError for angles by a request's length that do not fit the heads, or of only some layers."""
+    if _length_angles(rope) is not None and local_theta is not None:
+        raise ValueError(
+            f"{fields.source}: rope_type is {rope.kind!r} in some layers; allowed: default, linear, llama3 or yarn"
+        )
+    for name in ("short_factor", "long_factor"):
+        count = len(getattr(rope, name))
+        if rope.kind == "longrope" and count != head_dim // 2:
+            raise ValueError(f"{fields.source}: {name} must have {head_dim // 2} numbers, got {count}")
+
+
+def _length_angles(rope: RopeConfig) -> LengthAngles | None:
+    if rope.kind not in ("longrope", "dynamic") or rope.original_max_position_embeddings is None:
+        return None
+    return LengthAngles(rope.original_max_position_embeddings, recomputes=rope.kind == "longrope")
+
+
 def _supported_length(rope: RopeConfig, local_theta: float | None, max_position_embeddings: int) -> tuple[int, str]:
     """Return the longest supported length in tokens, and its source.
 
     With a local rope, as in Gemma 3, max_position_embeddings already includes the linear factor.
     """
-    if rope.kind == "linear" and local_theta is None:
-        return int(max_position_embeddings * rope.factor), "max_position_embeddings x the linear rope factor"
+    if rope.kind in ("linear", "dynamic") and local_theta is None:
+        return int(max_position_embeddings * rope.factor), f"max_position_embeddings x the {rope.kind} rope factor"
     if rope.kind == "yarn" and rope.original_max_position_embeddings is not None:
         length = int(rope.original_max_position_embeddings * rope.factor)
         return length, "original_max_position_embeddings x the yarn rope factor"

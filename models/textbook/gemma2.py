@@ -81,9 +81,10 @@ class Gemma2Model(nn.Module):
         positions_T: torch.Tensor,
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        angle_lengths_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x_TD = self.embed_tokens(input_ids_T) * self.embedding_scale
-        cos_T1d, sin_T1d = self.rotary_emb(positions_T)
+        cos_T1d, sin_T1d = self.rotary_emb(positions_T, angle_lengths_T)
         x_TD = self.layers(x_TD, cos_T1d, sin_T1d, inputs, kv_caches)
         return self.norm(x_TD)
 

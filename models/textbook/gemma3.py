@@ -39,9 +39,10 @@ class Gemma3Model(gemma2.Gemma2Model):
         positions_T: torch.Tensor,
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        angle_lengths_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x_TD = self.embed_tokens(input_ids_T) * self.embedding_scale
-        cos, sin = zip(self.rotary_emb(positions_T), self.rotary_emb_local(positions_T), strict=True)
+        cos, sin = zip(self.rotary_emb(positions_T, angle_lengths_T), self.rotary_emb_local(positions_T), strict=True)
         x_TD = self.layers(x_TD, cos, sin, inputs, kv_caches)
         return self.norm(x_TD)
 

@@ -100,14 +100,20 @@ class LlamaModel(nn.Module):
         positions_T: torch.Tensor,
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        angle_lengths_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.decode(self.embed_tokens(input_ids_T), positions_T, inputs, kv_caches)
+        return self.decode(self.embed_tokens(input_ids_T), positions_T, inputs, kv_caches, angle_lengths_T)
 
     def decode(
-        self, x_TD: torch.Tensor, positions_T: torch.Tensor, inputs: AttentionInputs, kv_caches: list[torch.Tensor]
+        self,
+        x_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+        angle_lengths_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the final norm, from the inputs [T, D] of the first layer."""
-        cos_T1d, sin_T1d = self.rotary_emb(positions_T)
+        cos_T1d, sin_T1d = self.rotary_emb(positions_T, angle_lengths_T)
         x_TD = self.layers(x_TD, cos_T1d, sin_T1d, inputs, kv_caches)
         return self.norm(x_TD)
 
@@ -132,13 +138,15 @@ class LlamaForCausalLM(nn.Module):
         positions_T: torch.Tensor,
         attention_inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
+        angle_lengths_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the final norm.
 
         kv_caches: for each layer [N, 2, P, K, d], N blocks of P positions with K KV heads of d elements. This step's
-        keys and values are written into them.
+        keys and values are written into them. angle_lengths_T: see RotaryEmbedding; None unless angles depend on the
+        lengths of requests.
         """
-        return self.model(input_ids_T, positions_T, attention_inputs, kv_caches)
+        return self.model(input_ids_T, positions_T, attention_inputs, kv_caches, angle_lengths_T)
 
     def embed(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, D] of tokens."""

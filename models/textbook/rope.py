@@ -1,24 +1,27 @@
-"""Rotary position embedding with the scalings default, linear, llama3 and yarn.
+"""Rotary position embedding with the scalings default, linear, llama3, yarn, longrope and dynamic.
 
-Frequencies are computed as in transformers, so that checkpoints give the same results.
+Frequencies are computed as in transformers, so that checkpoints give the same results. Those of longrope and dynamic
+depend on the length of the request too, if it is longer than a border.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from compiled_engine.config import RopeConfig
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Return radians per position for each of the head_dim / 2 pairs (fp32, CPU), and the factor for cos and sin.
 
-    Raises ValueError for an unknown kind, and for llama3 or yarn without original_max_position_embeddings.
+    For longrope and dynamic these are the frequencies of requests up to the border. Raises ValueError for an unknown
+    kind, and for llama3 or yarn without original_max_position_embeddings.
     """
     if rope.kind not in ROPE_KINDS:
         raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {rope.kind!r}")
@@ -31,7 +34,26 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         return _llama3(frequencies, rope), 1.0
     if rope.kind == "yarn":
         return _yarn(positions_per_radian, rope, head_dim), rope.angle_scale
+    if rope.kind == "longrope":
+        return stretched(positions_per_radian, rope.short_factor), rope.angle_scale
     return frequencies, 1.0
+
+
+def stretched(positions_per_radian: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    """Return frequencies whose wavelengths are stretched by the factors, one per pair (LongRoPE; Ding et al., 2024)."""
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * positions_per_radian)
+
+
+def dynamic_frequencies(
+    lengths_T: torch.Tensor, exponents_p: torch.Tensor, theta: float, factor: float, border: int
+) -> torch.Tensor:
+    """Return the frequencies [T, p] of dynamic NTK scaling: theta grows with the length beyond the border.
+
+    lengths_T: int64, the length that each token's angles assume. exponents_p: fp32, 2 i / d for pair i of d / 2.
+    """
+    dim = 2 * exponents_p.shape[0]
+    stretch_T1 = factor * lengths_T.clamp(min=border)[:, None].float() / border - (factor - 1)
+    return 1.0 / (theta * stretch_T1 ** (dim / (dim - 2))) ** exponents_p
 
 
 def _original_length(rope: RopeConfig) -> int:
@@ -76,17 +98,37 @@ class RotaryEmbedding(nn.Module):
     """Computes cos and sin from positions in fp32, once per forward, and rounds them to the model's dtype."""
 
     inv_freq: torch.Tensor
+    long_inv_freq: torch.Tensor  # longrope only: the frequencies of requests beyond the border
+    exponents: torch.Tensor  # dynamic only, see dynamic_frequencies
 
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__()
         frequencies, self.attention_factor = inverse_frequencies(rope, head_dim)
         self.register_buffer("inv_freq", frequencies, persistent=False)
-        self.dtype = dtype
+        self.dtype, self.rope = dtype, rope
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        if rope.kind == "longrope":
+            self.register_buffer("long_inv_freq", stretched(rope.theta**exponents, rope.long_factor), persistent=False)
+        elif rope.kind == "dynamic":
+            self.register_buffer("exponents", exponents, persistent=False)
 
-    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos_T1d, sin_T1d), to be broadcast over heads. Suffix p: the d / 2 pairs."""
-        angles_Tp = positions_T[:, None].float() * self.inv_freq
+    def forward(
+        self, positions_T: torch.Tensor, angle_lengths_T: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos_T1d, sin_T1d), to be broadcast over heads. Suffix p: the d / 2 pairs.
+
+        angle_lengths_T: see attention.inputs.ANGLE_LENGTHS; None: no request is longer than the border.
+        """
+        frequencies = self.inv_freq if angle_lengths_T is None else self.frequencies(angle_lengths_T)
+        angles_Tp = positions_T[:, None].float() * frequencies
         angles_T1d = torch.cat((angles_Tp, angles_Tp), dim=-1).unsqueeze(1)
         cos_T1d = angles_T1d.cos() * self.attention_factor
         sin_T1d = angles_T1d.sin() * self.attention_factor
         return cos_T1d.to(self.dtype), sin_T1d.to(self.dtype)
+
+    def frequencies(self, angle_lengths_T: torch.Tensor) -> torch.Tensor:
+        """Return the frequencies [T, p] of tokens with angles of these lengths."""
+        rope, border = self.rope, _original_length(self.rope)
+        if rope.kind == "dynamic":
+            return dynamic_frequencies(angle_lengths_T, self.exponents, rope.theta, rope.factor, border)
+        return torch.where(angle_lengths_T[:, None] > border, self.long_inv_freq, self.inv_freq)

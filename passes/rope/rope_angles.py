@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
@@ -41,21 +42,27 @@ def rope_angles_kernel(
     scale: tl.tensor,
     NUM_PAIRS: tl.constexpr,
     LAYOUT: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Write cos and sin of the rotary angles, position times frequency. Program (token) writes those of a token.
 
-    positions_ptr: [T]; inv_freq_ptr: fp32 [NUM_PAIRS]; cos_ptr, sin_ptr: [T, 2 * NUM_PAIRS], or [T, NUM_PAIRS] with
-    LAYOUT "once". LAYOUT, scale: see `reference`. BLOCK: NUM_PAIRS rounded up to a power of two.
+    positions_ptr: [T]; inv_freq_ptr: fp32 [NUM_PAIRS], or [T, NUM_PAIRS] if PER_TOKEN; cos_ptr, sin_ptr:
+    [T, 2 * NUM_PAIRS], or [T, NUM_PAIRS] with LAYOUT "once". LAYOUT, scale: see `reference`. BLOCK: NUM_PAIRS rounded
+    up to a power of two.
     """
     pair = tl.arange(0, BLOCK)
     mask = pair < NUM_PAIRS
-    frequency = tl.load(inv_freq_ptr + pair, mask=mask, other=0.0)
+    token = tl.program_id(0).to(tl.int64)
+    frequency_ptr = inv_freq_ptr + pair
+    if not PER_TOKEN:  # a parameter, which no earlier kernel writes
+        frequency = tl.load(frequency_ptr, mask=mask, other=0.0)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
+    if PER_TOKEN:
+        frequency = tl.load(frequency_ptr + token * NUM_PAIRS, mask=mask, other=0.0)
     angle = tl.load(positions_ptr + token).to(tl.float32) * frequency
     cos = (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty)
     sin = (tl.sin(angle) * scale).to(cos_ptr.dtype.element_ty)
@@ -78,6 +85,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (scale * cos, scale * sin) of the angles, positions times the p frequencies of inv_freq_p, in `dtype`.
 
+    inv_freq_p: fp32 [p], or [T, p] for frequencies by token.
+
     layout: the order of the results in the last dimension. "halves": all p angles, then all again, [T, 1, 2 p].
     "pairs": each angle twice in a row, [T, 1, 2 p]. "once": each angle once, [T, 1, p].
     """
@@ -94,16 +103,17 @@ def launch(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the results of `reference`, computed by the kernel."""
-    num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[0]
+    num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[-1]
     cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype, layout)
     rope_angles_kernel[(num_tokens,)](
         positions_T.contiguous(),
-        inv_freq_p,
+        inv_freq_p.contiguous(),
         cos_T1d,
         sin_T1d,
         scale,
         NUM_PAIRS=num_pairs,
         LAYOUT=layout,
+        PER_TOKEN=inv_freq_p.dim() == 2,
         BLOCK=next_power_of_2(num_pairs),
         num_warps=1,
         **dependent_launch(positions_T.device),
@@ -114,7 +124,7 @@ def launch(
 def _fake(
     positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (positions_T.shape[0], 1, inv_freq_p.shape[0] * (1 if layout == "once" else 2))
+    shape = (positions_T.shape[0], 1, inv_freq_p.shape[-1] * (1 if layout == "once" else 2))
     return inv_freq_p.new_empty(shape, dtype=dtype), inv_freq_p.new_empty(shape, dtype=dtype)
 
 
@@ -153,8 +163,8 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     if not found:
         return "the angles are not positions times frequencies"
     positions, inv_freq = found[0]
-    if not is_parameter(inv_freq) or inv_freq.meta["val"].dtype != torch.float32 or inv_freq.meta["val"].dim() != 1:
-        return "the frequencies are not a vector of fp32"
+    if not _are_frequencies(inv_freq, positions):
+        return "the frequencies are not a vector of fp32, nor one for each token"
     (cos_value, cos_scale), (sin_value, sin_scale) = _scaled(cos), _scaled(sines[0])
     if cos_scale != sin_scale or cos_value.meta["val"].dtype != sin_value.meta["val"].dtype:
         return "cos and sin are scaled or rounded differently"
@@ -173,6 +183,16 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     cos_value.replace_all_uses_with(new[0])
     sin_value.replace_all_uses_with(new[1])
     return [Replacement(cos_value.name, new[0]), Replacement(sin_value.name, new[1])]
+
+
+def _are_frequencies(value: fx.Node, positions: fx.Node) -> bool:
+    """Return whether a value is a parameter of fp32 [p], or frequencies that were computed for each token, [T, p]."""
+    frequencies, num_tokens = value.meta["val"], positions.meta["val"].shape[0]
+    if frequencies.dtype != torch.float32:
+        return False
+    if is_parameter(value):
+        return bool(frequencies.dim() == 1)
+    return bool(frequencies.dim() == 2) and statically_known_true(frequencies.shape[0] == num_tokens)
 
 
 def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:

@@ -19,6 +19,7 @@ from compiled_engine.attention.backends.decode_splits import (
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout
 from compiled_engine.attention.case import AttentionCase, KVFormat, Refused
 from compiled_engine.attention.inputs import (
+    ANGLE_LENGTHS,
     STEP_TENSORS,
     AttentionInputs,
     Rotation,
@@ -106,6 +107,7 @@ def test_padding_has_its_own_values_and_places() -> None:
     assert step["kv_caches.1"].dtype is torch.bfloat16
     assert [tensor.on_host for tensor in STEP_TENSORS if tensor.name.endswith("host_3")] == [True]
     assert [len(tensors_of_model(count)) for count in (0, 2)] == [0, 1]
+    assert tensors_of_model(0, length_angles=True) == (ANGLE_LENGTHS,)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ PERTURBED: dict[str, Any] = {
     "model.rope.mscale": 0.5,
     "model.rope.mscale_all_dim": 0.25,
     "model.rope.truncate": False,
+    "model.rope.short_factor": (1.0, 2.0),
+    "model.rope.long_factor": (3.0, 4.0),
     "model.tie_word_embeddings": False,
     "model.qkv_bias": True,
     "model.attention_out_bias": True,
@@ -168,6 +170,7 @@ PERTURBED: dict[str, Any] = {
 # A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
 # transformers adds: see test_foreign_models.py.
 APART = {"device", "model.transformers", "model.quantisation", "model.pooling", "model.causal", "model.token_types"}
+APART |= {"model.length_angles"}
 APART |= {"model.recurrences", "model.head", "model.vision", "speculation.draft", "adapters", "images", "image_input"}
 
 

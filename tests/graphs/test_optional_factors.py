@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_config
 
-from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, Recurrences, RowState
+from compiled_engine.config import AdapterConfig, EngineConfig, HeadConfig, LengthAngles, Recurrences, RowState
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import Environment
 from compiled_engine.graphs.cache.key import cache_factors
@@ -53,6 +53,7 @@ OPTIONAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"states": (RowState("conv", (4, 2), "float32"),), "num_rows": 9, "num_snapshots": 3, "num_drafts": 2},
         {},
     ),
+    "model.length_angles": (LengthAngles(64, True), {"border": 128, "recomputes": False}, {}),
     "model.head": (
         HeadConfig(64, 3, 100),
         {

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from compiled_engine.config import ModelConfig, RopeConfig
+from compiled_engine.config import LengthAngles, ModelConfig, RopeConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.families import FAMILIES
-from compiled_engine.models.textbook.rope import inverse_frequencies
+from compiled_engine.models.textbook.rope import RotaryEmbedding, inverse_frequencies
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -136,6 +136,9 @@ def test_biases_are_where_transformers_has_them(architecture: str, attention_bia
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+FACTORS = {"short_factor": [1.0 + i / 64 for i in range(64)], "long_factor": [2.0 + i / 8 for i in range(64)]}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 2048, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 3.0},
@@ -154,6 +157,9 @@ ROPES: list[dict[str, Any]] = [
     YARN | {"mscale": 0.8, "mscale_all_dim": 0.5},
     YARN | {"mscale": 0.8},
     YARN | {"factor": 1.0},
+    LONGROPE,
+    LONGROPE | {"factor": 8.0, "attention_factor": 1.5},
+    DYNAMIC,
 ]
 
 
@@ -176,6 +182,29 @@ def test_rope_frequencies_are_those_of_transformers(rope: dict[str, Any], spelli
     expected, expected_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](AutoConfig.from_pretrained(path))
     torch.testing.assert_close(frequencies, expected, rtol=0, atol=0)
     assert scaling == pytest.approx(expected_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize(("rope", "border"), [(LONGROPE, 2048), (DYNAMIC, 8192)])
+def test_frequencies_by_length_are_those_of_transformers(rope: dict[str, Any], border: int, tmp_path: Path) -> None:
+    path = write(tmp_path, head_dim=128, max_position_embeddings=8192, rope_parameters=rope | {"rope_theta": 1e6})
+    config, _ = read(path)
+    assert config.length_angles == LengthAngles(border, recomputes=rope is LONGROPE)
+    rotary = RotaryEmbedding(config.rope, config.head_dim, torch.float32)
+    lengths = torch.tensor([1, border, border + 1, 12345])
+    for length, frequencies in zip(lengths, rotary.frequencies(lengths), strict=True):
+        init: Any = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        expected, _ = init(AutoConfig.from_pretrained(path), torch.device("cpu"), seq_len=length)
+        torch.testing.assert_close(frequencies, expected, rtol=2e-7, atol=0)
+
+
+def test_angles_by_length_must_fit_the_heads_and_concern_all_layers(tmp_path: Path) -> None:
+    expect_error(write(tmp_path, head_dim=64, rope_parameters=LONGROPE), "short_factor must have 32 numbers, got 64")
+    wrong = LONGROPE | {"long_factor": [0.0]}
+    expect_error(
+        write(tmp_path, head_dim=128, rope_parameters=wrong), "long_factor", "a list of finite numbers above 0"
+    )
+    gemma = {"model_type": "gemma3_text", "head_dim": 128, "rope_scaling": DYNAMIC}
+    expect_error(write(tmp_path, "Gemma3ForCausalLM", **gemma), "in some layers", "default, linear, llama3 or yarn")
 
 
 @pytest.mark.parametrize("rope", [rope for rope in ROPES if rope["rope_type"] in ("llama3", "yarn")])
@@ -205,9 +234,9 @@ def test_the_length_of_gemma_3_has_the_linear_factor_in_it(tmp_path: Path) -> No
     expect_error(folder, "max_model_len", "1 to 512", max_model_len=513)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "ntk"])
+@pytest.mark.parametrize("kind", ["mrope", "ntk"])
 def test_an_unknown_rope_type_is_refused_with_the_known_ones(kind: str, tmp_path: Path) -> None:
-    known = "default, linear, llama3, yarn"
+    known = "default, linear, llama3, yarn, longrope, dynamic"
     path = write(tmp_path, rope_scaling={"rope_type": kind, "factor": 2.0})
     expect_error(path, "rope_scaling: rope_type", known, repr(kind))
     with pytest.raises(ValueError, match=known):
@@ -224,6 +253,7 @@ def test_yarn_without_an_original_length_is_refused() -> None:
     [
         (None, 512),
         ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "dynamic", "factor": 2.5}, 1280),
         ({"type": "yarn", "factor": 4.0}, 2048),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
         ({"type": "yarn", "original_max_position_embeddings": 256}, 512),

@@ -43,8 +43,10 @@ for tokens, width in [(1, 8), (3, 100), (5, 256)]:
     for norm in ((residual, weight, weight * 2, 3e-5), (None, weight, None, 3e-5), (residual, None, None, 0.1)):
         same(layer_norm.launch(x, *norm), layer_norm.reference(x, *norm))
     angles = torch.arange(tokens) * 7, torch.rand(width // 2, generator=generator), 1.3, torch.float32
+    by_token = angles[0], torch.rand(tokens, width // 2, generator=generator), *angles[2:]
     for layout in ("halves", "pairs", "once"):
-        same(rope_angles.launch(*angles, layout), rope_angles.reference(*angles, layout))
+        for given in (angles, by_token):
+            same(rope_angles.launch(*given, layout), rope_angles.reference(*given, layout))
 print("right")
 """
 
@@ -65,8 +67,9 @@ def test_in_the_interpreter() -> None:
         (layer_norm.layer_norm_kernel, {"HIDDEN_SIZE": 3072, "BLOCK": 4096}),
         (rms_norm.rms_norm_kernel, {"K": 4096, "BLOCK_K": 4096, "OFFSET": 0.0, "WIDE": False}),
         (rms_norm.rms_norm_kernel, {"K": 2560, "BLOCK_K": 4096, "OFFSET": 1.0, "WIDE": True}),
-        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64, "LAYOUT": "halves"}),
-        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64, "LAYOUT": "pairs"}),
+        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64, "LAYOUT": "halves", "PER_TOKEN": 0}),
+        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64, "LAYOUT": "pairs", "PER_TOKEN": 0}),
+        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 48, "BLOCK": 64, "LAYOUT": "halves", "PER_TOKEN": 1}),
     ],
 )
 def test_compiled_for_hopper(kernel: Any, constants: dict[str, Any]) -> None:
@@ -105,4 +108,5 @@ def test_norms_and_silu_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> 
         poison(*shape, dtype=dtype)
         close(silu_mul.silu_mul(gate_up, activation), silu_mul.reference(gate_up, activation))
     angles = torch.arange(shape[0], device="cuda") * 37, torch.rand(shape[1] // 2, device="cuda"), 1.5, dtype
-    close(rope_angles.rope_angles(*angles), rope_angles.reference(*angles))
+    for given in (angles, (angles[0], torch.rand(shape[0], shape[1] // 2, device="cuda"), *angles[2:])):
+        close(rope_angles.rope_angles(*given), rope_angles.reference(*given))

@@ -57,6 +57,8 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         if change == "not cast":
             column = positions[:, None]
         frequencies = inv_freq * 2 if change == "computed frequencies" else inv_freq
+        if change == "frequencies by token":
+            frequencies = torch.where(positions[:, None] > 5, inv_freq, 2 * inv_freq)
         product = column + frequencies if change == "a sum" else column * frequencies
         value = doubled(frequencies * column if change == "frequencies first" else product, change)
         if change not in ("heads afterwards", "no heads", "a batch afterwards", "heads of cos alone"):
@@ -93,7 +95,7 @@ def angles_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     [
         *((change, "halves") for change in ("", "cast before", "frequencies first", "no scale", "scaled by values")),
         *((change, "halves") for change in ("heads afterwards", "no heads", "read twice")),
-        *((change, "halves") for change in ("a batch afterwards", "heads of cos alone")),
+        *((change, "halves") for change in ("a batch afterwards", "heads of cos alone", "frequencies by token")),
         *(("pairs", "pairs"), ("copied pairs", "pairs"), ("pairs by a last dimension", "pairs"), ("once", "once")),
         *((change, "halves") for change in ("halves in dimension 1", "a last dimension")),
     ],

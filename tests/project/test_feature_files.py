@@ -23,6 +23,7 @@ FEATURES = {
     ),
     "adapters": (r"adapter|adapted_|lora(?![a-z])", ("features.adapters",)),
     "images": (r"images?(?![a-z])", ("features.images", "models.vision", "vision")),
+    "angles by length": (r"(length|by)_?angles|angle_?lengths|angles_?by_?length|first_length", ("features.angles",)),
     "pooling": (
         r"pooling|pooler|pools(?![a-z])|second_text",
         ("features.pooling", "pooling", "models.textbook.pooler"),

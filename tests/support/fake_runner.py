@@ -6,6 +6,7 @@ for each position, so a block that is shared wrongly, overwritten or stale canno
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ VOCAB_SIZE = 11
 GARBAGE = -1
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> Iterator[int]:
+def prefix_hashes(token_ids: Sequence[int], seed: int = 0) -> Iterator[int]:
     """For each position, a hash of the tokens up to and with it."""
-    value = 0
+    value = seed
     for token_id in token_ids:
         value = hash((value, token_id))
         yield value
@@ -81,6 +82,7 @@ class Row:
     num_computed_tokens: int
     is_limited_to_single_tokens: bool = False
     num_known: int = 0  # before its last step sampled
+    longest: int = sys.maxsize  # most tokens that it may compute
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -95,7 +97,8 @@ class FakeRunner:
     request gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots. A request
     of a step at which a head has rested has no guesses later. num_snapshots: if
     not 0, a request has a recurrent state too, which is that of its prefix or comes from a snapshot of it. adapts: a
-    step may have fewer guesses than others.
+    step may have fewer guesses than others. border: the slots of a request that is admitted with more tokens hold other
+    values, and one with fewer computes no more.
     """
 
     def __init__(
@@ -110,7 +113,9 @@ class FakeRunner:
         num_snapshots: int = 0,
         *,
         adapts: bool = False,
+        border: int | None = None,
     ) -> None:
+        self.border = border
         self.num_snapshots, self.adapts = num_snapshots, adapts
         self.snapshots: dict[int, int | None] = {}
         self.saved: dict[int, dict[int, int | None]] = {}  # by step the snapshots that it took, and what was there
@@ -235,12 +240,13 @@ class FakeRunner:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = Row(
                 list(new.token_ids),
-                list(prefix_hashes(new.token_ids)),
+                list(prefix_hashes(new.token_ids, self._is_long(new.token_ids))),
                 new.num_prompt_tokens,
                 new.sampling_params,
                 list(*new.block_ids),
                 new.samples_late,
                 step.starts[step.request_ids.index(new.request_id)],
+                longest=self.border if self.border is not None and not self._is_long(new.token_ids) else sys.maxsize,
             )
             start = self.rows[new.request_id].num_computed_tokens
             slot = new.extras.get("recurrence")
@@ -269,6 +275,9 @@ class FakeRunner:
             self.snapshots.update(self.saved.pop(step))
         self.failed = True
 
+    def _is_long(self, token_ids: Sequence[int]) -> bool:
+        return self.border is not None and len(token_ids) > self.border
+
     def _check_share(self, share: Share, *, is_new: bool) -> None:
         row = self.rows[share.request_id]
         if is_new:
@@ -281,6 +290,7 @@ class FakeRunner:
         row.block_ids += share.new_block_ids
         end = row.num_computed_tokens + share.num_tokens
         assert share.num_tokens >= 1
+        assert end <= row.longest
         assert share.samples == (end >= len(row.token_ids))
         most = 1 if is_new or row.num_computed_tokens + 1 < len(row.token_ids) else self.max_new_tokens_per_step
         assert end < len(row.token_ids) + most

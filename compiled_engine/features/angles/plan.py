@@ -1,0 +1,43 @@
+"""Plans requests whose rotary angles depend on their length: how they are cached, and when they are computed again.
+
+Up to a border, the angles of all requests are equal. Beyond it there are two kinds, see LengthAngles. LongRoPE has a
+second set of frequencies for longer requests: one that grows over the border is computed again with that set, and so
+is a request that was preempted. Dynamic NTK scales the frequencies of each token by the length that the request had
+when the token was first computed: that of the prompt, or for an output token its own position. So nothing is computed
+again, and a preempted request gets the same angles.
+
+A request's prefix root says which angles its keys have, so blocks are only shared between equal angles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+from compiled_engine.config import LengthAngles
+from compiled_engine.engine.plan_hooks import PlanFeature
+from compiled_engine.engine.request import Request
+
+
+class AnglesByLength(PlanFeature):
+    """Keeps the keys of requests with different angles apart, and has requests that outgrow their angles recomputed."""
+
+    def __init__(self, angles: LengthAngles) -> None:
+        self._border, self._recomputes = angles.border, angles.recomputes
+
+    def added(self, request: Request) -> None:
+        if self._recomputes:
+            request.outgrown_at = min(request.outgrown_at, self._border)
+        elif request.num_prompt_tokens > self._border:
+            _set_root(request, request.num_prompt_tokens)
+
+    def outgrown(self, request: Request) -> None:
+        """Give the request the angles of all lengths beyond the border."""
+        request.outgrown_at = sys.maxsize
+        _set_root(request, self._border + 1)
+
+
+def _set_root(request: Request, length: int) -> None:
+    """Let the request share blocks only with requests whose angles are those of this length."""
+    request.prefix_root = hashlib.sha256(request.prefix_root + b"angles %d" % length).digest()
+    request.block_hashes.clear()

@@ -1,0 +1,25 @@
+"""Stores the length that the rotary angles of a request's first tokens assume."""
+
+from __future__ import annotations
+
+from compiled_engine.attention.inputs import FIRST_LENGTH
+from compiled_engine.config import LengthAngles
+from compiled_engine.engine.messages import NewRequest
+from compiled_engine.engine.step_hooks import StepFeature
+from compiled_engine.rows.row_fields import RowField, RowFields
+
+
+class StepAngles(StepFeature):
+    """Sets the row field from which the step tensor of angle lengths is computed, see attention/inputs.py."""
+
+    def __init__(self, angles: LengthAngles, fields: RowFields) -> None:
+        self._recomputes, self._fields = angles.recomputes, fields
+        fields.declare(RowField(FIRST_LENGTH))
+
+    def added(self, row: int, request: NewRequest) -> None:
+        """Set the number of tokens that are computed with equal angles: all known ones, or those of the prompt.
+
+        See features/angles/plan.py for both kinds.
+        """
+        length = len(request.token_ids) if self._recomputes else request.num_prompt_tokens
+        self._fields.set(row, **{FIRST_LENGTH: length})
